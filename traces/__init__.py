@@ -1,4 +1,4 @@
-"""Traces of real traffic: their format, prompts built from them, replay against an endpoint, reports.
+"""Traces of real traffic: their format, prompts built from them, replay against an endpoint, and reports.
 
-Knows the HTTP interface of an endpoint as any client does, and nothing of the processes behind it.
+Uses an endpoint's HTTP interface as any client does, and does not know the processes behind it.
 """

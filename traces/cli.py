@@ -1,4 +1,4 @@
-"""`moonserve traces`: fetch, analyze, synthesize; each verb is imported only when it is called for."""
+"""The `moonserve traces` command line: fetch, analyze, synthesize. A verb's module is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `traces`. Returns 2 for what the user has to mend."""
+    """Runs the verb in `argv`, the arguments after `traces`. Returns 2 if the user has to correct the arguments."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else EXIT_CONFIG

@@ -1,4 +1,4 @@
-"""A streaming client of an OpenAI-compatible endpoint that notes when each token came."""
+"""Streaming client of an OpenAI-compatible endpoint. Records the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What an endpoint says of its model."""
+    """Properties of a model that an endpoint reports in /v1/models."""
 
     name: str
     vocab_size: int | None
@@ -26,15 +26,15 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one request ended."""
+    """Result of one request."""
 
-    status: int  # HTTP status; 0 = no answer at all
+    status: int  # HTTP status; 0 = no response
     error: str | None
-    timeline: Timeline | None  # set when tokens came
+    timeline: Timeline | None  # None = no token arrived
     prompt_tokens: int = 0
     cached_tokens: int = 0
     token_ids: tuple[int, ...] = ()
-    request_id: str = ""  # under which the endpoint knows it, where it tells
+    request_id: str = ""  # the endpoint's id of the request; empty if not reported
 
     @property
     def succeeded(self) -> bool:
@@ -42,12 +42,12 @@ class Outcome:
 
     @property
     def rejected(self) -> bool:
-        """Refused for load, not failed."""
+        """True if the request was rejected for load; it does not count as failed."""
         return self.status == 429
 
 
 class StreamClient:
-    """One session to one endpoint; use as an async context manager."""
+    """A session with one endpoint. Use it as an async context manager."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -66,7 +66,7 @@ class StreamClient:
         await self._session.close()
 
     async def model(self, name: str | None) -> ModelFacts:
-        """Facts about the model called `name`, or the first one. Raises ConfigError."""
+        """Returns the model called `name`, or the first one if None. Raises ConfigError if there is none."""
         try:
             async with self._session.get(f"{self._url}/v1/models") as response:
                 response.raise_for_status()
@@ -84,7 +84,7 @@ class StreamClient:
         raise ConfigError(f"{self._url} does not serve a model named {name!r}")
 
     async def is_ready(self) -> bool:
-        """Whether /ready answers 200."""
+        """True if /ready answers 200."""
         try:
             async with self._session.get(f"{self._url}/ready") as response:
                 return response.status == 200
@@ -92,7 +92,7 @@ class StreamClient:
             return False
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why a request went where it last went, and what then happened (`conductor.decision`); None = nobody knows."""
+        """Returns a request's last placement decision and its outcome (`conductor.decision`); None if it is unknown."""
         async with self._session.get(f"{self._url}/v1/requests/{request_id}/explain") as response:
             if response.status != 200:
                 return None
@@ -107,7 +107,7 @@ class StreamClient:
         max_tokens: int,
         extra: Mapping[str, Any] | None = None,
     ) -> Outcome:
-        """Streams a greedy completion of exactly `max_tokens` tokens. Never raises for what the endpoint does."""
+        """Streams a greedy completion of exactly `max_tokens` tokens. Endpoint failures are returned, never raised."""
         body = {
             "model": model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -139,7 +139,7 @@ class StreamClient:
 
 
 class _Reading:
-    """What has come of one stream so far."""
+    """State of one response stream."""
 
     def __init__(self, arrived_at: float, request_id: str) -> None:
         self._arrived_at = arrived_at
@@ -158,7 +158,7 @@ class _Reading:
             self._error = str(entry["error"].get("message"))
         for choice in entry.get("choices", ()):
             token_ids = choice.get("token_ids")
-            # An endpoint that does not tell token ids sends a token per chunk, or so we must assume.
+            # Without token ids, each chunk with text is assumed to hold one token.
             count = len(token_ids) if token_ids is not None else bool(choice.get("text"))
             self._token_ids += token_ids or ()
             self._token_at += [now] * count
@@ -179,7 +179,7 @@ class _Reading:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event."""
+    """Yields the data of each server-sent event."""
     async for line in content:
         if line.startswith(b"data:"):
             yield line[5:].strip()

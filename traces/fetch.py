@@ -1,7 +1,6 @@
-"""`moonserve traces fetch`: downloads the public Mooncake traces, with progress and a checksum.
+"""`moonserve traces fetch`: downloads the public Mooncake traces and verifies their checksums.
 
-The checksum is the one that the hosting repository itself states: git's object id of each file, taken from the
-listing of a fixed commit-ish.
+The checksum of a file is its git object id, as the hosting repository lists it for the given branch or commit.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class FetchConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `fetch`."""
+    """Runs the command with `argv`, the arguments after `fetch`."""
     return run_command(FetchConfig, run, argv, prog="moonserve traces fetch")
 
 
@@ -48,7 +47,7 @@ def run(config: FetchConfig) -> int:
 
 
 def fetch(config: FetchConfig) -> list[Path]:
-    """Downloads what is missing into an existing folder. Raises ConfigError; leaves no partial file."""
+    """Downloads missing or changed files into an existing folder. Raises ConfigError; leaves no partial file."""
     try:
         with urlopen(f"{config.listing}?ref={quote(config.ref)}", timeout=config.timeout) as reply:
             entries = [each for each in json.load(reply) if each["name"].endswith(".jsonl")]
@@ -77,5 +76,5 @@ def _fetch_one(entry: dict[str, Any], config: FetchConfig, progress: Progress) -
 
 
 def git_object_id(content: bytes) -> str:
-    """The id under which git stores a file of this content (hex SHA-1 over a header and the bytes)."""
+    """Returns the id under which git stores a file of this content (hex SHA-1 over a header and the bytes)."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

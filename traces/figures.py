@@ -1,8 +1,8 @@
-"""Figures of many requests: counts, throughput, goodput, hits, latencies. Pure.
+"""Figures over many requests: counts, throughput, goodput, hit ratio, latencies. Pure.
 
-One definition per figure: replays and simulations both call these, so that their reports can be laid side by side.
-Rejected and failed requests are misses of the objective; latencies are those of the completed ones. Does not know
-where a request was computed. Names follow `vllm bench serve`.
+Each figure has one definition. Replays and simulations both use it, so that their reports can be compared. Rejected and
+failed requests count as misses of the objectives. Latencies cover completed requests only. Names follow `vllm bench
+serve`. Does not know where a request was computed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """What one completed request brings to the figures."""
+    """Contribution of one completed request to the figures."""
 
     input_tokens: int
     cached_tokens: int
     output_tokens: int
-    ttft_s: float | None  # None: no token
-    tbt_s: float | None  # None, like the next: fewer than two tokens
+    ttft_s: float | None  # None = no token
+    tbt_s: float | None  # None, like tpot_s, with fewer than two tokens
     tpot_s: float | None
-    e2e_s: float | None  # None: no token
-    is_effective: bool  # both objectives kept
+    e2e_s: float | None  # None = no token
+    is_effective: bool  # meets both objectives
 
 
 def request_figures(
@@ -40,7 +40,7 @@ def request_figures(
     ttft_slo_s: float,
     tbt_slo_s: float,
 ) -> dict[str, Any]:
-    """Counts, rates per second and ratios. Rates and ratios of nothing are 0."""
+    """Returns counts, rates per second and ratios. A ratio with a denominator of 0 is 0."""
     output_tokens = sum(each.output_tokens for each in completed)
     input_tokens = sum(each.input_tokens for each in completed)
     good = sum(each.is_effective for each in completed)
@@ -65,7 +65,7 @@ def request_figures(
 
 
 def latency_figures(completed: Sequence[Completed]) -> dict[str, float]:
-    """Spreads of TTFT, TBT, TPOT and E2E in milliseconds."""
+    """Returns the spreads of TTFT, TBT, TPOT and end-to-end time in milliseconds."""
     return {
         **spread("ttft_ms", (each.ttft_s for each in completed)),
         **spread("tbt_ms", (each.tbt_s for each in completed)),
@@ -75,11 +75,11 @@ def latency_figures(completed: Sequence[Completed]) -> dict[str, float]:
 
 
 def spread(name_ms: str, seconds: Iterable[float | None]) -> dict[str, float]:
-    """`mean_…`, `std_…`, `median_…`, `p50_…`, `p90_…`, `p99_…` in milliseconds, of what is not None; NaN for none."""
+    """Returns mean, std, median, p50, p90 and p99 in milliseconds. Ignores None; all are NaN if no value is left."""
     values = [each * 1000 for each in seconds if each is not None]
-    ordered = sorted(values)  # sorting what is sorted costs little
+    ordered = sorted(values)  # sorting a sorted list again costs little
     middle = mean(values)
-    distance = math.hypot(*(each - middle for each in values))  # squares of large ones overflow
+    distance = math.hypot(*(each - middle for each in values))  # avoids overflow of large squares
     return {
         f"mean_{name_ms}": middle,
         f"std_{name_ms}": distance / math.sqrt(len(values)) if values else math.nan,
@@ -89,5 +89,5 @@ def spread(name_ms: str, seconds: Iterable[float | None]) -> dict[str, float]:
 
 
 def ratio(part: float, whole: float) -> float:
-    """0 when there is no whole."""
+    """Returns part / whole, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0

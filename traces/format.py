@@ -1,10 +1,9 @@
 """The trace format: JSON lines `{"timestamp": ms, "input_length", "output_length", "hash_ids": […]}`.
 
-A hash id stands for 512 tokens of prompt, the last one for the partial rest; equal leading ids mean an equal prefix
-(FAST'25 traces of Mooncake). A record may also have a `tenant` and a `priority`, which the published ones have not.
+A hash id stands for 512 prompt tokens, the last one for the remainder. Equal leading ids mean an equal prefix (FAST'25
+traces of Mooncake). A record may also have a `tenant` and a `priority`; the published traces have neither.
 
-`read_checked` is for whoever measures a trace: a replay may forgive one that breaks the laws of the format, a measure
-of it would be wrong without a word.
+Analysis uses `read_checked`: a trace that violates the format can be replayed, but would silently distort a measure.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class TraceRecord:
     priority: int = 0  # lower is more urgent
 
     def scaled(self, lengths: float, outputs: float, speedup: float) -> TraceRecord:
-        """Shorter or longer prompts with the same sharing, other output lengths, a faster clock."""
+        """Returns a copy with scaled lengths and a clock faster by `speedup`. Prefixes are shared as before."""
         return replace(
             self,
             arrived_s=self.arrived_s / speedup,
@@ -45,7 +44,7 @@ class TraceRecord:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRecord]:
-    """The first `limit` records. Raises ConfigError that names the line at fault."""
+    """Returns the first `limit` records. Raises ConfigError naming the faulty line."""
     records = [record for _, record in islice(numbered_records(path), limit)]
     if not records:
         raise ConfigError(f"the trace {path} holds no requests")
@@ -53,7 +52,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRecord]:
 
 
 def numbered_records(path: Path) -> Iterator[tuple[int, TraceRecord]]:
-    """Line numbers (from 1) and records, read as they are asked for. Raises as `read_trace` does."""
+    """Yields line numbers (from 1) and records, reading lazily. Raises like `read_trace`."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -86,7 +85,7 @@ def _parse(line: str, path: Path, number: int) -> TraceRecord:
 
 
 def read_checked(path: Path, limit: int | None = None) -> list[TraceRecord]:
-    """The first `limit` records. Raises ConfigError with the line at fault and what to do about it."""
+    """Returns the first `limit` records. Raises ConfigError with the faulty line, the fault and often a remedy."""
     records: list[TraceRecord] = []
     earlier_s = 0.0
     for number, record in islice(numbered_records(path), limit):
@@ -101,7 +100,7 @@ def read_checked(path: Path, limit: int | None = None) -> list[TraceRecord]:
 
 
 def _fault(record: TraceRecord, earlier_s: float) -> str | None:
-    """What breaks a law of the format, if anything does."""
+    """Returns the format rule that the record violates; None = no violation."""
     if not math.isfinite(record.arrived_s) or record.arrived_s < 0:
         return "timestamp is no number of milliseconds from 0 up"
     if record.arrived_s < earlier_s:

@@ -1,4 +1,4 @@
-"""What commands of traces print and write: tables, files, and a clear word where one cannot be written."""
+"""Output of the trace commands: text tables and files, with clear errors if a file cannot be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protocol.errors import ConfigError
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Raises ConfigError that names `what` where the block raises OSError."""
+    """Converts an OSError of the block into a ConfigError that names `what`."""
     try:
         yield
     except OSError as error:
@@ -19,14 +19,14 @@ def writing(what: object) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Makes its folder. Raises ConfigError."""
+    """Writes a file, creating its folder. Raises ConfigError."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, all others to the right."""
+    """Returns a text table. The first column is left-aligned, the others are right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(

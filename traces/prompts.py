@@ -1,7 +1,7 @@
-"""Prompts of exactly the right length, equal where and only where hash ids are equal.
+"""Builds prompts of exact length that share prefixes exactly where the hash ids of their records do.
 
-Each hash id has its own endless stream of token ids, a function of (seed, id); a prompt is the leading part of its
-ids' streams. A stream begins with the id itself, written in token ids, so that two streams differ at once.
+Each hash id has an endless stream of token ids, a function of (seed, id). A prompt concatenates the heads of its ids'
+streams. A stream begins with the id itself, encoded in token ids, so that two streams differ from the start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from traces.analysis.prefixes import prefix_tree
 from traces.format import TraceRecord
 
-# The first few ids of a vocabulary are the special tokens of most tokenizers.
+# In most tokenizers, the first few ids of the vocabulary are special tokens.
 FIRST_TOKEN_ID = 16
 MAX_HASH_IDS = 2**24
 
@@ -29,12 +29,12 @@ class PromptBuilder:
         self._seed = seed
 
     def prompt(self, record: TraceRecord) -> list[int]:
-        """Token ids, exactly `record.input_length` of them."""
+        """Returns exactly `record.input_length` token ids."""
         pieces: list[npt.NDArray[np.int64]] = []
         remaining = record.input_length
         last = len(record.hash_ids) - 1
         for position, hash_id in enumerate(record.hash_ids):
-            # The last id's stream also covers what rounding left over.
+            # The last stream also covers the tokens that rounding has left over.
             length = remaining if position == last else min(remaining, record.tokens_per_hash)
             pieces.append(self._stream(hash_id, length))
             remaining -= length
@@ -51,7 +51,7 @@ class PromptBuilder:
         return tokens + FIRST_TOKEN_ID
 
     def _digits(self, hash_id: int) -> list[int]:
-        """The id in base `vocabulary`, lowest digit first; as many digits as any id may need."""
+        """Returns the id's digits in base `_base`, lowest first; always enough digits for the largest id."""
         digits: list[int] = []
         weight = 1
         while weight < MAX_HASH_IDS:
@@ -61,9 +61,9 @@ class PromptBuilder:
 
 
 def ideal_cached_tokens(records: Sequence[TraceRecord], block_size: int) -> list[int]:
-    """For each request, the prompt tokens that an unlimited cache of full blocks of `block_size` could supply.
+    """Returns for each request the prompt tokens that an unlimited cache of blocks of `block_size` could supply.
 
-    Requests count as cached from the moment they arrive. The last token of a prompt is always computed.
+    Only full blocks count. A request is cached from its arrival on. The last prompt token is always computed.
     """
     visits = prefix_tree(records).visits
     return [

@@ -1,4 +1,4 @@
-"""`moonserve replay`: sends a trace to an endpoint on the trace's own clock and reports what came of it."""
+"""`moonserve replay`: sends a trace's requests to an endpoint at their recorded times and reports the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from traces.output import write_text
 from traces.prompts import PromptBuilder, ideal_cached_tokens
 from traces.report import Sent, build_report, format_report
 
-_BUILT_AHEAD = 64  # prompts: more than most bursts have, and some MiB at most
+_BUILT_AHEAD = 64  # prompts: more than most bursts have; a few MiB at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class ReplayConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `replay`; the first one may be the trace."""
+    """Runs the command with `argv`, the arguments after `replay`. The first one may be the trace."""
     return run_command(ReplayConfig, run, argv, prog="moonserve replay", positional="--trace")
 
 
 def run(config: ReplayConfig) -> int:
-    """Replays, prints the report, and returns the exit code. Raises ConfigError."""
+    """Replays the trace, prints the report and returns the exit code. Raises ConfigError."""
     report = uvloop.run(replay(config))
     print(format_report(report))
     if config.output:
@@ -62,14 +62,14 @@ def run(config: ReplayConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What became of a trace's requests, in its order."""
+    """Results of a trace's requests, in trace order."""
 
     sent: Sequence[Sent]
-    duration_s: float  # from the trace's begin to the last end
+    duration_s: float  # from the start of the replay to the end of the last request
 
 
 async def replay(config: ReplayConfig) -> dict[str, Any]:
-    """Replays and returns the report. Raises ConfigError for a bad trace, option or endpoint."""
+    """Replays the trace and returns the report. Raises ConfigError for an invalid trace, option or endpoint."""
     replayed = await send(config)
     return build_report(
         replayed.sent,
@@ -80,7 +80,7 @@ async def replay(config: ReplayConfig) -> dict[str, Any]:
 
 
 async def send(config: ReplayConfig) -> Replayed:
-    """As `replay`, without the report."""
+    """Replays the trace and returns the raw results. Raises like `replay`."""
     records = _records(config)
     async with StreamClient(config.url, api_key=config.api_key, timeout_s=config.timeout) as client:
         facts = await client.model(config.model)
@@ -110,14 +110,14 @@ class _Sending(NamedTuple):
     record: TraceRecord
     prompt: list[int]
     ideal_cached: int  # tokens
-    began_at: float  # of the replay
+    began_at: float  # start of the replay
 
 
 async def _paced(
     records: Sequence[TraceRecord], builder: PromptBuilder, began_at: float
 ) -> AsyncIterator[tuple[int, list[int]]]:
-    """Each record's number and prompt when it is due: in the trace's order, also those of one instant. Who is first in
-    a burst decides whom a long prompt delays. Prompts are built while there is time, or a burst would wait for them."""
+    """Yields each record's index and prompt when it is due, in trace order even for simultaneous records, because the
+    first of a burst decides which requests a long prompt delays. Prompts are built ahead while there is time."""
     ahead: deque[list[int]] = deque()
     for index, record in enumerate(records):
         due_at = began_at + record.arrived_s
@@ -125,13 +125,13 @@ async def _paced(
             if ahead and time.monotonic() >= due_at:
                 break
             ahead.append(builder.prompt(records[num_built]))
-            await asyncio.sleep(0)  # tokens are coming in meanwhile
+            await asyncio.sleep(0)  # lets tokens be received meanwhile
         await asyncio.sleep(due_at - time.monotonic())
         yield index, ahead.popleft()
 
 
 def _whose(record: TraceRecord) -> dict[str, str | int]:
-    """What a record says of who asks, as a request says it."""
+    """Returns the request fields for the record's tenant and priority."""
     said: dict[str, str | int] = {}
     if record.tenant:
         said["user"] = record.tenant
@@ -163,7 +163,7 @@ def _records(config: ReplayConfig) -> list[TraceRecord]:
 
 
 def _check_fit(records: Sequence[TraceRecord], facts: ModelFacts) -> None:
-    """Fails before anything is sent when some request cannot fit."""
+    """Raises ConfigError if any request is too long for the model or the endpoint reports no vocabulary size."""
     if facts.vocab_size is None:
         raise ConfigError("the endpoint's /v1/models tells no vocab_size to build prompts from")
     longest = max(record.input_length + record.output_length for record in records)

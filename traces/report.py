@@ -1,7 +1,7 @@
-"""What a replay found: one table for people, one JSON object for programs.
+"""The report of a replay: a table for the terminal and a JSON object for programs.
 
-Field names follow `vllm bench serve`; rejected and failed requests count as misses of the objective and stand beside
-the latencies they bought.
+Field names follow `vllm bench serve`. Rejected and failed requests count as misses of the objectives and are reported
+next to the latencies, because rejecting requests makes latencies better.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from traces.figures import Completed, latency_figures, ratio, request_figures, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One request of a replay and how it ended."""
+    """One request of a replay and its result."""
 
-    lateness_s: float  # of our own sending
+    lateness_s: float  # delay of the client's own sending
     ideal_cached_tokens: int
     input_length: int
     outcome: Outcome
 
 
 def build_report(sent: Sequence[Sent], *, duration_s: float, ttft_slo_s: float, tbt_slo_s: float) -> dict[str, Any]:
-    """The figures of a replay; latencies in milliseconds, over the requests that succeeded."""
+    """Returns the figures of a replay. Latencies are in milliseconds and cover the requests that succeeded."""
     done = [s.outcome for s in sent if s.outcome.succeeded]
     completed = [_completed(each, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in done]
     gaps_s = [gap for each in done if each.timeline for gap in each.timeline.gaps_s]
@@ -51,7 +51,7 @@ def build_report(sent: Sequence[Sent], *, duration_s: float, ttft_slo_s: float, 
 
 
 def _completed(outcome: Outcome, *, ttft_slo_s: float, tbt_slo_s: float) -> Completed:
-    """A success may be without tokens; then it has no latencies and is no effective request."""
+    """Converts a successful outcome. Without tokens it has no latencies and is not effective."""
     timeline = outcome.timeline
     several = timeline is not None and len(timeline.token_at) > 1
     return Completed(
@@ -67,13 +67,13 @@ def _completed(outcome: Outcome, *, ttft_slo_s: float, tbt_slo_s: float) -> Comp
 
 
 def _errors(sent: Sequence[Sent]) -> dict[str, int]:
-    """How often each error was met, rejections included."""
+    """Returns the number of occurrences of each error, including rejections."""
     outcomes = (entry.outcome for entry in sent)
     return Counter(f"{o.status}: {o.error[:200]}" for o in outcomes if o.error is not None)
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The report as a table for a terminal."""
+    """Formats the report as a table for a terminal."""
     lines = [
         "requests     {num_requests:>8}   completed {completed}  rejected {rejected}  failed {failed}",
         "duration     {duration:>8.1f} s",

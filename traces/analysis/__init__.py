@@ -1,4 +1,4 @@
-"""`moonserve traces analyze`: lengths, arrivals, shared prefixes, hits against capacity and sessions of a trace.
+"""`moonserve traces analyze`: lengths, arrivals, shared prefixes, sessions and hit ratio by cache size.
 
-Pure measures over records; `command` is the only file that reads and writes files.
+The measures are pure functions of records. Only `command` reads and writes files.
 """

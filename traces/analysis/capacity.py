@@ -1,12 +1,12 @@
-"""Hits against cache capacity for LRU, all capacities in one pass (FAST'25, figure 9; Mattson's stack distances, 1970).
+"""LRU hits for all cache capacities in one pass (FAST'25, figure 9; Mattson's stack distances, 1970).
 
-A request uses its chain from the tail to the head, so a block is never used longer ago than the blocks behind it. Hence
-what a cache of C blocks holds is the C blocks used last, for every C at once (inclusion); these are always whole
-prefixes, and leaf-first LRU as the store has it evicts the same: a test compares the hits with those of its catalog.
+A request uses its chain from tail to head, so a block's last use is never older than that of the blocks after it. Hence
+a cache of C blocks holds the C blocks used last, for every C at once (inclusion). They are always whole prefixes, and
+the store's leaf-first LRU evicts the same blocks: a test compares the hits with those of its catalog.
 
-All blocks that one request used last lie together in the stack. So a tree of counts per request is enough, and a chain
-costs O(its runs · log requests) instead of O(its blocks · log blocks). Partial last blocks take up a block of the cache
-and are no hits. A chain longer than the cache hits as far as the cache reaches. Knows nothing of time.
+Blocks last used by the same request are adjacent in the stack. So a tree of counts per request suffices, and a chain
+costs O(runs · log requests) instead of O(blocks · log blocks). A partial last block occupies a block of the cache and
+is no hit. A chain longer than the cache hits as far as the cache reaches. Does not know time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from traces.analysis.prefixes import Ints, PrefixTree, Visit
 
 
 class _Counts:
-    """Numbers at positions 0 … size − 1 with sums over ends in O(log size) (Fenwick, 1994)."""
+    """Counts at positions 0 … size − 1 with suffix sums in O(log size) (Fenwick, 1994)."""
 
     def __init__(self, size: int) -> None:
         self._sums = [0] * (size + 1)
@@ -34,7 +34,7 @@ class _Counts:
             index += index & -index
 
     def after(self, position: int) -> int:
-        """The sum behind `position`."""
+        """Returns the sum of the counts after `position`."""
         index = position + 1
         before = 0
         while index:
@@ -52,13 +52,13 @@ class HitCurve:
     tokens_per_block: int
 
     def ratio(self, capacity_tokens: int | None) -> float:
-        """Hits in tokens as a share of all prompt tokens; None: everything fits."""
+        """Returns the hits in tokens as a share of all prompt tokens. None = unlimited capacity."""
         last = len(self.hits) - 1
         blocks = last if capacity_tokens is None else capacity_tokens // self.tokens_per_block
         return int(self.hits[min(blocks, last)]) * self.tokens_per_block / self.input_tokens
 
     def distance_percentile(self, percent: float) -> int | None:
-        """Distinct tokens used from one use of a block to the next, in `percent` of all hits at most."""
+        """Returns the reuse distance (distinct tokens) that `percent` of all hits do not exceed; None without hits."""
         total = int(self.hits[-1])
         if not total:
             return None
@@ -67,8 +67,8 @@ class HitCurve:
 
 
 def hit_curve(tree: PrefixTree, *, input_tokens: int, tokens_per_block: int) -> HitCurve:
-    """Raises nothing; an empty tree has a curve of zeros."""
-    rises = np.zeros(tree.num_blocks + 2, dtype=np.int64)  # of the number of hits at a distance
+    """Returns the hit curve of a tree. An empty tree has a curve of zeros."""
+    rises = np.zeros(tree.num_blocks + 2, dtype=np.int64)  # differences of the number of hits by stack distance
     counts = _Counts(len(tree.visits))
     for request, visit in enumerate(tree.visits):
         for distance, length in _distances(counts, visit):
@@ -80,12 +80,12 @@ def hit_curve(tree: PrefixTree, *, input_tokens: int, tokens_per_block: int) -> 
 
 
 def _distances(counts: _Counts, visit: Visit) -> Sequence[tuple[int, int]]:
-    """Runs of usable blocks: the first one's stack distance (1: used last of all), their number."""
+    """Returns (stack distance of the first block, length) of each run of usable blocks. Distance 1 = used last."""
     found = []
     for run in visit.runs:
         length = min(run.begin + run.length, visit.usable) - run.begin
         if length > 0:
-            # Before the run lie the blocks of later requests, this chain's head among them.
+            # Above the run in the stack are the blocks of later requests, including the head of this chain.
             found.append((counts.after(run.last_request) + 1, length))
     return found
 

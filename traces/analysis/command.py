@@ -1,4 +1,4 @@
-"""`moonserve traces analyze TRACE`: statistics of a trace as tables and JSON."""
+"""`moonserve traces analyze TRACE`: prints statistics of a trace as tables and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class AnalyzeConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `analyze`; the first one may be the trace."""
+    """Runs the command with `argv`, the arguments after `analyze`. The first one may be the trace."""
     return run_command(AnalyzeConfig, run, argv, prog=PROG, positional="--trace")
 
 
 def run(config: AnalyzeConfig) -> int:
-    """Prints and writes what was measured, and returns the exit code. Raises ConfigError."""
+    """Prints and writes the statistics and returns the exit code. Raises ConfigError."""
     capacities = _check(config)
     path = Path(config.trace)
     statistics = analyze(read_checked(path, config.limit), window_s=config.window_s, capacities_tokens=capacities)
@@ -48,7 +48,7 @@ def run(config: AnalyzeConfig) -> int:
 
 
 def _check(config: AnalyzeConfig) -> list[int]:
-    """The capacities as numbers. Raises ConfigError for what no analysis can start with."""
+    """Returns the capacities as sorted numbers. Raises ConfigError for invalid options."""
     if config.limit is not None and config.limit < 1:
         raise ConfigError("--limit must be at least 1")
     if not 0 < config.window_s < float("inf"):

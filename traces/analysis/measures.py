@@ -1,8 +1,8 @@
 """Measures of a trace: spreads of samples, arrivals, sessions.
 
-Times are seconds since the trace began. A request extends the one that last used its deepest known block when it holds
-all full blocks of that prompt and nobody outside the session has used that block: so a system prompt or a document that
-many share makes no session of its users. Knows the prefix tree only: turns whose prompt was rewritten do not show.
+Times are seconds since the start of the trace. The candidate for extension is the request that last used the deepest
+known block. A request extends it if it holds all full blocks of its prompt and only that session has used that block.
+So users of a shared system prompt or document form no session. Turns with a rewritten prompt are not recognised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
 def spread(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> dict[str, float | None]:
-    """`mean`, `min`, `p1` … `p99`, `max`; each null for an empty sample. `weights`: how often each value counts."""
+    """Returns `mean`, `min`, `p1` … `p99`, `max`, all None for an empty sample. `weights`: repetitions per value."""
     sample = np.asarray(values, dtype=np.float64)
     if weights is not None:
         sample = np.repeat(sample, np.asarray(weights, dtype=np.int64))
@@ -40,15 +40,15 @@ def spread(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> dict[
 
 Floats = npt.NDArray[np.float64]
 
-# Windows of the index of dispersion: shorter ones see batches, longer ones see load that drifts.
+# Windows of the index of dispersion. Short ones show batches, long ones show a drifting load.
 DISPERSION_WINDOWS_S = (1.0, 10.0, 60.0)
 
 
 def describe_arrivals(arrived_s: Sequence[float], window_s: float) -> dict[str, Any]:
-    """Gaps, requests per second in windows of `window_s`, and two measures of burstiness.
+    """Returns gaps, requests per second in windows of `window_s`, and two measures of burstiness.
 
-    `gap_cv`: deviation over mean of the gaps, 1 for Poisson. `dispersion`: variance over mean of the number of
-    requests per window, 1 for Poisson at every window; null where the trace has fewer than two such windows.
+    `gap_cv`: standard deviation / mean of the gaps, 1 for Poisson. `dispersion`: variance / mean of the number of
+    requests per window, 1 for Poisson at every window length; None if the trace has fewer than two windows.
     """
     times = np.asarray(arrived_s, dtype=np.float64)
     duration_s = float(times[-1] - times[0])
@@ -68,13 +68,13 @@ def describe_arrivals(arrived_s: Sequence[float], window_s: float) -> dict[str, 
 
 
 def mean_rate(arrived_s: Sequence[float]) -> float | None:
-    """Gaps per second, of instants in order; null where all come at once."""
+    """Returns the gaps per second of sorted arrival times; None if they span no time."""
     duration_s = arrived_s[-1] - arrived_s[0] if arrived_s else 0.0
     return float((len(arrived_s) - 1) / duration_s) if duration_s else None
 
 
 def _counts(times: Floats, window_s: float) -> Floats:
-    """Requests per whole window; the rest of the last one is left out, but for a trace shorter than one."""
+    """Returns the requests per whole window. A partial last window is dropped, unless it is the only one."""
     since = times - times[0]
     whole = max(1, int(since[-1] // window_s))
     inside = since[since < whole * window_s]
@@ -95,20 +95,20 @@ class Turn:
     """A request that extends an earlier one."""
 
     session: int
-    gap_s: float  # since the arrival of the one it extends
+    gap_s: float  # since the arrival of the extended request
     new_tokens: int
 
 
 class _Sessions:
-    """Which session each request belongs to, and which session alone has used each block."""
+    """The session of each request, and the only session that has used each block."""
 
     def __init__(self) -> None:
         self.of_request: list[int] = []
         self.num_sessions = 0
-        self._owner: dict[int, int | None] = {}  # block → its only session; None: several
+        self._owner: dict[int, int | None] = {}  # block → its only session; None = several
 
     def place(self, visit: Visit, full_blocks: Sequence[int]) -> int | None:
-        """Puts a request into a session; returns the request that it extends, if it does."""
+        """Assigns a request to a session. Returns the request that it extends, or None."""
         earlier = self._extended(visit, full_blocks)
         session = self.num_sessions if earlier is None else self.of_request[earlier]
         self.num_sessions += earlier is None
@@ -128,7 +128,7 @@ class _Sessions:
 
 
 def turns_of(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[list[Turn], int]:
-    """All later turns, and the number of sessions (a request that nobody extends is one of one turn)."""
+    """Returns all turns but the first of each session, and the number of sessions, which may have a single turn."""
     sessions, extended = _placed(tree, records)
     turns = [
         Turn(
@@ -143,7 +143,7 @@ def turns_of(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[list[Tur
 
 
 def turn_numbers(tree: PrefixTree, records: Sequence[TraceRecord]) -> list[int]:
-    """Of each request: 1 more than of the one that it extends, 1 when it extends none."""
+    """Returns each request's turn number: 1, or one more than the request that it extends."""
     numbers: list[int] = []
     for earlier in _placed(tree, records)[1]:
         numbers.append(1 if earlier is None else numbers[earlier] + 1)
@@ -151,14 +151,14 @@ def turn_numbers(tree: PrefixTree, records: Sequence[TraceRecord]) -> list[int]:
 
 
 def _placed(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[_Sessions, list[int | None]]:
-    """The sessions, and of each request the one that it extends."""
+    """Returns the sessions, and for each request the one that it extends."""
     sessions = _Sessions()
     full_blocks = [record.input_length // record.tokens_per_hash for record in records]
     return sessions, [sessions.place(visit, full_blocks) for visit in tree.visits]
 
 
 def describe_sessions(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, Any]:
-    """Numbers of sessions and turns; seconds and prompt tokens from a turn to the next."""
+    """Returns numbers of sessions and turns, and the seconds and added prompt tokens between consecutive turns."""
     turns, num_sessions = turns_of(tree, records)
     later = Counter(turn.session for turn in turns)
     lengths = [1 + count for count in later.values()] + [1] * (num_sessions - len(later))

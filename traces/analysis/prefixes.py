@@ -1,8 +1,8 @@
-"""The tree of prefixes that a trace's requests share: which block was used when, before and by whom.
+"""The prefix tree of a trace's requests: which request used each block, and which used it last before.
 
-One pass over the records. A block is a place in the tree: the hash id together with all ids before it, so that an id
-which stands behind two different prefixes counts as two blocks. Blocks and requests are numbered as they appear.
-Rule: of a request's blocks those seen before lead the chain, since whoever used a block has used all before it.
+Built in one pass over the records. A block is a node of the tree: a hash id together with all ids before it. An id
+after two different prefixes counts as two blocks. Blocks and requests are numbered in order of appearance. Rule: the
+blocks of a request seen before are the head of its chain, because a request uses all blocks before the ones it uses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring blocks of a request's chain that one and the same request used last."""
+    """Adjacent blocks of a request's chain whose last use was by the same request."""
 
     last_request: int
     begin: int  # position in the chain
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What a request found: its chain, and the runs of blocks seen before, from the first block on."""
+    """A request's chain, and the runs of blocks seen before, from the first block on."""
 
     blocks: tuple[int, ...]
     runs: tuple[Run, ...]
@@ -42,7 +42,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTree:
-    """All visits, and per block its depth (from 0) and number of uses."""
+    """All visits, and the depth (from 0) and number of uses of each block."""
 
     visits: Sequence[Visit]
     depths: Ints
@@ -54,7 +54,7 @@ class PrefixTree:
 
 
 class _Growing:
-    """The tree while it grows."""
+    """The tree under construction."""
 
     def __init__(self) -> None:
         self.children: dict[tuple[int | None, int], int] = {}  # (parent, hash id) → block
@@ -96,7 +96,7 @@ def _count(runs: list[Run], last_request: int, depth: int) -> None:
 
 
 def prefix_tree(records: Sequence[TraceRecord]) -> PrefixTree:
-    """The tree of the records' prefixes, in O(all hash ids)."""
+    """Returns the prefix tree of the records, in O(number of hash ids)."""
     growing = _Growing()
     visits = [growing.visit(request, record) for request, record in enumerate(records)]
     return PrefixTree(

@@ -1,4 +1,4 @@
-"""All measures of a trace as one JSON object: FAST'25, table 2 and figure 9, and what lies behind them."""
+"""All measures of a trace as one JSON object: FAST'25, table 2 and figure 9, and the distributions behind them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from traces.analysis.measures import PERCENTS, describe_arrivals, describe_sessi
 from traces.analysis.prefixes import Ints, PrefixTree, prefix_tree
 from traces.format import TraceRecord
 
-# Figure 9 of the paper has 1k … 50k blocks; 3M tokens is what one of its machines' DRAM holds.
+# Figure 9 of the paper has 1k … 50k blocks. The DRAM of one of its machines holds 3M tokens.
 CAPACITIES_TOKENS = (
     300_000, 500_000, 1_000_000, 2_000_000, 3_000_000, 5_000_000, 10_000_000, 20_000_000,
     30_000_000, 50_000_000, 100_000_000,
@@ -21,7 +21,7 @@ _RANKS_PER_DECADE = 8
 
 
 def describe_sharing(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, Any]:
-    """Popularity by rank, lengths of chains, share used once, seconds between uses."""
+    """Returns popularity by rank, chain lengths, the share of blocks used once, and seconds between uses."""
     ranked = np.sort(tree.uses)[::-1]
     return {
         "num_blocks": tree.num_blocks,
@@ -33,7 +33,7 @@ def describe_sharing(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[s
 
 
 def log_ranks(count: int) -> list[int]:
-    """Ranks from 1 to `count`, evenly spaced in the logarithm."""
+    """Returns ranks from 1 to `count`, evenly spaced in the logarithm."""
     decades = np.log10(max(count, 1))
     points = 10 ** np.linspace(0, decades, int(decades * _RANKS_PER_DECADE) + 1)
     return sorted({min(count, round(float(point))) for point in points}) if count else []
@@ -44,7 +44,7 @@ def _popularity(ranked: Ints) -> list[dict[str, int]]:
 
 
 def _reuse_seconds(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, float | None]:
-    """Seconds between two uses of a block, over all blocks used again."""
+    """Returns the spread of the seconds between two uses of a block, over all reuses."""
     gaps = [
         (record.arrived_s - records[run.last_request].arrived_s, run.length)
         for record, visit in zip(records, tree.visits, strict=True)
@@ -59,9 +59,9 @@ def analyze(
     window_s: float = 60.0,
     capacities_tokens: Sequence[int] = CAPACITIES_TOKENS,
 ) -> dict[str, Any]:
-    """The statistics of at least one record. Ratios are shares of prompt tokens, by full blocks only.
+    """Returns the statistics of at least one record. Ratios are shares of prompt tokens and count full blocks only.
 
-    `cache_ratio`: hits of an unlimited cache, which is the `ideal_hit_ratio` of a replay.
+    `cache_ratio`: hit ratio of an unlimited cache, equal to the `ideal_hit_ratio` of a replay.
     """
     tree = prefix_tree(records)
     inputs = [record.input_length for record in records]

@@ -1,4 +1,4 @@
-"""The statistics as tables for a terminal. Knows their names, computes nothing but units."""
+"""Formats trace statistics as tables for a terminal. Converts units and computes nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = ("mean", "p10", "p50", "p90", "p99", "max")
 
 
 def format_statistics(statistics: Mapping[str, Any], name: str) -> str:
-    """What `moonserve traces analyze` prints."""
+    """Returns the output of `moonserve traces analyze`."""
     parts = [
         _summary(statistics, name),
         _spreads(statistics),
@@ -24,7 +24,7 @@ def format_statistics(statistics: Mapping[str, Any], name: str) -> str:
 
 
 def _summary(statistics: Mapping[str, Any], name: str) -> str:
-    """The row of table 2 in FAST'25."""
+    """Returns the trace's row of table 2 in FAST'25."""
     return "\n".join(
         [
             f"trace         {name}",

@@ -1,1 +1,1 @@
-"""Which cluster a trace needs: division, policy, cache and size, searched for with the simulator."""
+"""Finds the cluster that a trace needs: division into roles, policy, cache and size. Searches with the simulator."""

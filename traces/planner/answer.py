@@ -1,4 +1,4 @@
-"""A plan as a table, as JSON, and as the command lines that simulate and serve it. Pure: text out."""
+"""Presents a plan as a table, as JSON, and as command lines that simulate and serve it. Pure: returns text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = (
 
 
 def options_of(cluster: Cluster, common: SimulateConfig) -> SimulateConfig:
-    """What `moonserve simulate` takes to simulate this cluster."""
+    """Returns the `moonserve simulate` options for this cluster."""
     return replace(
         common,
         prefill=cluster.num_prefill,
@@ -36,7 +36,7 @@ def options_of(cluster: Cluster, common: SimulateConfig) -> SimulateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A plan, and what was asked."""
+    """A plan and the question that it answers."""
 
     trace: str  # the file's name
     num_requests: int
@@ -45,15 +45,15 @@ class Answer:
     plan: Plan
 
     def simulate(self, cluster: Cluster) -> str:
-        """The command line that gives the plan's figures."""
+        """Returns the command line that reproduces the plan's figures."""
         flags = to_flags(options_of(cluster, self.options))
         at = flags.index("--trace")
         rest = flags[:at] + flags[at + 2 :]
         return shlex.join(["moonserve", "simulate", flags[at + 1], *rest])
 
     def serve(self, cluster: Cluster) -> str:
-        """The same division and placement, live. MODEL and how much memory the cache takes are the user's to fill"
-        " in."""
+        """Returns the command line that serves this division and policy. The user fills in MODEL and the cache
+        memory."""
         words = {
             "--prefill-workers": cluster.num_prefill,
             "--decode-workers": cluster.num_decode,
@@ -65,7 +65,7 @@ class Answer:
 
 
 def format_answer(answer: Answer) -> str:
-    """For a terminal."""
+    """Formats the answer for a terminal."""
     found, question = answer.plan, answer.question
     parts = [
         _asked(answer),
@@ -82,7 +82,7 @@ def format_answer(answer: Answer) -> str:
 
 
 def _recommended(found: Plan) -> Cluster:
-    """The smallest that is enough; else the best there is, with no more cache than it needs."""
+    """Returns the smallest sufficient cluster, otherwise the best one with no more cache than it needs."""
     return (found.smallest or found.thrifty).cluster
 
 
@@ -131,7 +131,7 @@ def _cells(scored: Scored) -> list[str]:
 
 
 def to_json(answer: Answer) -> str:
-    """Equal answers give equal text; what is not a number is null."""
+    """Returns the answer as JSON. Equal answers give equal text; NaN and infinity become null."""
     found = answer.plan
     whole = {
         "format": FORMAT,

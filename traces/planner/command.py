@@ -1,6 +1,6 @@
-"""`moonserve plan TRACE`: the cluster to build for a trace.
+"""`moonserve plan TRACE`: finds the cluster to build for a trace.
 
-Clusters are tried by simulations in several processes, each told about once it is done and kept for another time. One
+Clusters are simulated in several processes. Each result is reported when it is done and kept for later runs. A cluster
 is described by the options of `moonserve simulate`, so that a plan and a command line cannot disagree.
 """
 
@@ -59,12 +59,12 @@ class PlanConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `plan`; the first one may be the trace. 1: no cluster met the target."""
+    """Runs `argv`, the arguments after `plan`; the first may be the trace. Returns 1 if no cluster meets the target."""
     return run_command(PlanConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED)
 
 
 def run(config: PlanConfig) -> int:
-    """Raises ConfigError before anything is simulated, but for a full disk."""
+    """Searches, writes and prints the plan. Raises ConfigError before any simulation, except if the disk is full."""
     _check(config)
     trial = Trial.of(_options(config), config.limit, Path(config.out) / _RUNS, config.processes)
     question = Question(
@@ -89,7 +89,7 @@ def run(config: PlanConfig) -> int:
 
 
 def _options(config: PlanConfig) -> SimulateConfig:
-    """What all clusters have in common, as the simulator's options."""
+    """Returns the simulator's options that all clusters have in common."""
     return SimulateConfig(
         trace=config.trace,
         limit=config.limit,
@@ -124,18 +124,18 @@ def _check(config: PlanConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Of one trace."""
+    """Scores clusters by simulating one trace."""
 
     common: SimulateConfig
     trace: TraceFile
     archive: Archive
     num_requests: int
-    dram_tokens: int  # the largest cache of a prefill machine
+    dram_tokens: int  # largest cache of a prefill machine
     num_processes: int
 
     @classmethod
     def of(cls, common: SimulateConfig, limit: int | None, folder: Path, num_processes: int) -> Trial:
-        """Raises ConfigError for a trace, options or a folder that cannot be used."""
+        """Prepares trials. Raises ConfigError for an unusable trace, options or folder."""
         specs = [spec for _, spec in specs_of(common)]  # one per policy
         for spec in specs:
             spec.check()
@@ -151,7 +151,7 @@ class Trial:
         )
 
     def __call__(self, clusters: Sequence[Cluster], share: float) -> list[Score]:
-        """One score per cluster, on the first `share` of the requests."""
+        """Returns one score per cluster, on the first `share` of the requests."""
         part = "the whole trace" if share == 1 else f"the first {share:.1%} of it"
         runs = {self._run(cluster, share): cluster for cluster in clusters}
 

@@ -1,12 +1,12 @@
-"""The search for a cluster: successive halving on ever longer parts of the trace. Pure: whoever calls it simulates.
+"""The search for a cluster: successive halving on growing parts of the trace. Pure: the caller simulates.
 
-All divisions are tried on the first eighth of the trace, the best of them on the first quarter, the best two on all of
-it (Jamieson and Talwalkar, 2016: most of the effort goes to the few that may win). Policies join at the quarter, since
-they matter less than the division; caches come last, on the whole trace, since a part of it never fills them. The
-smallest cluster is found by bisection: a larger one is taken not to be worse. **Nothing here is random, and
-the number of simulations is bounded** by the number of machines: see `bound`.
+Divisions, at most 15 evenly spaced ones, are tried on the first eighth of the trace, the best of them on the first
+quarter, the best two on all of it (Jamieson and Talwalkar, 2016: most effort goes to the few that may win). Policies
+join at the quarter, since they matter less than the division. Caches come last, on the whole trace, since a part of it
+never fills them. The smallest cluster is found by bisection, assuming that a larger one is no worse. **The search is
+deterministic, and its number of simulations is bounded** by the number of machines: see `bound`.
 
-What this cannot see: a division that is bad in the first eighth and best later on.
+It misses a division that is bad in the first eighth and best later.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from traces.figures import ratio
 from traces.reports.summary import summary
 from traces.simulator.results import SimulationResult
 
-_ALIKE = 3  # decimals of shares that count: a tenth of a per cent is noise of the trace
+_ALIKE = 3  # significant decimals of shares: a tenth of a per cent is noise of the trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """How many machines of each role, how prompts are placed, and what each prefill machine remembers."""
+    """A cluster: machines per role, placement policy, and cache size of each prefill machine."""
 
     num_prefill: int
     num_decode: int
@@ -43,9 +43,9 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Figures of one simulation; latencies in milliseconds, NaN when nothing completed."""
+    """Figures of one simulation. Latencies are in milliseconds, NaN if nothing completed."""
 
-    effective: float  # share of all requests, rejected ones among them
+    effective: float  # share of all requests, including rejected ones
     goodput: float  # effective requests per second
     mean_ttft_ms: float
     p90_ttft_ms: float
@@ -55,22 +55,22 @@ class Score:
 
     @property
     def merit(self) -> tuple[float, float]:
-        """The greater the better: effective requests, and among equals the shorter TTFT."""
+        """Sort key, greater is better: effective requests, then shorter TTFT."""
         ttft = self.mean_ttft_ms
         return (round(self.effective, _ALIKE), -ttft if ttft == ttft else float("-inf"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A cluster and what it makes of a part of the trace."""
+    """A cluster and its score on a part of the trace."""
 
     cluster: Cluster
     score: Score
-    share: float  # of the trace's requests, the first ones
+    share: float  # of the trace's requests, from the first one
 
 
 def score_of(result: SimulationResult) -> Score:
-    """By the objectives that the result was simulated with."""
+    """Returns the score of a result, by the objectives of its simulation."""
     figures = summary(result)
     return Score(
         effective=figures["effective_fraction"],
@@ -85,41 +85,41 @@ def score_of(result: SimulationResult) -> Score:
 
 _FIRST, _SECOND, _WHOLE = 0.125, 0.25, 1.0
 _KEPT_FIRST, _KEPT_SECOND = 3, 2
-_MAX_DIVISIONS = 15  # tried at first; between them lies what is tried next
+_MAX_DIVISIONS = 15  # tried in the first round; divisions between them may follow in the next one
 _CACHE_HALVINGS = 4
-_ENOUGH = 0.005  # of effective requests: a smaller cache may cost so much
+_ENOUGH = 0.005  # share of effective requests that a smaller cache may cost
 
 
 class Evaluate(Protocol):
-    """Simulates the first `share` of the trace on each cluster; results in the order of the clusters."""
+    """Simulates the first `share` of the trace on each cluster. Returns scores in the order of the clusters."""
 
     def __call__(self, clusters: Sequence[Cluster], share: float) -> Sequence[Score]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked."""
+    """The requirements for a cluster."""
 
-    num_machines: int  # at most
+    num_machines: int  # maximum
     target: float  # share of effective requests
-    policies: tuple[str, ...]  # the first one is the one divisions are compared with
-    dram_tokens: int  # of a prefill machine; smaller ones are tried
+    policies: tuple[str, ...]  # divisions are compared with the first one
+    dram_tokens: int  # of a prefill machine; smaller caches are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer, on the whole trace."""
+    """The answer, with scores on the whole trace."""
 
-    best: Scored  # of all machines
-    rivals: tuple[Scored, ...]  # that came to the last round beside it, the better first
-    caches: tuple[Scored, ...]  # the best with smaller and smaller caches
-    thrifty: Scored  # the one with the smallest cache that costs hardly anything
-    smallest: Scored | None  # that meets the target; None: none of so many machines does
-    too_small: Scored | None  # the best of one machine fewer; None: there cannot be fewer
+    best: Scored  # with all machines
+    rivals: tuple[Scored, ...]  # other clusters of the last round, best first
+    caches: tuple[Scored, ...]  # the best cluster with ever smaller caches
+    thrifty: Scored  # the smallest cache that costs hardly any effective requests
+    smallest: Scored | None  # the smallest that meets the target; None = no cluster does
+    too_small: Scored | None  # the best with one machine fewer; None = there is none
 
 
 def plan(question: Question, evaluate: Evaluate) -> Plan:
-    """Equal questions and scores give equal plans."""
+    """Searches for a plan. Equal questions and scores give equal plans."""
     finalists = _best(question, question.num_machines, question.policies, evaluate)
     best = finalists[0]
     sizes = [question.dram_tokens >> n for n in range(1, _CACHE_HALVINGS + 1)]
@@ -136,10 +136,10 @@ def plan(question: Question, evaluate: Evaluate) -> Plan:
 
 
 def bound(question: Question) -> float:
-    """At most so many simulations of the whole trace, parts of it counted as parts."""
+    """Returns the maximum number of simulations, in units of the whole trace."""
     machines = question.num_machines
     divisions = min(machines - 1, _MAX_DIVISIONS)
-    seconds = _KEPT_FIRST * (1 if divisions == machines - 1 else 3)  # each with its neighbours
+    seconds = _KEPT_FIRST * (1 if divisions == machines - 1 else 3)  # with the neighbours of each
     first = divisions * _FIRST + seconds * len(question.policies) * _SECOND + _KEPT_SECOND
     steps = math.ceil(math.log2(max(machines, 2)))
     return first + _CACHE_HALVINGS + steps * (divisions * _FIRST + seconds * _SECOND + _KEPT_SECOND)
@@ -150,7 +150,7 @@ def _with_cache(scored: Scored, dram_tokens: int) -> Cluster:
 
 
 def _thrifty(best: Scored, caches: Sequence[Scored]) -> Scored:
-    """As long as each is good enough: a smaller one that is good by luck is none to trust."""
+    """Returns the smallest cache before the first bad one. A smaller one that is good by chance is not trusted."""
     thrifty = best
     for each in caches:
         if each.score.effective < best.score.effective - _ENOUGH:
@@ -160,13 +160,13 @@ def _thrifty(best: Scored, caches: Sequence[Scored]) -> Scored:
 
 
 def _best(question: Question, num_machines: int, policies: Sequence[str], evaluate: Evaluate) -> list[Scored]:
-    """The finalists on the whole trace, the best first."""
+    """Returns the finalists on the whole trace, best first."""
     step = max(math.ceil((num_machines - 1) / _MAX_DIVISIONS), 1)
     divisions = list(range(1, num_machines, step))
     coarse = _clusters(question, num_machines, divisions, policies[:1])
     first = _by_merit(_scored(coarse, _FIRST, evaluate))
     kept = {each.cluster.num_prefill for each in first[:_KEPT_FIRST]}
-    if step > 1:  # what lies between was left out
+    if step > 1:  # divisions between the coarse ones were left out
         around = {n + offset for n in kept for offset in (-(step // 2), 0, step // 2)}
         kept = {n for n in around if 1 <= n < num_machines}
     finer = _clusters(question, num_machines, sorted(kept), policies)
@@ -191,22 +191,22 @@ def _clusters(
 
 
 def _scored(clusters: Sequence[Cluster], share: float, evaluate: Evaluate) -> list[Scored]:
-    """In the order of the clusters."""
+    """Returns the clusters with their scores, in the same order."""
     scores = evaluate(clusters, share)
     return [Scored(cluster=cluster, score=score, share=share) for cluster, score in zip(clusters, scores, strict=True)]
 
 
 def _by_merit(scored: Sequence[Scored]) -> list[Scored]:
-    """The best first; equals stay in their order."""
+    """Returns them sorted, best first. Equal ones keep their order."""
     return sorted(scored, key=lambda each: each.score.merit, reverse=True)
 
 
 def _smallest(question: Question, best: Scored, evaluate: Evaluate) -> tuple[Scored | None, Scored | None]:
-    """The smallest that meets the target, and the best of one machine fewer, which does not."""
+    """Returns the smallest cluster that meets the target, and the best with one machine fewer, which does not."""
     if best.score.effective < question.target:
         return None, None
     enough, short = best, None
-    low, high = 1, question.num_machines  # low: too few (one machine is no cluster), high: enough
+    low, high = 1, question.num_machines  # low: too few (one machine is no cluster); high: enough
     while high - low > 1:
         middle = (low + high) // 2
         found = _best(question, middle, (best.cluster.policy,), evaluate)[0]

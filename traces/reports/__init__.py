@@ -1,4 +1,4 @@
-"""Reports of simulations: figures, a page with plots, JSON. Draws results, knows nothing of how they came about."""
+"""Reports of simulations: figures, a page with plots, JSON. Does not know how results are produced."""
 
 from traces.reports.page import write_page
 from traces.reports.summary import format_summary, summary

@@ -1,6 +1,6 @@
-"""Drawings by matplotlib, as images of SVG that need nothing beside them.
+"""Draws with matplotlib. Images are self-contained SVG.
 
-Equal drawings are equal text, whatever was drawn before; so no pyplot, no date, ids by a salt of their own.
+Equal drawings give equal text, independent of earlier ones: no pyplot, no date, ids with a fixed salt.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _SETTINGS = {
     "font.size": 9.0,
     "svg.fonttype": "none",
     "svg.hashsalt": "moonserve",
-    "text.parse_math": False,  # names may hold any sign
+    "text.parse_math": False,  # names may contain any character
 }
 _DASHES = ("-", "--", ":", "-.")
 
 
 def line_style(index: int) -> dict[str, str]:
-    """Ten colours, then dashed."""
+    """Returns the style of a line: ten colours, then the same with other dashes."""
     return {"color": f"C{index % 10}", "linestyle": _DASHES[index // 10 % len(_DASHES)]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """One drawing; `src` holds it whole."""
+    """One drawing. `src` contains it as a data URL."""
 
     title: str
     src: str
@@ -53,7 +53,7 @@ def image(
     size_in: tuple[float, float] = (WIDTH_IN, 3.6),
     note: str = "",
 ) -> Image:
-    """What `draw` makes of a matplotlib Figure."""
+    """Returns the image of a matplotlib Figure that `draw` fills."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -67,7 +67,7 @@ def image(
 
 
 def label_axes(panel: Any, *, percent_y: bool = False) -> None:
-    """Numbers as people write them; logarithmic axes too. Scales and limits are set already."""
+    """Formats the numbers of all axes, including logarithmic ones. Scales and limits must be set before."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
     for axis in (panel.xaxis, panel.yaxis):
@@ -81,7 +81,7 @@ def label_axes(panel: Any, *, percent_y: bool = False) -> None:
 
 
 def legend(figure: Any, least: int = 2) -> None:
-    """Below the drawing, of its one panel; where there are at least so many things to tell apart."""
+    """Adds a legend below a drawing of one panel, if it has at least `least` entries."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if len(labels) >= least:
         names = [text if len(text) <= 40 else f"{text[:39]}…" for text in labels]

@@ -1,4 +1,4 @@
-"""Numbers as people read them in tables and along axes. Nothing to tell is a dash."""
+"""Formats numbers for tables and axes. Missing values are a dash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
 
 
 def plain(value: float) -> str:
-    """A count: 12,031."""
+    """Formats a count: 12,031."""
     return f"{value:,.0f}"
 
 
@@ -19,14 +19,14 @@ def percent(fraction: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Tenths below 100, whole ones above."""
+    """Formats with one decimal below 100, otherwise with none."""
     if not math.isfinite(value):
         return NOTHING
     return f"{value:,.1f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def seconds(value_ms: float) -> str:
-    """Of milliseconds, with as many decimals as make sense."""
+    """Formats milliseconds as seconds, with three decimals below 1, otherwise with two."""
     if not math.isfinite(value_ms):
         return NOTHING
     value = value_ms / 1000
@@ -34,7 +34,7 @@ def seconds(value_ms: float) -> str:
 
 
 def scaled(value: float) -> str:
-    """A counter of any size: 512, 0.25, 12.3 M."""
+    """Formats a counter of any size: 512, 0.25, 12.3 M."""
     if not math.isfinite(value):
         return NOTHING
     if abs(value) < 100_000:
@@ -44,7 +44,7 @@ def scaled(value: float) -> str:
 
 
 def tick(value: float, _position: object = None) -> str:
-    """Along an axis: 0.01, 1, 30, 5k, 2M; never mathematical notation, whose glyphs few fonts have."""
+    """Formats a number on an axis: 0.01, 1, 30, 5k, 2M. Avoids mathematical notation, whose glyphs few fonts have."""
     for step in range(len(_THOUSANDS) - 1, 0, -1):
         if abs(value) >= 1000**step:
             return f"{value / 1000**step:g}{_THOUSANDS[step]}"

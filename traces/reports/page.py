@@ -1,5 +1,5 @@
-"""Results as one HTML page that needs nothing beside it. Equal results give equal pages, so what simulating took is not
-on it. The words are in `simulation.html`, the style in `base.html`."""
+"""Results as one self-contained HTML page. Equal results give equal pages, so durations of simulations are left out.
+Texts are in `simulation.html`, the style in `base.html`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_PLOTS = "the plots are left out: they need matplotlib, pip install 'moonserve
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Texts; `columns` name the cells behind each row's head."""
+    """A table of texts. `columns` are the titles of the cells after each row's head."""
 
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
@@ -36,20 +36,20 @@ class Table:
 
 @cache
 def templates() -> jinja2.Environment:
-    """Every text from outside is escaped."""
+    """Returns the template environment. It escapes all inserted text."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
 
 
 def write_page(results: Sequence[SimulationResult], folder: Path | str) -> Path:
-    """Returns the page's path. Raises ConfigError for no results and for what cannot be written.
+    """Writes page and results; returns the page's path. Raises ConfigError for no results or if writing fails.
 
-    Without matplotlib the page has tables only, and stderr says what to install.
+    Without matplotlib, the page has tables only, and stderr says what to install.
     """
     if not results:
         raise ConfigError("there are no results to report")
     folder = Path(folder)
-    write_text(folder / RESULTS, results_to_json(results))  # first: results are dearer than plots
+    write_text(folder / RESULTS, results_to_json(results))  # first: results are more expensive than plots
     if not drawing.is_available():
         print(f"{folder / PAGE}: {NO_PLOTS}", file=sys.stderr)
     write_text(folder / PAGE, page(results))
@@ -57,7 +57,7 @@ def write_page(results: Sequence[SimulationResult], folder: Path | str) -> Path:
 
 
 def page(results: Sequence[SimulationResult]) -> str:
-    """The whole document, of one trace under one pair of objectives."""
+    """Returns the HTML document. All results must have the same trace and objectives."""
     runs = "" if len(results) == 1 else f", {len(results)} results"
     subjects = subjects_of(results)
     has_plots = drawing.is_available()
@@ -74,7 +74,7 @@ def page(results: Sequence[SimulationResult]) -> str:
 
 
 def _parts(subjects: Sequence[Subject]) -> Table:
-    """What first tokens waited for."""
+    """Returns the parts of TTFT by result."""
     columns = {
         "queue": "queue_ms",
         "loading the prefix": "load_ms",
@@ -93,7 +93,7 @@ def _parts(subjects: Sequence[Subject]) -> Table:
 
 
 def _counters(subjects: Sequence[Subject]) -> Table:
-    """A row per error and counter, a column per result."""
+    """Returns a row per error and counter, a column per result."""
     found = [{**each.figures["errors"], **each.result.counters} for each in subjects]
     names = dict.fromkeys(name for each in found for name in each)
     rows = [

@@ -1,4 +1,4 @@
-"""What a report draws of results. A result has the same number and line in all drawings; what it lacks has no image."""
+"""Plots of results. A result has the same number and line style in all plots; without data it has no image."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from traces.simulator.results import End, InstanceSample, SimulationResult
 
 Floats = npt.NDArray[np.float64]
 
-MAX_POINTS = 250  # of a curve: more are not seen
-MAX_DECADES = 5  # of latencies; smaller ones lie on the left edge
+MAX_POINTS = 250  # per curve: more are not visible
+MAX_DECADES = 5  # of latencies; smaller ones are at the left edge
 MAX_BINS = 60  # of time
-NEAR = 0.25  # of the actual TTFT: what the caption counts
+NEAR = 0.25  # share of the actual TTFT, for the caption's count
 RANKS = (1, 3, 10, 30, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A result with its place on the page."""
+    """A result with its number on the page."""
 
     number: int
     result: SimulationResult
@@ -40,7 +40,7 @@ class Subject:
 
     @property
     def line(self) -> dict[str, str]:
-        """How its lines look."""
+        """The style of its lines."""
         return line_style(self.number - 1)
 
 
@@ -61,13 +61,13 @@ class Section:
 
 
 def sections(subjects: Sequence[Subject]) -> list[Section]:
-    """Those for which the results have something to draw."""
+    """Returns the sections that have an image."""
     drawn = (latencies, rejections, predictions, replicas, loads)
     return [section for draw in drawn if (section := draw(subjects)).images]
 
 
 def latencies(subjects: Sequence[Subject]) -> Section:
-    """A curve counts all requests of its result, so that what latencies cost is in the same drawing."""
+    """Plots latencies as shares of all requests, so that rejections are visible in the same plot."""
     ttft = _distribution(
         "TTFT", "s", subjects, [s.result.ttft_slo_s for s in subjects],
         [_latencies(s.result, "ttft_s") for s in subjects],
@@ -120,7 +120,7 @@ def _distribution(
 
 
 def cumulative(ordered: Floats, num_requests: int) -> tuple[Floats, Floats]:
-    """Values and the share of `num_requests` that is at most each; begins at 0, thinned to MAX_POINTS, ends kept."""
+    """Returns values and the share of `num_requests` at most as large, from 0, thinned to MAX_POINTS with both ends."""
     ranks = np.arange(len(ordered))
     if len(ranks) > MAX_POINTS:
         ranks = np.unique(np.linspace(0, len(ordered) - 1, MAX_POINTS).round().astype(np.int64))
@@ -129,7 +129,7 @@ def cumulative(ordered: Floats, num_requests: int) -> tuple[Floats, Floats]:
 
 
 def rejections(subjects: Sequence[Subject]) -> Section:
-    """Requests that did not complete, by reason, when they arrived."""
+    """Plots arrivals of requests that did not complete, by reason."""
     found = {
         each.number: [(o.arrived_s, error_of(o)) for o in each.result.outcomes if o.end is not End.COMPLETED]
         for each in subjects
@@ -159,7 +159,7 @@ def rejections(subjects: Sequence[Subject]) -> Section:
 
 
 def predictions(subjects: Sequence[Subject]) -> Section:
-    """Requests with a first token and a prediction."""
+    """Plots predicted against actual TTFT, for requests that have both."""
     pairs = [(each, pairs_of(each.result)) for each in subjects]
     return Section(
         title="Predicted against actual TTFT",
@@ -171,7 +171,7 @@ def predictions(subjects: Sequence[Subject]) -> Section:
 
 
 def pairs_of(result: SimulationResult) -> Floats:
-    """`[request, 2]`: actual and predicted seconds, of requests that have both, above 0."""
+    """Returns `[request, 2]`: actual and predicted seconds, of requests for which both are above 0."""
     pairs = np.array(
         [(o.ttft_s, o.predicted_ttft_s) for o in result.outcomes if o.ttft_s is not None],
         np.float64,
@@ -181,7 +181,7 @@ def pairs_of(result: SimulationResult) -> Floats:
 
 
 def near_share(pairs: Floats) -> float:
-    """Of the requests, whose prediction was off by at most NEAR of the actual TTFT."""
+    """Returns the share of requests whose prediction was off by at most NEAR of the actual TTFT."""
     return float(np.mean(np.abs(pairs[:, 1] - pairs[:, 0]) <= NEAR * pairs[:, 0]))
 
 
@@ -201,7 +201,7 @@ def _prediction(subject: Subject, pairs: Floats) -> Image:
 
 
 def replicas(subjects: Sequence[Subject]) -> Section:
-    """How many machines held the blocks of some ranks of popularity."""
+    """Plots the number of machines that hold blocks of certain popularity ranks."""
 
     def drawn(subject: Subject) -> Image:
         samples = subject.result.replicas
@@ -226,7 +226,7 @@ def replicas(subjects: Sequence[Subject]) -> Section:
 
 
 def loads(subjects: Sequence[Subject]) -> Section:
-    """How busy each instance was: a row per instance, time to the right."""
+    """Plots the load of each instance: a row per instance over time."""
     return Section(
         title="Load of each instance",
         note="A row per instance, by the root of its load, since a few long queues would leave all others invisible.",
@@ -263,7 +263,7 @@ def _load_image(subject: Subject) -> Image:
 
 
 def kinds_of(samples: Sequence[InstanceSample]) -> dict[str, list[str]]:
-    """Kinds ("prefill-12" → "prefill") in the order in which they appear, and their instances by number."""
+    """Returns instances by kind ("prefill-12" → "prefill"). Kinds are in order of appearance, instances by number."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for sample in samples:
         name = sample.instance_id
@@ -272,9 +272,9 @@ def kinds_of(samples: Sequence[InstanceSample]) -> dict[str, list[str]]:
 
 
 def table_of(samples: Sequence[InstanceSample], names: Sequence[str]) -> tuple[Floats, str]:
-    """`[instance, moment]` loads, NaN where nothing was sampled; and what they are.
+    """Returns `[instance, time]` loads, NaN without a sample, and a description of them.
 
-    Where instances predict their queue, as prefill machines do, it is that queue; else the requests that they have.
+    The load is the predicted queue if instances predict one, as prefill machines do, otherwise the number of requests.
     """
     own = [sample for sample in samples if sample.instance_id in names]
     predicted = any(sample.predicted_queue_s > 0 for sample in own)

@@ -1,8 +1,8 @@
 """Results as JSON and back: `results.json`.
 
-Rows are stored as columns (`{"arrived_s": […], "ttft_s": […]}`), which is a third of the size and what data frames
-read. Numbers that JSON does not have are strings: `"Infinity"`, `"NaN"`. Each result has its summary beside it for
-other programs; reading ignores it.
+Rows are stored as columns (`{"arrived_s": […], "ttft_s": […]}`), which takes a third of the space and suits data
+frames. Numbers that JSON lacks are strings: `"Infinity"`, `"NaN"`. Each result includes its summary for other programs;
+reading ignores it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RESULTS = TypeAdapter(list[SimulationResult])
 
 
 def results_to_json(results: Sequence[SimulationResult]) -> str:
-    """Equal results give equal text. Numbers may be numpy's."""
+    """Returns results as JSON. Equal results give equal text. Numpy numbers are allowed."""
     whole = {"format": FORMAT, "results": [_result(each) for each in results]}
     text = to_json(whole, inf_nan_mode="strings", fallback=lambda number: number.item())
     return text.decode() + "\n"
@@ -45,7 +45,7 @@ def _result(result: SimulationResult) -> dict[str, Any]:
 
 
 def results_from_json(text: str) -> list[SimulationResult]:
-    """Raises ConfigError for what `results_to_json` did not write."""
+    """Reads the output of `results_to_json`. Raises ConfigError for any other text."""
     try:
         whole = json.loads(text)
         if whole["format"] != FORMAT:

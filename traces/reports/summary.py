@@ -1,6 +1,6 @@
-"""A simulation in figures, and several as one table for a terminal.
+"""Figures of a simulation, and a table of several simulations for a terminal.
 
-The figures are those of a replay (`traces.figures`), under the same names. What only a replay can tell is left out:
+The figures are those of a replay (`traces.figures`), under the same names. Figures that only a replay has are left out:
 single gaps (ITL), lateness of sending, the ideal hit ratio.
 """
 
@@ -18,10 +18,10 @@ from traces.simulator.results import End, RequestOutcome, SimulationResult
 
 
 def summary(result: SimulationResult) -> dict[str, Any]:
-    """Latencies in milliseconds, NaN where there are none; `errors`: how often each reason ended a request.
+    """Returns a result's figures. Latencies are in milliseconds, NaN without values. `errors`: requests by reason.
 
-    Beyond a replay's: `request_rate` (arrivals per second; None for fewer than two), what a first token waited for
-    (`queue_ms`, `load_ms`, `prefill_ms`) and `ttft_error_ms`, predicted − actual.
+    In addition to a replay's: `request_rate` (arrivals per second, None if they span no time), the parts of a first
+    token's wait (`queue_ms`, `load_ms`, `prefill_ms`) and `ttft_error_ms`, predicted − actual.
     """
     done = [each for each in result.outcomes if each.end is End.COMPLETED]
     completed = [_completed(each, result) for each in done]
@@ -46,13 +46,13 @@ def summary(result: SimulationResult) -> dict[str, Any]:
 
 
 def errors(result: SimulationResult) -> dict[str, int]:
-    """How often each reason ended a request, rejections included, the most frequent first."""
+    """Returns the number of requests ended by each reason, including rejections, most frequent first."""
     counts = Counter(error_of(each) for each in result.outcomes if each.end is not End.COMPLETED)
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def error_of(outcome: RequestOutcome) -> str:
-    """ "rejected: ttft"."""
+    """Returns end and reason of a request, such as "rejected: ttft_slo"."""
     return f"{outcome.end}: {outcome.reason or 'no reason given'}"
 
 
@@ -71,7 +71,7 @@ def _completed(outcome: RequestOutcome, result: SimulationResult) -> Completed:
 
 
 def _ttft_error_s(outcome: RequestOutcome) -> float | None:
-    """None where nothing was predicted."""
+    """Returns predicted − actual TTFT; None without a prediction or a token."""
     if outcome.ttft_s is None or not outcome.predicted_ttft_s:
         return None
     return outcome.predicted_ttft_s - outcome.ttft_s
@@ -86,13 +86,13 @@ _MAX_NAME = 32
 
 
 def format_summary(results: Sequence[SimulationResult]) -> str:
-    """One row per result; rejections stand beside the latencies that they bought."""
+    """Returns a table with one row per result. Rejections are next to the latencies, which benefit from them."""
     rows = [[_short(" ".join(each.name.split())), *cells(summary(each)), f"{each.wall_s:.1f}"] for each in results]
     return text_table(("result", *COLUMNS, "took s"), rows)
 
 
 def cells(figures: Mapping[str, Any]) -> list[str]:
-    """Of a summary, below `COLUMNS`."""
+    """Returns the cells of a summary, matching `COLUMNS`."""
     return [
         plain(figures["num_requests"]),
         plain(figures["rejected"]),

@@ -1,1 +1,1 @@
-"""The published figures again: each one's simulations, its rows beside what was published, and why they differ."""
+"""Reproduction of published figures: simulations, rows next to the published values, and reasons for differences."""

@@ -1,4 +1,4 @@
-"""The arXiv report's table of cache policies: hit rate by what leaves the cache first, and its size in blocks."""
+"""The arXiv report's table of cache policies: hit rate by eviction policy and cache size in blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from traces.simulator.pool import Store
 from traces.simulator.results import SimulationResult
 from traces.simulator.sampling import key_of
 
-HITS = "hits"  # the counter
+HITS = "hits"  # name of the counter
 _ROOMS = (1_000, 10_000, 30_000, 50_000, 100_000)  # blocks
 _PUBLISHED = {  # on the report's own trace
     "lru": (0.30, 0.40, 0.48, 0.50, 0.51),
@@ -27,7 +27,7 @@ _TIE = 0.005  # the report rounds to hundredths
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReplay:
-    """A store of so many blocks under one eviction policy; the result has the counter HITS and nothing else."""
+    """Work: a store of `num_blocks` blocks under one eviction policy. The result has only the counter HITS."""
 
     policy: str
     num_blocks: int
@@ -37,12 +37,12 @@ class CacheReplay:
         return 0.3  # measured
 
     def check(self) -> None:
-        """Raises ConfigError for a policy that does not exist."""
+        """Raises ConfigError for an unknown policy."""
         if self.policy not in POLICY_NAMES:
             raise ConfigError(f"no eviction policy {self.policy!r}")
 
     def do(self, records: Sequence[TraceRecord]) -> SimulationResult:
-        """A request reads its leading blocks that are there and stores the others, its partial last one too."""
+        """Replays the requests: each reads its cached leading blocks and stores the rest, a partial last one too."""
         store = Store(self.num_blocks, 0, self.policy)
         hits = 0
         for record in records:
@@ -72,7 +72,7 @@ _WHY = (
 
 
 def runs(subject: Subject) -> Mapping[str, Work]:
-    """Capacities that hold the longest prompt."""
+    """Returns the replays by policy and capacity. Capacities below the longest prompt are left out."""
     longest = max(len(record.hash_ids) for record in subject.records)
     return {
         f"{policy} {room}": CacheReplay(policy=policy, num_blocks=room)

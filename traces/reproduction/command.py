@@ -1,6 +1,6 @@
 """`moonserve reproduce`: every published figure that a trace allows, as one page and as JSON.
 
-Each simulation is kept in the folder's `runs/`, so that what was interrupted goes on and what is asked again is quick.
+Each simulation is kept in the folder's `runs/`, so that an interrupted run continues and a repeated one is quick.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FIGURES: tuple[Figure, ...] = (
 
 PROG = "moonserve reproduce"
 PAGE, RESULTS, RUNS = "index.html", "results.json", "runs"
-_QUICK = 10  # of so many requests one
+_QUICK = 10  # one of this many requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class ReproduceConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after the verb; the first one may be the trace."""
+    """Runs the command with `argv`, the arguments after `reproduce`. The first one may be the trace."""
     return run_command(ReproduceConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED)
 
 
 def run(config: ReproduceConfig) -> int:
-    """Raises ConfigError before anything is simulated, but for a full disk."""
+    """Reproduces figures and writes the page. Raises ConfigError before any simulation, except if the disk is full."""
     if config.processes < 1:
         raise ConfigError("--processes must be at least 1")
     figures = _chosen(config.only)
@@ -107,7 +107,7 @@ def _chosen(names: Sequence[str]) -> list[Figure]:
 
 
 def _subject(path: Path, *, quick: bool) -> tuple[TraceFile, Subject]:
-    """Raises ConfigError that says where traces come from."""
+    """Reads the trace. Raises ConfigError that explains how to download one if it is missing."""
     if not path.exists():
         raise ConfigError(
             f"there is no trace {path}; moonserve traces fetch --into traces-data downloads the public ones, then"
@@ -116,7 +116,7 @@ def _subject(path: Path, *, quick: bool) -> tuple[TraceFile, Subject]:
     whole = TraceFile(path=path).records()
     limit = max(len(whole) // _QUICK, 1) if quick else None
     beside = {} if quick else _beside(path)
-    kind = None if quick else _kind(path)  # nothing was published of a tenth
+    kind = None if quick else _kind(path)  # no published figure is of a tenth
     subject = Subject(name=path.name, kind=kind, records=whole[:limit], beside=beside)
     return TraceFile(path=path, limit=limit), subject
 
@@ -126,7 +126,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _beside(path: Path) -> Mapping[str, Sequence[TraceRecord]]:
-    """The other public traces in the same folder, under their public names."""
+    """Returns the other public traces in the same folder, by kind."""
     others = {kind: path.with_name(f"{kind}_trace.jsonl") for kind in KINDS}
     return {
         kind: TraceFile(path=other).records()
@@ -136,7 +136,7 @@ def _beside(path: Path) -> Mapping[str, Sequence[TraceRecord]]:
 
 
 def _simulate(wanted: Mapping[str, Mapping[str, Work]], trace: TraceFile, archive: Archive, processes: int) -> int:
-    """Returns how many there were to do; those that several figures want count once."""
+    """Runs the missing simulations and returns their number. One that several figures share counts once."""
     names: dict[Work, str] = {}
     for figure, works in wanted.items():
         for name, work in works.items():

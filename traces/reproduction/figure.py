@@ -1,7 +1,7 @@
-"""What a reproduced figure is: the simulations that it wants, and what is made of their results. Frozen data.
+"""A reproduced figure: the simulations that it needs, and the evaluation of their results. Frozen data.
 
 A figure is two pure functions: `runs` names simulations of the trace, `finding` turns their results into rows. So runs
-that several figures share are simulated once, in any order and process, and a change of words simulates nothing.
+that several figures share are simulated once, in any order and process. Changing texts simulates nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ KINDS = (CONVERSATION, TOOL_AGENT, SYNTHETIC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The trace that figures are made of, and the other public ones that lie beside it."""
+    """The trace to reproduce figures of, and the other public traces in its folder."""
 
     name: str  # of the file
-    kind: str | None  # one of KINDS, by the file's name; None: nobody has published anything of it
+    kind: str | None  # one of KINDS, by the file's name; None = nothing is published of it
     records: Sequence[TraceRecord]
     beside: Mapping[str, Sequence[TraceRecord]] = field(default_factory=dict)  # by kind
 
     def published(self, value: float) -> float | None:
-        """A value that was published for the conversation trace, if this is it."""
+        """Returns a value published for the conversation trace if this is it, else None."""
         return value if self.is_conversation else None
 
     @property
@@ -37,17 +37,17 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number."""
+    """One number and its published counterpart."""
 
     what: str
     ours: float | None
-    published: float | None = None  # None: nothing was, for this trace
+    published: float | None = None  # None = nothing is published for this trace
     unit: str = ""  # "s", "ms", "%" (of fractions), "" for counts and ratios
-    why: str = ""  # the two differ
+    why: str = ""  # reason for the difference
 
     @property
     def ratio(self) -> float | None:
-        """Ours ÷ published."""
+        """Ours ÷ published; None if either is missing."""
         if self.ours is None or not self.published:
             return None
         return self.ours / self.published
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Of a plot."""
+    """One line of a plot."""
 
     label: str
     points: tuple[tuple[float, float], ...]
@@ -64,7 +64,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Lines over one axis; `y_unit` "%" shows fractions as per cent."""
+    """Lines over one axis. `y_unit` "%" shows fractions as per cent."""
 
     title: str
     x_label: str
@@ -77,13 +77,13 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What came out of a figure."""
+    """The results of a figure."""
 
     rows: tuple[Row, ...] = ()
-    # What the figure is to show, and whether ours does.
+    # Statement that the figure should show → True if ours does.
     claims: Mapping[str, bool] = field(default_factory=dict)
     plots: tuple[Plot, ...] = ()
-    why: str = ""  # ours and the published numbers differ
+    why: str = ""  # reason for differences from the published numbers
 
 
 Results = Mapping[str, SimulationResult]
@@ -91,18 +91,18 @@ Results = Mapping[str, SimulationResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One of the published ones."""
+    """One published figure."""
 
     name: str  # as in --only and in JSON: "figure-5"
     title: str
-    setting: str  # how ours was made
+    setting: str  # how ours is made
     finding: Callable[[Subject, Results], Finding]
-    # The one trace that the published numbers are of; None: not bound to one.
+    # The only trace that published numbers are available for; None = not bound to one.
     published_for: str | None = None
-    runs: Callable[[Subject], Mapping[str, Work]] = lambda _: {}  # of the trace alone
+    runs: Callable[[Subject], Mapping[str, Work]] = lambda _: {}  # depends on the trace only
 
     def missing(self, subject: Subject) -> str:
-        """A sentence when there is nothing to compare this trace's numbers with; else empty."""
+        """Returns a sentence if nothing is published for this trace, else an empty string."""
         if self.published_for in (None, subject.kind):
             return ""
         return f"Published for the {self.published_for} trace; for this one there is nothing to compare with."

@@ -1,4 +1,4 @@
-"""Figure 1 of FAST'25: effective requests beside vLLM, by the limit on TBT; here also by the rate of arrivals."""
+"""Figure 1 of FAST'25: effective requests compared with vLLM, by TBT limit; here also by arrival rate."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def _by_speed(system: str, results: Results, tbt_slo_s: float) -> tuple[float, .
 
 
 def _gains(pool: Sequence[float], vllm: Sequence[float]) -> list[float]:
-    """0.59 is "+59 %"; infinite where vLLM has none."""
+    """Returns the relative gain per speed: 0.59 is "+59 %"; infinite if vLLM has no effective requests."""
     return [mine / other - 1 if other else math.inf for mine, other in zip(pool, vllm, strict=True)]
 
 
 def _first_that_beats(gains: Mapping[float, Sequence[float]]) -> int | None:
-    """The slowest speed at which no gain is below the published one."""
+    """Returns the index of the slowest speed at which no gain is below the published one."""
     for index in range(len(_SPEEDS)):
         if all(gains[tbt][index] >= gain for tbt, gain in _PUBLISHED_GAINS.items()):
             return index
@@ -127,7 +127,7 @@ def _claims(
 
 
 def _crossing(speeds: Sequence[float], gains: Sequence[float], wanted: float) -> float | None:
-    """Where the curve passes a value, straight between the points; None if it does not."""
+    """Returns the speed at which the gain, linearly interpolated, rises to `wanted`; None if it does not."""
     points = list(zip(speeds, gains, strict=True))
     for (left, low), (right, high) in itertools.pairwise(points):
         if low <= wanted <= high and math.isfinite(high):

@@ -1,4 +1,4 @@
-"""Figure 10 of FAST'25: one pool over all machines beside a cache per machine."""
+"""Figure 10 of FAST'25: one pool over all machines compared with a cache per machine."""
 
 from __future__ import annotations
 

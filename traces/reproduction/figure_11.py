@@ -1,4 +1,4 @@
-"""Figure 11 of FAST'25: on how many machines the popular blocks lie, over time."""
+"""Figure 11 of FAST'25: number of machines that hold the popular blocks, over time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _line(samples: Sequence[ReplicaSample], rank: int) -> Line:
 
 
 def _at_rank(sample: ReplicaSample, rank: int) -> float | None:
-    """None where there are not so many blocks yet."""
+    """Returns the replicas at a rank; None if there are fewer blocks."""
     return sample.replicas[rank - 1] if rank <= len(sample.replicas) else None
 
 

@@ -1,4 +1,4 @@
-"""Figure 13 of FAST'25: TTFT against the machines' network."""
+"""Figure 13 of FAST'25: TTFT by network bandwidth of the machines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def finding(_subject: Subject, results: Results) -> Finding:
 
 
 def _claims(means: Mapping[int, float], tbts: Mapping[int, float]) -> dict[str, bool]:
-    """Of mean TTFT and p90 TBT by Gbit/s."""
+    """`means`: mean TTFT by Gbit/s. `tbts`: p90 TBT by Gbit/s."""
     fast = means[_GBIT[-1]]
     return {
         "below 2 s from 100 Gbit/s on": all(s < _UNDER_S for gbit, s in means.items() if gbit >= _KNEE),

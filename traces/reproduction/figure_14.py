@@ -1,4 +1,4 @@
-"""Figure 14 of FAST'25: what a cached prefix saves of one long prompt. The prompts are made here, not the trace's."""
+"""Figure 14 of FAST'25: savings by a cached prefix for one long prompt. It uses its own prompts, not the trace's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from traces.simulator.results import RequestOutcome
 from traces.simulator.run import simulate
 
 _BLOCK = MOONCAKE.block_size
-_BLOCKS = (16, 32, 64, 128, 250)  # 8k … 128,000 tokens: one block less than the model's length
+_BLOCKS = (16, 32, 64, 128, 250)  # 8k … 128,000 tokens: within one block of the model's length
 _PREFIX = 0.95
-_APART_S = 120.0  # longer than any prompt computes
+_APART_S = 120.0  # longer than computing any of the prompts
 _LONGEST = _BLOCKS[-1]
 
 _WHY = (
@@ -53,7 +53,7 @@ def finding(_subject: Subject, _results: Results) -> Finding:
 
 
 def _prompts() -> list[TraceRecord]:
-    """For each length one that computes everything, and one that shares 95 % with it, each alone in the cluster."""
+    """Returns for each length a cold prompt and one that shares 95 % of it, each alone in the cluster."""
     records: list[TraceRecord] = []
     base = 0
     for blocks in _BLOCKS:

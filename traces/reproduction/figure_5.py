@@ -1,4 +1,4 @@
-"""Figure 5 of FAST'25: mean TTFT by how the prefill machine is chosen."""
+"""Figure 5 of FAST'25: mean TTFT by the placement policy for prefill."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from traces.reproduction.figure import CONVERSATION, Figure, Finding, Results, R
 from traces.reproduction.testbed import mean_ttft_s, pooled
 from traces.simulator.many import Work
 
-_POLICIES = {  # the paper's name → ours, its seconds on the conversation trace
+_POLICIES = {  # the paper's name → (our policy, published seconds on the conversation trace)
     "random": ("random", 19.65),
     "load balance": ("least-loaded", 5.27),
     "local cache-aware": ("local-cache-aware", 3.58),
     "global cache-aware": ("global-cache-aware", 3.07),
 }
 
-_OWN = "moonserve"  # not in the paper: this project's policy
+_OWN = "moonserve"  # this project's policy, not in the paper
 
-_FEWER = "6 + 10"  # the other division of the sixteen machines: the paper does not tell its own
+_FEWER = "6 + 10"  # another division of the sixteen machines: the paper does not give its own
 
 _WHY = (
     "Ours are shorter throughout, since a simulated machine computes a prompt in the time of the published latency"

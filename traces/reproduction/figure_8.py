@@ -1,4 +1,4 @@
-"""Figure 8 of FAST'25: device time that a prompt costs, beside vLLM."""
+"""Figure 8 of FAST'25: device time per prompt, compared with vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figure 9 of FAST'25: hits against the size of one cache."""
+"""Figure 9 of FAST'25: hit ratio by size of a single cache."""
 
 from __future__ import annotations
 

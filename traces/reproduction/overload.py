@@ -1,4 +1,4 @@
-"""The arXiv report's overload test: how many requests each way of admitting turns away."""
+"""The arXiv report's overload test: requests rejected by each kind of admission."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from traces.simulator.many import Work
 from traces.simulator.results import SimulationResult
 
 _SPEED = 2.0
-_DEARER = 6.0  # than the published decode times give, per sequence: then the baseline rejects about what it did there
+_DEARER = 6.0  # factor on the published cost per sequence; with it the baseline rejects about the published share
 _OF = 23_000
 _PER = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Of admitting."""
+    """A kind of admission."""
 
-    name: str  # the report's, or ours
+    name: str  # as in the report, or ours
     admission: str
     double_check: bool = False
-    published: int | None = None  # requests that it rejected
+    published: int | None = None  # number of rejected requests
 
     def run(self) -> Work:
         model = dear_decoding(_DEARER)

@@ -1,6 +1,6 @@
-"""Reproduced figures as one HTML page that needs nothing beside it (`traces/reports/reproduction.html`), and as JSON.
+"""Reproduced figures as one self-contained HTML page (`traces/reports/reproduction.html`) and as JSON.
 
-Equal findings give equal pages and text, so when and how long is not on it.
+Equal findings give equal pages and JSON, so dates and durations are left out.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from traces.reports.page import Table, templates
 from traces.reproduction.figure import Figure, Finding, Plot, Row, Subject
 
 FORMAT = "moonserve reproduction 1"
-_FEW = 15  # points of a line, each of which is marked
+_FEW = 15  # a line of at most this many points has markers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A figure as the page shows it."""
+    """A figure as shown on the page."""
 
     figure: Figure
     missing: str
@@ -38,7 +38,7 @@ class _Part:
 
 
 def page(subject: Subject, found: Sequence[tuple[Figure, Finding]], *, quick: bool) -> str:
-    """The whole document. Without matplotlib it has no plots."""
+    """Returns the HTML document. Without matplotlib it has no plots."""
     parts = [_part(subject, figure, finding) for figure, finding in found]
     template = templates().get_template("reproduction.html")
     return template.render(subject=subject, quick=quick, parts=parts)
@@ -101,7 +101,7 @@ def _image(plot: Plot) -> Image:
 
 
 def to_json(subject: Subject, found: Sequence[tuple[Figure, Finding]], *, quick: bool) -> str:
-    """What the page shows. Numbers that JSON does not have are null."""
+    """Returns the content of the page as JSON. NaN and infinity become null."""
     whole = {
         "format": FORMAT,
         "trace": subject.name,

@@ -1,4 +1,4 @@
-"""Table 2 of FAST'25: how many requests, how long, how much of their prompts could be cached."""
+"""Table 2 of FAST'25: number of requests, mean lengths, cacheable share of the prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's cluster of sixteen machines as simulations, and the measures that several figures take of them."""
+"""The paper's cluster of sixteen machines as specs, and measures of results that several figures use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from traces.simulator.spec import ClusterSpec, CoupledSpec, ModelProfile
 
 NUM_MACHINES = 16
 TTFT_SLO_S = 30.0  # FAST'25, §5.2
-NUM_RANKS = 1000  # of popular blocks, whose replicas figure 11 counts
+NUM_RANKS = 1000  # number of popular blocks whose replicas figure 11 counts
 
 MOONCAKE = ClusterSpec(
     model=LLAMA3_70B_8XA800,
     num_prefill=8,
     num_decode=8,
     policy="global-cache-aware",
-    admission="none",  # rejections would flatter the latencies of the others
+    admission="none",  # rejections would improve the latencies of the others
     num_ranks=NUM_RANKS,
 )
 VLLM = CoupledSpec(model=LLAMA3_70B_8XA800, num_instances=NUM_MACHINES)
@@ -30,14 +30,14 @@ VLLM_CHUNKED = replace(VLLM, chunked_prefill=True)
 
 
 def pooled(speedup: float = 1.0, **changes: Any) -> Run:
-    """8 prefill and 8 decode machines with one pool, or with these fields of the spec changed."""
+    """Returns a run of 8 prefill and 8 decode machines with one pool. `changes`: other values of spec fields."""
     return Run(spec=replace(MOONCAKE, **changes), speedup=speedup)
 
 
 def dear_decoding(times: float) -> ModelProfile:
-    """Machines on which a sequence and its context cost so many times as much in a decode step.
+    """Returns machines on which a sequence and its context cost `times` as much in a decode step.
 
-    The published decode times are those of single requests, so that what a batch costs is a guess.
+    The published decode times are of single requests, so the cost of a batch is a guess.
     """
     decode = LLAMA3_70B_8XA800.decode
     dear = replace(decode, c1=decode.c1 * times, c2=decode.c2 * times)
@@ -49,33 +49,33 @@ def mean_ttft_s(result: SimulationResult) -> float:
 
 
 def p90_tbt_s(result: SimulationResult) -> float:
-    """Over requests; each one's TBT is the mean of its longest tenth of gaps."""
+    """Returns the 90th percentile over requests. A request's TBT is the mean of its longest tenth of gaps."""
     return percentile([each.tbt_s for each in result.outcomes if each.tbt_s is not None], 90)
 
 
 def mean_device_s(result: SimulationResult) -> float:
-    """Device time of a prompt."""
+    """Returns the mean device time per prompt."""
     return result.counters["device_s"] / len(result.outcomes)
 
 
 def rejected(result: SimulationResult) -> float:
-    """Share of all requests."""
+    """Returns the share of rejected requests."""
     return sum(each.end is End.REJECTED for each in result.outcomes) / len(result.outcomes)
 
 
 def wasted_device_s(result: SimulationResult) -> float:
-    """Device time of prompts that were rejected after it."""
+    """Returns the device time of prompts that were rejected after it."""
     return sum(each.prefill_s for each in result.outcomes if each.end is End.REJECTED)
 
 
 def hit_ratio(result: SimulationResult) -> float:
-    """Share of prompt tokens that were not computed."""
+    """Returns the share of prompt tokens that were cached."""
     cached = sum(each.cached_tokens for each in result.outcomes)
     return cached / sum(each.input_length for each in result.outcomes)
 
 
 def effective(result: SimulationResult, tbt_slo_s: float, ttft_slo_s: float = TTFT_SLO_S) -> float:
-    """Share of all requests that completed within both limits."""
+    """Returns the share of all requests that completed within both limits."""
     good = sum(each.is_effective(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in result.outcomes)
     return good / len(result.outcomes)
 

@@ -1,5 +1,5 @@
 """A cluster in virtual time: the conductor's own state machine over modelled instances, network and memory.
 
-`spec` says what is simulated, `profiles` how fast its machines are, `results` what came of it; `run` runs it,
-`command` is the verb.
+`spec` describes the cluster, `profiles` the speed of its machines, and `results` the results. `run` runs a simulation,
+`command` is the command line.
 """

@@ -1,11 +1,11 @@
-"""A continuous batch in closed form: which sequences take part in the steps, and when those steps end. Pure.
+"""A continuous batch in closed form: which sequences take part in each step, and when steps end. Pure.
 
-It follows `decode_worker.schedule` step for step: a running sequence keeps its slot until it ends or is preempted;
-blocks are taken on demand, one before the step that needs it; when none is left, the worst-ranked sequence that holds
-any gives all of its back and computes them again, in chunks beside the decoding ones. What differs is the number of
-events: steps between which nobody joins, ends, computes a prompt or runs out of blocks are one segment. **A change
-that comes during a step takes effect after it.** With `prompts_first` a prompt is computed whole while decoding
-stands still, as engines without chunked prefill do it. What this does not know: where sequences come from.
+It follows `decode_worker.schedule` step for step. A running sequence keeps its slot until it ends or is preempted.
+Blocks are allocated on demand, one before the step that needs it. When none is left, the worst-ranked holder gives back
+all its blocks and recomputes them later, in chunks next to the decoding sequences. Only the number of events differs:
+steps without a join, an end, prompt computation or lack of blocks form one segment. **A change during a step takes
+effect after it.** With `prompts_first`, a prompt is computed whole while decoding pauses, as in engines without chunked
+prefill. Does not know the origin of sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 
 class Batch:
-    """The sequences of one machine. `advance` at `wake_at`, and before anything else is done at an instant."""
+    """The sequences of one machine. Call `advance` at `wake_at`, and before any other method at the same time."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Batch:
         budget: StepBudget | None = None,
         num_landing: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`num_landing`: who has blocks besides sequences. `slowdown`: what company costs steps of so many sequences
-        that begin now; call `interrupt` when it changes. `spread`: see `gaps_of`. `budget`: of time, for steps with
-        chunks."""
+        """`num_landing`: number of block holders that are not sequences. `slowdown`: effect of other machines on a step
+        of n sequences that begins now; call `interrupt` when it changes. `spread`: see `gaps_of`. `budget`: time limit
+        for steps with chunks."""
         self._decode = decode
         self._prefill = prefill
         self._blocks = blocks
@@ -60,14 +60,14 @@ class Batch:
         self.waiting: list[Sequence] = []  # by rank
         self.num_preemptions = 0
         self._done: list[Segment] = []
-        self._segment: Segment | None = None  # under way
-        self._began_at = 0.0  # with a segment
+        self._segment: Segment | None = None  # in flight
+        self._began_at = 0.0  # valid with a segment
         self._sampling: list[Sequence] = []  # get a token from each step of the segment
-        self._chunks: list[tuple[Sequence, int]] = []  # tokens of prompts computed in it
+        self._chunks: list[tuple[Sequence, int]] = []  # prompt tokens computed in the segment
 
     @property
     def wake_at(self) -> float | None:
-        """When the segment under way ends; None = nothing runs."""
+        """Time at which the segment in flight ends; None = nothing runs."""
         segment = self._segment
         return None if segment is None else self._began_at + segment.total_s
 
@@ -85,22 +85,22 @@ class Batch:
 
     @property
     def num_holders(self) -> int:
-        """Who has blocks and is wanted: as many stay free when others are let in."""
+        """Number of live holders of blocks. This many blocks stay free when others are admitted."""
         among = (*self.running, *self.waiting)
         return self._num_landing() + sum(bool(s.num_blocks) and not s.gone for s in among)
 
     @property
     def has_preempted(self) -> bool:
-        """Whether a sequence waits for blocks; it comes before anyone new."""
+        """True if a sequence waits for blocks. It precedes all new ones."""
         return any(not sequence.num_blocks for sequence in self.waiting)
 
     def context_tokens(self, now: float) -> int:
-        """Tokens of the running sequences."""
+        """Returns the context tokens of the running sequences, including steps completed by now."""
         grown = self._steps_done(now) * len(self._sampling)
         return sum(sequence.tokens for sequence in self.running) + grown
 
     def gaps_so_far(self, sequence: Sequence, now: float) -> list[float]:
-        """The times between the tokens that a sequence has had by now, the one to its first token here included."""
+        """Returns the times between a sequence's tokens so far, including the one before its first token here."""
         runs, segments = list(sequence.runs), self._done
         if sequence.run_from is not None:
             assert self._segment is not None
@@ -110,14 +110,14 @@ class Batch:
         return gaps_of(runs, segments, self._spread)
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """A sequence with the blocks of its prompt, or without any. It waits at least for the step under way."""
+        """Adds a sequence that has its prompt's blocks or none. It waits at least for the step in flight."""
         insort(self.waiting, sequence, key=_rank)
         self.interrupt(now)
 
     def remove(self, sequence: Sequence, now: float) -> None:
-        """A sequence that was added and has not finished is not wanted any more."""
+        """Removes a sequence that was added and has not finished."""
         if sequence in self._sampling or any(sequence is each for each, _ in self._chunks):
-            sequence.gone = True  # its blocks are free after the step that uses them
+            sequence.gone = True  # its blocks are freed after the step that uses them
         else:
             among = self.waiting if sequence in self.waiting else self.running
             among.remove(sequence)
@@ -125,7 +125,7 @@ class Batch:
         self.interrupt(now)
 
     def interrupt(self, now: float) -> None:
-        """Something changed from which the next step may look different: the segment ends with the step under way."""
+        """Ends the segment with the step in flight, since the next step may differ. Begins one if nothing runs."""
         if self._segment is None:
             self._begin(now)
             return
@@ -133,7 +133,7 @@ class Batch:
         self._segment = self._segment._replace(num_steps=steps)
 
     def take_grown(self, now: float) -> None:
-        """Takes the blocks that the segment's sequences have grown into by now, so that what is free is right."""
+        """Takes the blocks that the segment's sequences have grown into by now, so that the free count is exact."""
         if self._segment is None:
             return
         done = min(self._steps_done(now), self._segment.num_steps - 1)
@@ -141,21 +141,21 @@ class Batch:
             self._cover(sequence, sequence.tokens + done)
 
     def shorten(self, now: float) -> None:
-        """Somebody else took blocks: the segment ends before a step that would lack some."""
+        """Ends the segment before the first step that would lack blocks, after others have taken some."""
         if self._segment is None or self._blocks_until(self._segment.num_steps) <= 0:
             return
         steps = min(self._steps_done(now) + 1, self._segment.num_steps)
         self._segment = self._segment._replace(num_steps=max(steps, self._steps_with_room(self._segment.num_steps)))
 
     def advance(self, now: float) -> list[Outcome]:
-        """What happened until `now`, in order."""
+        """Returns the outcomes until `now`, in order."""
         outcomes: list[Outcome] = []
         while (at := self.wake_at) is not None and at <= now:
             self._end_segment(at, outcomes)
             self._begin(at)
         return outcomes
 
-    # -- the end of a segment
+    # -- end of a segment
 
     def _end_segment(self, at: float, outcomes: list[Outcome]) -> None:
         segment = self._segment
@@ -179,10 +179,10 @@ class Batch:
                 outcomes.append(Finished(sequence, at, gaps_s))
 
     def _sampled(self, sequence: Sequence, steps: int, at: float, outcomes: list[Outcome]) -> None:
-        """The sequence has `steps` more tokens."""
+        """Adds `steps` tokens to a sequence."""
         self._cover(sequence, sequence.tokens + steps - 1)
         if sequence.missing == 0 or sequence.last_token_at is None:
-            sequence.missing = 1  # computing ends with a token, whose own KV is not there yet
+            sequence.missing = 1  # the computation yields a token, whose own KV is not computed yet
             self._blocks.computed(sequence)
         sequence.tokens += steps
         sequence.remaining -= steps
@@ -197,19 +197,19 @@ class Batch:
             self._blocks.grow(sequence, missing)
 
     def _stop(self, sequence: Sequence, at: float) -> None:
-        """It gets no tokens from the next segment."""
+        """Closes the sequence's run: it gets no tokens from the next segment."""
         if sequence.run_from is not None:
             run = Run(sequence.run_waited_s, sequence.run_from, len(self._done))
             sequence.runs.append(run)
             sequence.run_from = None
             sequence.last_token_at = at
 
-    # -- the begin of the next one
+    # -- start of the next segment
 
     def _begin(self, now: float) -> None:
         while True:
             num_preemptions = self.num_preemptions
-            gave_way = self._grow(now)  # those who run come first
+            gave_way = self._grow(now)  # running sequences come first
             if self.waiting:
                 self._admit()
                 gave_way |= self._grow(now)
@@ -222,7 +222,7 @@ class Batch:
             if len(self.running) >= self._max_num_seqs:
                 return
             if not sequence.num_blocks:
-                # A later one must not take the blocks that this one waits for.
+                # A later sequence must not take the blocks that this one waits for.
                 num_blocks = -(-sequence.tokens // self._block_size)
                 may_restore = may_restore and self._blocks.restore(sequence, num_blocks, self.num_holders)
                 if not may_restore:
@@ -234,16 +234,16 @@ class Batch:
         return sequence.tokens <= sequence.num_blocks * self._block_size
 
     def _grow(self, now: float) -> bool:
-        """Gives running sequences the blocks of their next token, best rank first. True when one gave way."""
+        """Gives running sequences the blocks of their next token, best rank first. True if any was preempted."""
         needy = [sequence for sequence in self.running if not self._has_room(sequence)]
         before = len(self.running)
         for sequence in sorted(needy, key=_rank):
-            if sequence in self.running:  # not preempted by one before it
+            if sequence in self.running:  # not preempted by an earlier one
                 self._extend(sequence, now)
         return len(self.running) < before
 
     def _extend(self, sequence: Sequence, now: float) -> None:
-        """One more block; or the sequence is preempted, or left until a landing ends."""
+        """Allocates one more block, or preempts the sequence. The only holder waits until a landing ends."""
         while not self._blocks.free:
             holders = [s for s in (*self.running, *self.waiting) if s.num_blocks]
             victim = max(holders, key=_rank)
@@ -255,7 +255,7 @@ class Batch:
         self._blocks.grow(sequence, 1)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Takes a sequence's blocks; its rank puts it before all that came later."""
+        """Takes back a sequence's blocks. Its rank puts it before all later ones."""
         self.num_preemptions += 1
         self._blocks.end(sequence)
         if sequence in self.running:
@@ -264,7 +264,7 @@ class Batch:
             insort(self.waiting, sequence, key=_rank)
 
     def _compose(self, now: float, gave_way: bool) -> bool:
-        """Starts the next segment; False when nobody can take part in one."""
+        """Starts the next segment. False if no sequence can take part."""
         ready = [sequence for sequence in self.running if self._has_room(sequence)]
         behind = [sequence for sequence in ready if sequence.missing > 1]
         if behind and self._prompts_first:
@@ -290,7 +290,7 @@ class Batch:
         return Segment(segment.num_steps, first_s, growth_s, num_others)
 
     def _note(self, sequence: Sequence, now: float) -> None:
-        """Opens or closes the run of a sequence, as it takes part in the segment that begins."""
+        """Opens or closes a sequence's run, depending on its part in the segment that begins."""
         index = len(self._done)
         if sequence.sampled_in != index:
             self._stop(sequence, now)
@@ -306,7 +306,7 @@ class Batch:
     def _decode_only(self, ready: list[Sequence], gave_way: bool) -> Segment:
         self._samples(ready)
         steps = min(sequence.remaining for sequence in ready)
-        # Whoever waits looks again after the step where that may help; a first token is an event of its own.
+        # A waiting sequence is reconsidered after each step if that may help. A first token ends a segment.
         waits = gave_way or len(ready) < len(self.running)
         if waits or any(sequence.last_token_at is None for sequence in ready):
             steps = 1
@@ -320,9 +320,9 @@ class Batch:
         return Segment(1, seconds, 0)
 
     def _chunks_beside(self, ready: list[Sequence], behind: list[Sequence]) -> Segment:
-        """One step; decoding ones come first, the rest of the budgets goes to the best-ranked prompts."""
+        """Returns a segment of one step. Decoding sequences come first; the best-ranked prompts get the rest."""
         sampling = [sequence for sequence in ready if sequence.missing == 1]
-        seconds = self._step_s(sampling) if sampling else 0  # exact for exact profiles
+        seconds = self._step_s(sampling) if sampling else 0  # an int keeps exact profiles exact
         behind = sorted(behind, key=_rank)
         for sequence, num_tokens in zip(behind, self._chunk_tokens(sampling, behind), strict=False):
             start = sequence.tokens - sequence.missing
@@ -334,7 +334,7 @@ class Batch:
         return Segment(1, seconds, 0)
 
     def _chunk_tokens(self, decoding: list[Sequence], behind: list[Sequence]) -> list[int]:
-        """Of each of the leading ones of `behind`, as `decode_worker.schedule` has it."""
+        """Returns the chunk sizes of the leading prompts of `behind`, by the rule of `decode_worker.schedule`."""
         left = self._max_batched_tokens - len(decoding)
         if self._budget is not None:
             context = sum(sequence.tokens for sequence in decoding)
@@ -350,14 +350,14 @@ class Batch:
     def _step_s(self, sequences: list[Sequence]) -> float:
         return self._decode.step_s(len(sequences), sum(s.tokens for s in sequences))
 
-    # -- steps and blocks of the segment under way
+    # -- steps and blocks of the segment in flight
 
     def _steps_done(self, now: float) -> int:
         segment = self._segment
         return 0 if segment is None else segment.steps_within(now - self._began_at)
 
     def _blocks_until(self, steps: int) -> int:
-        """Blocks that `steps` steps need and the pool has not."""
+        """Returns the number of blocks that `steps` steps need beyond the free ones."""
         needed = 0
         for sequence in self._sampling:
             blocks = -(-(sequence.tokens + steps - 1) // self._block_size)
@@ -365,7 +365,7 @@ class Batch:
         return needed - self._blocks.free
 
     def _steps_with_room(self, limit: int) -> int:
-        """The most steps, at least one and at most `limit`, that need no more blocks than there are."""
+        """Returns the largest number of steps, from 1 to `limit`, that need only free blocks."""
         if self._blocks_until(limit) <= 0:
             return limit
         enough, too_many = 1, limit

@@ -1,8 +1,8 @@
-"""The event loop of virtual time: pop an event, set the time, handle it; handlers *return* what follows.
+"""The event loop of virtual time: pops an event, sets the time, calls the handler, which *returns* new events.
 
-It owns the queue of what is to come, and nobody else touches it. Events of one instant are handled in the order in
-which they were returned, so that a run is a function of its first events alone. What the loop does not know: what
-events mean. An event that has become pointless is for its handler to recognize.
+Owns the queue of future events; no other code touches it. Simultaneous events are handled in the order in which they
+were returned, so a run depends only on its first events. Does not know the meaning of events. A handler must recognise
+obsolete ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ E = TypeVar("E")
 
 
 class Timed(NamedTuple, Generic[E]):
-    """An event and when it happens, in seconds of virtual time."""
+    """An event and its time, in seconds of virtual time."""
 
     at: float
     event: E
@@ -29,12 +29,12 @@ class Clock(Generic[E]):
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.num_events = 0  # handled
+        self.num_events = 0  # handled so far
         self._queue: list[tuple[float, int, E]] = []
         self._num_queued = 0
 
     def run(self, first: Iterable[Timed[E]], handle: Handler[E]) -> None:
-        """Until nothing is left to happen. Raises ValueError when a handler returns an event of the past."""
+        """Handles events until none is left. Raises ValueError if a handler returns an event of the past."""
         self._push(first)
         while self._queue:
             self.now, _, event = heapq.heappop(self._queue)

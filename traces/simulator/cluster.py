@@ -1,8 +1,8 @@
 """A disaggregated cluster in virtual time: machines, network, gateway, and the conductor's own state machine.
 
-`handle` is the event handler of a `Clock`. It tells the pieces what happened, passes what comes of it from one to the
-next (placement → preparation → chunks → handoff → tokens), and returns when it wants to be called again. Each piece
-is pure and knows nothing of the others; this file knows how they are connected and nothing of how they work.
+`handle` is the event handler of a `Clock`. It notifies the pieces, passes the outcomes of one to the next (placement →
+preparation → chunks → handoff → tokens), and returns the events that follow. Each piece is pure and does not know the
+others. This module knows how they are connected and not how they work.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from traces.simulator.spec import ClusterSpec, Fault, Overheads
 
 
 class Cluster:
-    """Everything that a run consists of. Call `begin`, give `handle` to a clock, read the journeys."""
+    """A cluster that serves a trace's requests. Call `begin`, pass `handle` to a clock, then read the journeys."""
 
     def __init__(self, spec: ClusterSpec, journeys: Sequence[Journey]) -> None:
-        """Raises ConfigError for a spec that cannot be."""
+        """Raises ConfigError for an invalid spec."""
         spec.check()
         self.spec = spec
         self.journeys = journeys
@@ -62,7 +62,7 @@ class Cluster:
         self._journey_of: dict[str, Journey] = {}  # by request id, while placed
 
     def begin(self) -> Iterator[Timed[Event]]:
-        """The first events. Registers all machines."""
+        """Registers all machines and yields the first events."""
         for node in (each for each in self._nodes.values() if each.is_alive):
             self.membership.register(node, 0.0)
             yield Timed(node.beat_at, Beat(node))
@@ -113,7 +113,7 @@ class Cluster:
         self._out += self._wakes.of_network(self.network, now)
 
     def _note_who_computes(self, now: float) -> None:
-        """Steps of others take longer, or less long, from their next one on."""
+        """Updates which machines compute. A change affects the other machines from their next step on."""
         is_news = [
             self._host.note(node.name, node.machine.is_computing, decodes=isinstance(node, DecodeNode))
             for node in self._wakes.touched
@@ -148,7 +148,7 @@ class Cluster:
         if self.gateway.num_open:
             self._later(now + self.spec.sample_interval_s, Sample())
 
-    # -- a request's way
+    # -- life of a request
 
     def _place(self, journey: Journey, now: float) -> None:
         if not self.gateway.place(journey, now):
@@ -179,7 +179,7 @@ class Cluster:
         self._wakes.touch(node)
         for outcome in outcomes:
             journey = self._journey_of.get(outcome.prompt.request_id)
-            if journey is None:  # given up by what an outcome before this one led to
+            if journey is None:  # an earlier outcome has ended it
                 continue
             match outcome:
                 case Prepare(prompt):
@@ -190,11 +190,11 @@ class Cluster:
                     self._computed(node, journey, prompt, now)
 
     def _prepare(self, node: PrefillNode, journey: Journey, prompt: Prompt, now: float) -> None:
-        """Reserves the landing and loads the prefix."""
+        """Reserves landing blocks on the decode machine and loads the prefix."""
         assert journey.placement is not None
         decode = self._machines_of(journey)[1]
         request_id = prompt.request_id
-        if journey.num_remaining == 1:  # the first token is the last
+        if journey.num_remaining == 1:  # the first token is the last one
             self._prefill_did(node, node.machine.landing_granted(request_id, now), now)
         elif not decode.is_alive:
             self._lose(journey, decode, now)
@@ -209,13 +209,13 @@ class Cluster:
             self._loaded(loaded, now)
 
     def _cached_now(self, prompt: Prompt) -> int:
-        """Tokens in the machine's memory when a prompt begins: earlier ones may have computed more of it."""
+        """Returns the tokens cached at a prompt's machine when it starts. Earlier prompts may have added some since."""
         journey = self._journey_of[prompt.request_id]
         node = self._machines_of(journey)[0]
         return node.store.prefix(journey.usable(self._block_size)) * self._block_size
 
     def _publish(self, prompt: Prompt) -> None:
-        """What is computed of a prompt can be shared, also while the rest of it is not there yet."""
+        """Puts the computed part of a prompt into the store, so that it is shared before the rest is computed."""
         journey = self._journey_of[prompt.request_id]
         store, num_blocks = self._machines_of(journey)[0].store, prompt.computed // self._block_size
         store.put(journey.keys[:num_blocks], prompt.cached // self._block_size)
@@ -241,7 +241,7 @@ class Cluster:
             self._hand_off(prompt.request_id, now)
 
     def _hand_off(self, request_id: str, now: float) -> None:
-        """All is computed and sent. What a handoff takes is counted from the first token's coming to its client."""
+        """Schedules the takeover of a computed and sent prompt. Counts from its first token's arrival at the client."""
         if (journey := self._journey_of.get(request_id)) is not None:
             node = self._machines_of(journey)[0]
             handoff_s = self._host.handoff_s(node.name, goes_on=node.machine.is_computing)
@@ -257,7 +257,7 @@ class Cluster:
         self._out.append(Timed(at, event))
 
     def _after(self, seconds: float, event: Event, now: float) -> None:
-        """At once where there is nothing to wait for, so that nothing comes between."""
+        """Schedules an event. Without a delay it is handled at once, so that no other event comes between."""
         if seconds > 0.0:
             self._later(now + seconds, event)
         else:
@@ -265,7 +265,7 @@ class Cluster:
 
     def _take_over(self, request_id: str, now: float) -> None:
         journey = self._journey_of.get(request_id)
-        if journey is None:  # given up meanwhile
+        if journey is None:  # it has ended meanwhile
             return
         decode = self._machines_of(journey)[1]
         if decode.machine.refuses(journey.num_tokens, now):
@@ -314,7 +314,7 @@ class Cluster:
             self._die(node, now)
 
     def _die(self, node: Node, now: float) -> None:
-        """Connections break at once; the conductor has to find out by itself."""
+        """Breaks all connections of a machine at once. The conductor is not notified."""
         node.is_alive = False
         for journey in [j for j in self._journey_of.values() if self._is_hit(j, node)]:
             self._lose(journey, node, now)
@@ -328,7 +328,7 @@ class Cluster:
         return node is decode or (node is prefill and journey.phase is Phase.PREFILLING)
 
     def _lose(self, journey: Journey, broken: Node, now: float) -> None:
-        """The attempt ends everywhere, and the next one is placed."""
+        """Ends the attempt on all machines and places the next one."""
         request_id = journey.request_id
         prefill, decode = self._machines_of(journey)
         self._journey_of.pop(request_id, None)
@@ -359,7 +359,7 @@ class Cluster:
 
     @property
     def counters(self) -> dict[str, float]:
-        """What is counted beside the requests' own figures, for the result."""
+        """Counters for the result, in addition to the figures of requests."""
         stores = [node.store for node in self.prefills]
         return {
             "heartbeats": self.membership.num_heartbeats,
@@ -373,7 +373,7 @@ class Cluster:
         }
 
     def validate(self) -> None:
-        """Raises AssertionError unless every piece is sound."""
+        """Raises AssertionError if the invariants of any piece are violated."""
         for piece in (self.network, self.loads, self.handoffs, self.conductor):
             piece.validate()
         for prefill in self.prefills:

@@ -1,4 +1,4 @@
-"""`moonserve simulate TRACE`: a cluster, or several side by side, in virtual time; a table, and a folder with more."""
+"""`moonserve simulate TRACE`: runs one or several clusters in virtual time. Prints a table, writes a report folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COUPLED = {
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig:
-    """Options of `moonserve simulate`. `policy` and `coupled` may name several: each is a run of its own."""
+    """Options of `moonserve simulate`. `policy` and `coupled` may name several; each is a separate run."""
 
     trace: str = option(help="trace file, JSON lines; also as the first argument")
     limit: int | None = option(None, help="only this many requests, the first ones")
@@ -88,19 +88,19 @@ class SimulateConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `simulate`; the first one may be the trace."""
+    """Runs the command with `argv`, the arguments after `simulate`. The first one may be the trace."""
     return run_command(SimulateConfig, run, argv, prog=PROG, positional="--trace")
 
 
 def run(config: SimulateConfig) -> int:
-    """Raises ConfigError for what cannot be simulated, before anything is."""
+    """Simulates and reports. Raises ConfigError for invalid options before any simulation runs."""
     if config.speedup <= 0 or (config.limit is not None and config.limit < 1):
         raise ConfigError("--speedup must be above 0 and --limit at least 1")
     specs = list(specs_of(config))
     for _, spec in specs:
         spec.check()
     if config.report is not None:
-        with writing(f"to --report {config.report}"):  # now, not after minutes of computing
+        with writing(f"to --report {config.report}"):  # fails now, not after minutes of computing
             Path(config.report).mkdir(parents=True, exist_ok=True)
     records = read_trace(Path(config.trace), config.limit)
     records = [record.scaled(1.0, 1.0, config.speedup) for record in records]
@@ -116,7 +116,7 @@ def run(config: SimulateConfig) -> int:
 
 
 def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | CoupledSpec]]:
-    """What is to be simulated, with the names under which it is reported."""
+    """Yields the specs to simulate, with the names under which they are reported."""
     model = _model(config)
     common = ClusterSpec(
         model=model,
@@ -157,7 +157,7 @@ def specs_of(config: SimulateConfig) -> Iterator[tuple[str, ClusterSpec | Couple
 
 
 def _variants(config: SimulateConfig, name: str, spec: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
-    """Who prefills: as the cluster is divided, decode machines too, or as roles change."""
+    """Yields the requested variants of a spec: fixed roles, decode machines that also prefill, role switching."""
     if config.role_switching != "on" and config.conditional_disaggregation != "on":
         yield name, spec
     if config.conditional_disaggregation != "off":
@@ -167,7 +167,7 @@ def _variants(config: SimulateConfig, name: str, spec: ClusterSpec) -> Iterator[
 
 
 def _model(config: SimulateConfig) -> ModelProfile:
-    """Raises ConfigError for a profile that is neither known nor a file."""
+    """Returns the model profile with overrides. Raises ConfigError if it is neither known nor a valid file."""
     name = config.model_profile
     if name in PROFILES:
         model = PROFILES[name]
@@ -188,7 +188,7 @@ def _model(config: SimulateConfig) -> ModelProfile:
 
 
 def parse_fault(text: str) -> Fault:
-    """Raises ConfigError for what is none."""
+    """Parses one fault. Raises ConfigError if the text is invalid."""
     match = _FAULT.fullmatch(text)
     try:
         if match is None:

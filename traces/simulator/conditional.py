@@ -1,10 +1,9 @@
-"""A cluster whose decode machines prefill a prompt themselves when the conductor says so, as live
-(docs/conditional-disaggregation.md).
+"""A cluster whose decode machines prefill prompts themselves if the conductor decides so, as live workers do.
 
-A prompt that is read by a decode machine has its blocks reserved there as if it landed, its prefix loaded from the
-stores over the network, its rest computed in chunks beside decode steps, and its new blocks put behind that into the
-store that it was read from, so that chains stay together; into one by turns where nothing was read. A put that is
-overtaken by its store's death is lost. Not modelled: what decode machines find in their own device memory.
+See docs/conditional-disaggregation.md. The decode machine reserves the prompt's blocks like landing blocks, loads the
+prefix from the stores over the network, and computes the rest in chunks next to decode steps. The new blocks are then
+put into the store that the prefix came from, so that chains stay together, or into the stores in turn if nothing was
+read. A put is lost if its store dies. Not modelled: blocks in the decode machines' own device memory.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from traces.simulator.spec import ClusterSpec
 
 
 class _Put(NamedTuple):
-    """New blocks on their way to a store."""
+    """New blocks in flight to a store."""
 
     target: PrefillNode
-    keys: Sequence[BlockKey]  # of the chain
-    first: int  # new one
+    keys: Sequence[BlockKey]  # of the whole chain
+    first: int  # position of the first new block
 
 
 class ConditionalCluster(Cluster):
-    """Its decode machines read the prompts in `_prompts`, by request."""
+    """A cluster with undivided requests: `_prompts` has the prompts that decode machines read, by request."""
 
     def __init__(self, spec: ClusterSpec, journeys: Sequence[Journey]) -> None:
-        """Raises ConfigError for a spec that cannot be."""
+        """Raises ConfigError for an invalid spec."""
         super().__init__(spec, journeys)
-        self._prompts: dict[str, Prompt] = {}  # until they have their first token
+        self._prompts: dict[str, Prompt] = {}  # until their first token
         self._puts: dict[FlowId, _Put] = {}
         self._num_undivided = 0
 
-    # -- a request's way
+    # -- life of a request
 
     def _begin(self, journey: Journey, now: float) -> None:
         assert journey.placement is not None
@@ -78,7 +77,7 @@ class ConditionalCluster(Cluster):
                 super()._decode_did(node, [outcome], now)
 
     def _granted(self, node: DecodeNode, journey: Journey, now: float) -> None:
-        """It has its blocks: the prefix is loaded into them."""
+        """Starts loading the prefix into the granted blocks."""
         assert journey.placement is not None
         sources = () if self.spec.pool == "local" else journey.placement.prefix_sources
         keys = journey.usable(self._block_size)
@@ -97,7 +96,7 @@ class ConditionalCluster(Cluster):
         self._decode_did(node, outcomes, now)
 
     def _sampled(self, node: DecodeNode, outcome: Sampled, now: float) -> None:
-        """The whole prompt is computed; its first token is there, and its KV can be put into a store."""
+        """Takes the first token of a computed prompt and puts its KV into a store."""
         sequence = outcome.sequence
         journey = self._journey_of[sequence.request_id]
         prompt = self._prompts.pop(sequence.request_id)
@@ -109,7 +108,7 @@ class ConditionalCluster(Cluster):
         keys = journey.keys[: prompt.num_tokens // self._block_size]
         if journey.num_remaining > 1:
             self.gateway.first_token(journey, prompt, outcome.at)
-        else:  # `Finished` follows, which ends it
+        else:  # `Finished` follows and ends the request
             self._only_token(journey, prompt, outcome.at)
         self._put(node, journey, keys, prompt.cached // self._block_size, now)
 
@@ -135,7 +134,7 @@ class ConditionalCluster(Cluster):
         self._puts[flow] = _Put(target, keys, num_cached)
 
     def _home_of(self, node: DecodeNode, placement: Placement) -> PrefillNode:
-        """The machine of the store that new blocks of this prompt go to."""
+        """Returns the machine whose store receives the new blocks of this prompt."""
         if placement.prefix_sources and self.spec.pool == "global":
             name = placement.prefix_sources[-1].store.instance_id
             return next(each for each in self.prefills if each.store_id == name)

@@ -1,10 +1,10 @@
-"""Baselines: machines that prefill and decode in one batch, as vLLM runs them. Pure but for its result.
+"""Baselines: machines that prefill and decode in one batch, as vLLM does. Pure, apart from the journeys they update.
 
-Plain: a waiting prompt is computed whole before anybody decodes on. With chunked prefill every step has the decoding
-sequences and as much of the oldest prompt as the token budget leaves. With prefix caching a machine re-uses what its
-own device memory still has. Requests go to the machine with the fewest unfinished ones, none is rejected, and a step
-with a chunk takes as long as the decode step and the chunk one after the other. Several waiting prompts are computed
-one after the other, where vLLM puts them into one step: the last one's first token comes as early, the others' sooner.
+Plain: a waiting prompt is computed whole while decoding pauses. With chunked prefill, each step has the decoding
+sequences and as much of the oldest prompt as the token budget allows. With prefix caching, a machine reuses blocks that
+are still in its own device memory. Requests go to the machine with the fewest unfinished ones; none is rejected. A step
+with a chunk takes as long as the decode step and the chunk in sequence. Several waiting prompts are computed in
+sequence, where vLLM batches them: the last one's first token comes at the same time, the others' come sooner.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _SAMPLE_INTERVAL_S = 30.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Machine(Node):
-    """One of them."""
+    """A machine of the baseline."""
 
     machine: Batch
     blocks: CountedBlocks
     num_unfinished: int = 0
-    num_chosen: int = 0  # of the latest request that came here
+    num_chosen: int = 0  # arrival number of the latest request placed here
 
 
 class CoupledCluster:
-    """Give `handle` to a clock, read the journeys."""
+    """A cluster of coupled machines. Pass `handle` to a clock, then read the journeys."""
 
     def __init__(self, spec: CoupledSpec, journeys: Sequence[Journey]) -> None:
-        """Raises ConfigError for a spec that cannot be."""
+        """Raises ConfigError for an invalid spec."""
         spec.check()
         self.spec = spec
         self.journeys = journeys
@@ -132,14 +132,14 @@ class CoupledCluster:
 
     @property
     def counters(self) -> dict[str, float]:
-        """For the result."""
+        """Counters for the result."""
         return {
             "preemptions": sum(machine.machine.num_preemptions for machine in self.machines),
             "device_s": sum(journey.prefill_s for journey in self.journeys),
         }
 
     def validate(self) -> None:
-        """Raises AssertionError unless every machine is sound."""
+        """Raises AssertionError if the invariants of any machine are violated."""
         for machine in self.machines:
             machine.machine.validate()
             sequences = [*machine.machine.running, *machine.machine.waiting]

@@ -1,8 +1,8 @@
-"""A decode machine: landings of prompts on their way, prompts that it reads itself, and the batch they join. Pure.
+"""A decode machine: landings in flight, prompts that it computes itself, and the batch that both join. Pure.
 
-It grants landings as `decode_worker` does on demand: first come, first served, while a block stays free for whoever has
-some, and not before a preempted sequence has its blocks again. Prompts share no blocks here, and nothing is kept in
-stores or foreseen (`engine.lookahead`). What it does not know: transfers, and how long a landing takes.
+It grants landings on demand like `decode_worker`: in order of arrival, as long as one free block per holder remains,
+and not before every preempted sequence has its blocks back. Prompts share no blocks, and nothing is kept in stores or
+admitted by predicted need (`engine.lookahead`). Does not know transfers or the duration of a landing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from traces.simulator.spec import ModelProfile
 
 
 class Granted(NamedTuple):
-    """A prompt's blocks are reserved: its KV, or its prefix, may come."""
+    """The blocks of a prompt are reserved; its KV or its prefix may be sent."""
 
     request_id: str
 
@@ -29,7 +29,7 @@ DecodeOutcome = Granted | Sampled | Finished
 
 
 class DecodeMachine:
-    """Every method returns what it caused and what happened until `now`; call `advance` at `wake_at`."""
+    """A decode machine. Methods return their outcomes and all others until `now`. Call `advance` at `wake_at`."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class DecodeMachine:
             budget=budget,
             num_landing=lambda: len(self._landings),
         )
-        self._queue: dict[str, int] = {}  # request → tokens of its prompt, in order of arrival
-        self._landings: dict[str, int] = {}  # request → blocks, granted and not landed
+        self._queue: dict[str, int] = {}  # request → prompt tokens, in order of arrival
+        self._landings: dict[str, int] = {}  # request → blocks granted and not yet landed
         self._sequences: dict[str, Sequence] = {}
         self._num_landed = 0
 
@@ -84,7 +84,7 @@ class DecodeMachine:
 
     @property
     def free_blocks(self) -> int:
-        """As of the latest event; blocks that running steps have grown into since are not counted."""
+        """Free blocks at the latest event. Blocks that running steps have grown into since then are not counted."""
         return self._blocks.free
 
     @property
@@ -99,7 +99,7 @@ class DecodeMachine:
         return self._batch.context_tokens(now)
 
     def refuses(self, num_tokens: int, now: float) -> bool:
-        """Whether steps with a sequence of so many tokens as well would take longer than this machine allows."""
+        """True if steps with another sequence of `num_tokens` tokens would take longer than `most_step_s`."""
         num_seqs = len(self._sequences) + 1
         tokens = self._batch.context_tokens(now) + num_tokens
         step_s = self._model.decode.batch_step_s(num_seqs, tokens, self._model.max_num_seqs)
@@ -109,14 +109,14 @@ class DecodeMachine:
         return [*self._advance(now), *self._grant(now)]
 
     def slowdown_changed(self, now: float) -> list[DecodeOutcome]:
-        """Steps that begin after the one under way take longer, or less long."""
+        """Applies a changed slowdown to all steps after the one in flight."""
         outcomes = self.advance(now)
         if self.is_computing:
             self._batch.interrupt(now)
         return outcomes
 
     def reserve(self, request_id: str, num_tokens: int, now: float) -> list[DecodeOutcome]:
-        """Wants blocks for a prompt. Raises InvalidRequest for one that never fits."""
+        """Requests blocks for a prompt. Raises InvalidRequest if it can never fit."""
         if -(-(num_tokens + 1) // self._block_size) > self._blocks.total:
             raise InvalidRequest(f"{num_tokens} tokens never fit", request=request_id)
         outcomes = self._advance(now)
@@ -126,7 +126,7 @@ class DecodeMachine:
     def land(
         self, request_id: str, num_tokens: int, remaining: int, first_token_at: float, now: float
     ) -> list[DecodeOutcome]:
-        """All KV of a granted prompt is here; its first token came elsewhere, `remaining` ones are to come."""
+        """Adds a granted prompt whose KV has arrived. Its first token came elsewhere; `remaining` others follow."""
         sequence = Sequence(
             request_id=request_id,
             tokens=num_tokens + 1,
@@ -136,8 +136,8 @@ class DecodeMachine:
         return self._join(sequence, now)
 
     def read(self, request_id: str, num_tokens: int, cached: int, remaining: int, now: float) -> list[DecodeOutcome]:
-        """The first `cached` tokens of a granted prompt are here; it computes the others itself. `remaining` tokens
-        are to come, the first one included."""
+        """Adds a granted prompt whose first `cached` tokens have arrived. The machine computes the rest. `remaining`:
+        tokens to generate, including the first one."""
         sequence = Sequence(
             request_id=request_id,
             tokens=num_tokens,
@@ -148,7 +148,7 @@ class DecodeMachine:
         return self._join(sequence, now)
 
     def _join(self, sequence: Sequence, now: float) -> list[DecodeOutcome]:
-        """Puts a granted prompt into the batch."""
+        """Adds a granted prompt to the batch."""
         outcomes = self._advance(now)
         self._num_landed += 1
         sequence.rank = (0, self._num_landed)
@@ -158,12 +158,12 @@ class DecodeMachine:
         return [*outcomes, *self._grant(now)]
 
     def gaps_so_far(self, request_id: str, now: float) -> list[float]:
-        """The times between the tokens that a landed request has had by now; none for any other."""
+        """Returns the times between the tokens that a landed request has so far; empty for any other request."""
         sequence = self._sequences.get(request_id)
         return [] if sequence is None else self._batch.gaps_so_far(sequence, now)
 
     def cancel(self, request_id: str, now: float) -> list[DecodeOutcome]:
-        """Nobody wants a request any more, wherever it is. Unknown ones have ended."""
+        """Drops a request in any state. An unknown request has already ended."""
         outcomes = self._advance(now)
         self._queue.pop(request_id, None)
         num_landing = self._landings.pop(request_id, 0)
@@ -172,7 +172,7 @@ class DecodeMachine:
         if sequence is not None:
             self._batch.remove(sequence, now)
         elif num_landing or not self.is_computing:
-            self._batch.interrupt(now)  # somebody may have waited for these blocks
+            self._batch.interrupt(now)  # a sequence may be waiting for these blocks
         return [*outcomes, *self._grant(now)]
 
     def _advance(self, now: float) -> list[DecodeOutcome]:
@@ -201,7 +201,7 @@ class DecodeMachine:
         return granted
 
     def validate(self) -> None:
-        """Raises AssertionError unless free + held + leased = all blocks and requests are in one place."""
+        """Raises AssertionError unless free + held + leased = all blocks and each request is in one place."""
         self._batch.validate()
         sequences = [*self._batch.running, *self._batch.waiting]
         held = sum(sequence.num_blocks for sequence in sequences)

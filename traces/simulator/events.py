@@ -1,7 +1,7 @@
-"""What happens to a simulated cluster, and when it looks after whom.
+"""Events of a simulated cluster, and the scheduling of wake-ups.
 
-Of each machine and of the network one wake-up is under way, made anew when it changes. One that has been overtaken
-still comes, finds nothing to do, and does no harm.
+Each machine and the network have one valid wake-up, rescheduled when their state changes. An outdated one still fires,
+but finds nothing to do.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from traces.simulator.spec import Fault
 
 
 class Arrive(NamedTuple):
-    """A request of the trace reaches the gateway."""
+    """A request of the trace arrives and can be placed."""
 
     journey: Journey
 
 
 class PlaceAgain(NamedTuple):
-    """A pause of the gateway is over; of an earlier attempt it means nothing."""
+    """The gateway's pause before a placement is over. Ignored if the attempt is no longer current."""
 
     journey: Journey
     attempt: int
 
 
 class LandingKnown(NamedTuple):
-    """A prefill machine hears that its prompt has blocks on the decode machine."""
+    """A prefill machine learns that its prompt has blocks on the decode machine."""
 
     request_id: str  # of one attempt
 
 
 class TakeOver(NamedTuple):
-    """A decode machine has all KV of a prompt, and has verified it."""
+    """A decode machine has received and verified all KV of a prompt."""
 
     request_id: str
 
 
 class Wake(NamedTuple):
-    """Something of a machine is due; of the network where there is no machine."""
+    """An outcome of a machine is due, or of the network if `node` is None."""
 
     node: Node | None
 
@@ -54,8 +54,7 @@ class Beat(NamedTuple):
 
 
 class Consider(NamedTuple):
-    """The conductor looks whether a machine should change its role, and machines
-    that change whether they can."""
+    """The conductor checks if a machine should change its role, and draining machines check if they can change now."""
 
 
 class FaultBegins(NamedTuple):
@@ -67,17 +66,17 @@ class FaultEnds(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Time to write down how things stand."""
+    """A sample of instances and replicas is due."""
 
 
 Event = Arrive | PlaceAgain | LandingKnown | TakeOver | Wake | Beat | Consider | FaultBegins | FaultEnds | Sample
 
 
-_NETWORK = ""  # beside the names of machines
+_NETWORK = ""  # key next to the names of machines
 
 
 class Wakes:
-    """Of one cluster."""
+    """The scheduled wake-ups of one cluster, and the machines touched since the last scheduling."""
 
     def __init__(self) -> None:
         self._woken_at: dict[str, float] = {}
@@ -88,17 +87,17 @@ class Wakes:
         return list(self._touched.values())
 
     def touch(self, node: Node) -> None:
-        """Something happened to a machine."""
+        """Marks a machine whose wake-up may have changed."""
         self._touched[node.name] = node
 
     def take_touched(self) -> list[Node]:
-        """Each of them once, in the order in which it was first touched."""
+        """Returns and clears the touched machines, in the order of their first touch."""
         touched = self.touched
         self._touched.clear()
         return touched
 
     def woken(self, node: Node | None, now: float) -> None:
-        """A wake-up came; it may have to come again at this very instant."""
+        """Records that a wake-up fired. Another one may be scheduled for the same instant."""
         name = _NETWORK if node is None else node.name
         if self._woken_at.get(name) == now:
             del self._woken_at[name]

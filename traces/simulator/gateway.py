@@ -1,10 +1,10 @@
-"""The gateway's side of a request, as `gateway.generation.state` has it: place, place again after a loss, report, end.
+"""The gateway's part of a request, like `gateway.generation.state`: place, place again after a loss, report, end.
 
-It asks the conductor and keeps the journeys; what a placement sets in motion on the machines is `cluster`'s business.
-A rejection ends a request: `retry_after` is not followed. As live: three attempts, whoever broke is avoided, an
-incarnation that broke and that the conductor still offers is handed back, and placings that fail after a loss are
-repeated each `PAUSE_S` until `PATIENCE_S` are over. It works at all new requests that it has by turns, so that those
-who come at once are all late, the first one too; what it does not need for that passes beside.
+It queries the conductor and updates the journeys. The effects of a placement on machines are left to `cluster`. A
+rejection ends a request: `retry_after` is not followed. As in the live gateway, there are three attempts, instances
+that failed are avoided, a lost incarnation that the conductor still offers is returned, and failed placements after a
+loss are retried every `PAUSE_S` for `PATIENCE_S`. The gateway divides its time evenly among all new requests, so that
+simultaneous ones are all late, including the first. The other overheads of a request pass in parallel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from traces.simulator.prefill import Prompt
 from traces.simulator.results import End
 from traces.simulator.spec import LATE, ClusterSpec, Overheads
 
-MAX_ATTEMPTS = 3  # of `gateway.generation.state`, where those that got somewhere are not counted
+MAX_ATTEMPTS = 3  # as in `gateway.generation.state`, which does not count attempts that made progress
 PATIENCE_S = 20.0
 PAUSE_S = 0.25
 DOUBT_S = 6.0
@@ -35,7 +35,7 @@ NO_SLO_S = 1e9
 
 
 class Gateway:
-    """All requests of a trace."""
+    """Places and ends all requests of a trace."""
 
     def __init__(self, conductor: ConductorState, spec: ClusterSpec) -> None:
         self._conductor = conductor
@@ -45,12 +45,12 @@ class Gateway:
         self.num_open = 0  # requests that have not ended
 
     def place(self, journey: Journey, now: float) -> bool:
-        """Asks for a placement. True = it has one; else it ended, or is to be placed again after PAUSE_S."""
+        """Requests a placement. True = placed; otherwise the request has ended or is placed again after PAUSE_S."""
         place = Place(
             request_id=RequestId(journey.request_id),
             block_keys=journey.keys,
             num_prompt_tokens=journey.num_tokens,
-            max_tokens=self._max_model_len - journey.num_tokens,  # nobody knows more of an answer
+            max_tokens=self._max_model_len - journey.num_tokens,  # the length of the answer is unknown
             tbt_slo_s=self._tbt_slo_s,
             excluded_instances=journey.excluded,
             tenant=journey.record.tenant,
@@ -63,7 +63,7 @@ class Gateway:
         may_recover = isinstance(reply, Rejected) or isinstance(reply.error, NoWorker)
         reason = reply.reason if isinstance(reply, Rejected) else reply.error.code
         if journey.attempt > 1 and may_recover:
-            if not isinstance(reply, Rejected):  # there is nobody else: only the dead stay excluded
+            if not isinstance(reply, Rejected):  # no other instance: only recently lost ones stay excluded
                 journey.excluded = frozenset(name for (name, _), at in journey.lost.items() if now < at + DOUBT_S)
             self._pause(journey, reason, now)
         elif isinstance(reply, Rejected):
@@ -97,7 +97,7 @@ class Gateway:
             self.end(journey, End.FAILED, reason, now)
 
     def first_token(self, journey: Journey, prompt: Prompt, now: float, back_s: float = 0.0) -> None:
-        """The prompt is computed; the token comes to its client `back_s` later."""
+        """Takes the first token of a computed prompt, which reaches the client `back_s` later."""
         assert prompt.started_at is not None
         queue_s = max(prompt.started_at - prompt.submitted_at - prompt.load_s, 0.0)
         if journey.attempt == 1:
@@ -120,23 +120,23 @@ class Gateway:
             self.finish(journey, now, back_s)
 
     def _stages_of(self, journey: Journey) -> int:
-        """Machines that shared its prompt."""
+        """Returns the number of machines that shared the prompt's computation."""
         placement = journey.placement
         assert placement is not None
         return 1 if placement.is_undivided else self._num_stages
 
     def finish(self, journey: Journey, now: float, back_s: float = 0.0) -> None:
-        """All tokens are there; the last one comes to its client `back_s` later."""
+        """Ends a request that has all its tokens. The last one reaches the client `back_s` later."""
         self._tell(journey, ReportPhase.FINISHED, now + back_s - journey.placed_at, now)
         self.end(journey, End.COMPLETED, "", now + back_s)
 
     def reject(self, journey: Journey, reason: str, now: float) -> None:
-        """A machine will not go on with a request, which ends it."""
+        """Ends a request that a machine refuses to continue."""
         self._tell(journey, ReportPhase.CANCELLED, now - journey.placed_at, now)
         self.end(journey, End.REJECTED, reason, now)
 
     def lose(self, journey: Journey, broken: Iterable[str], now: float) -> bool:
-        """The attempt is over. True = another one is to be placed; else the request has failed."""
+        """Ends the attempt. True = another one is to be placed; otherwise the request has failed."""
         assert journey.placement is not None
         self._tell(journey, ReportPhase.FAILED, now - journey.placed_at, now)
         if journey.attempt == MAX_ATTEMPTS:
@@ -166,8 +166,8 @@ class Gateway:
 
 
 def arrivals(journeys: Sequence[Journey], overheads: Overheads) -> Iterator[Timed[ClusterEvent]]:
-    """In the trace's order, which is that of their instants. Who comes alone takes `request_s` but for the way back;
-    of that the gateway works for `gateway_s`."""
+    """Yields the arrivals in trace order, which is the order of their times. A request that arrives alone takes
+    `request_s` less `back_s`; for `gateway_s` of that the gateway works on it."""
     instants = [journey.record.arrived_s for journey in journeys]
     beside_s = max(overheads.request_s - overheads.back_s - overheads.gateway_s, 0.0)
     for journey, done_at in zip(journeys, by_turns(instants, overheads.gateway_s), strict=True):
@@ -175,14 +175,14 @@ def arrivals(journeys: Sequence[Journey], overheads: Overheads) -> Iterator[Time
 
 
 def by_turns(instants: Sequence[float], work_s: float) -> Iterator[float]:
-    """When each is done of those who come at `instants`, in order, with the same work, and share one worker evenly.
+    """Yields the completion times of jobs that arrive at `instants`, in order, on one worker shared evenly.
 
-    Who came first is done first, since all have the same work.
+    All jobs take `work_s` seconds alone, so they complete in order of arrival.
     """
     if work_s <= 0:
         yield from instants
         return
-    # Of each who is there: what one who is always there would have got when it is done.
+    # Per job in progress: the service that a permanent job has received when this one completes.
     owed: deque[float] = deque()
     now = given_s = 0.0
 

@@ -1,8 +1,8 @@
-"""One host whose processors all machines of a cluster share, as on a laptop: who computes, and what that costs others.
+"""A host whose processors all machines of a cluster share, as on a laptop, and the resulting slowdown.
 
-Owns the set of machines that compute now. Its rule: a machine is never in its own way. A decode machine is other
-company than a prefill machine: with each of its steps a gateway and clients compute too. What this does not know:
-cores, threads, steps. How much longer steps take is measured (`moonserve profile --serving`), not derived.
+Owns the set of machines that compute now. Rule: a machine never slows down itself. A decode machine counts differently
+from a prefill machine, because a gateway and clients compute after each of its steps. Slowdowns are measured
+(`moonserve profile --serving`), not derived. Does not know cores, threads or steps.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from traces.simulator.spec import CROWDED_BATCH, Crowding, Overheads
 
 
 class Slowdown(NamedTuple):
-    """What company costs a step that begins now."""
+    """Effect of other running machines on a step that begins now."""
 
-    factor: float  # how many times as long it takes
-    num_others: int  # who compute
+    factor: float  # duration ÷ duration alone
+    num_others: int  # that compute now
 
 
 class Host:
-    """Without figures in `crowding` every machine has a host of its own, and nothing here has any effect."""
+    """The shared host. Without figures in `crowding`, every machine has its own host and nothing here has an effect."""
 
     def __init__(self, crowding: Crowding, overheads: Overheads) -> None:
         self._crowding = crowding
-        self._overheads = overheads  # alone
-        self._computing: dict[str, bool] = {}  # whether it decodes, by name
+        self._overheads = overheads  # on an idle host
+        self._computing: dict[str, bool] = {}  # name → True if it decodes
 
     @property
     def is_shared(self) -> bool:
         return bool(self._crowding.prefill or self._crowding.decode)
 
     def note(self, name: str, computes: bool, *, decodes: bool) -> bool:
-        """Whether a machine computes from now on. True = that is news to the others."""
+        """Records if a machine computes from now on. True = this changes the load of the others."""
         if computes == (name in self._computing):
             return False
         if computes:
@@ -44,12 +44,12 @@ class Host:
         return True
 
     def prefill_slowdown(self, name: str) -> Callable[[], float]:
-        """How many times as long a chunk takes that this machine begins now."""
+        """Returns a function that gives the slowdown factor of a chunk that this machine begins now."""
         crowding = self._crowding
         return lambda: self._of(crowding.prefill, crowding.prefill_beside_prefills, name)
 
     def decode_slowdown(self, name: str) -> Callable[[int], Slowdown]:
-        """Likewise a decode step of so many sequences."""
+        """Returns a function that gives the slowdown of a decode step of n sequences that this machine begins now."""
         return lambda num_seqs: self._of_step(name, num_seqs)
 
     def _of_step(self, name: str, num_seqs: int) -> Slowdown:
@@ -61,12 +61,12 @@ class Host:
 
     @property
     def late_s(self) -> float:
-        """By which a request's way to its machine now takes longer than alone."""
+        """Seconds by which a request takes longer to reach its machine now than on an idle host."""
         now, alone = self.overheads_beside(None), self._overheads
         return (now.request_s - now.back_s) - (alone.request_s - alone.back_s)
 
     def overheads_beside(self, name: str | None) -> Overheads:
-        """What a prompt costs beside its computing while all but its own machine, which may not be known, go on."""
+        """Returns a prompt's overheads while all machines but its own go on. `name`: its own; None = not known yet."""
         overheads, crowding = self._overheads, self._crowding
         request = self._of(crowding.request, crowding.request_beside_prefills, name)
         landing = self._of(crowding.landing, crowding.landing_beside_prefills, name)
@@ -78,12 +78,12 @@ class Host:
         )
 
     def back_s(self, name: str, *, goes_on: bool) -> float:
-        """What a first token's way takes now from a machine that goes on with another prompt, or does not."""
+        """Returns the seconds a first token needs to its client. `goes_on`: the machine continues with another one."""
         late_s = self._overheads.late_back_s if goes_on else 0.0
         return self.overheads_beside(name).back_s + late_s
 
     def handoff_s(self, name: str, *, goes_on: bool) -> float:
-        """What the handoff of a prompt takes now whose machine goes on with another, or does not."""
+        """Returns the seconds a prompt's handoff takes now. `goes_on`: its machine continues with another prompt."""
         num_prefills = self._others(name).count(False) + goes_on
         return self._overheads.handoff_s * _at(self._crowding.handoff, num_prefills)
 
@@ -93,7 +93,7 @@ class Host:
         return _at(factors, len(others))
 
     def _others(self, name: str | None) -> list[bool]:
-        """Whether it decodes, of each that computes beside a machine."""
+        """Returns for each other machine that computes now True if it decodes."""
         return [decodes for other, decodes in self._computing.items() if other != name]
 
 

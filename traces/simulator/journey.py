@@ -1,6 +1,6 @@
-"""One request's way through the cluster, as its gateway knows it: attempts, tokens, what became of it. Live state.
+"""Live state of one request, as its gateway knows it: attempts, tokens, outcome.
 
-PLACING → PREFILLING → DECODING → ended; after a loss PLACING again with the tokens it has (`gateway.generation.state`).
+PLACING → PREFILLING → DECODING → ENDED. After a loss PLACING again with the tokens so far (`gateway.generation.state`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from traces.simulator.results import End, RequestOutcome
 
 
 class Phase(Enum):
-    """Where a request is."""
+    """Stage of a request."""
 
-    PLACING = auto()  # also while it pauses after a failed placing
+    PLACING = auto()  # also during the pause after a failed placement
     PREFILLING = auto()  # until its KV has landed
     DECODING = auto()
     ENDED = auto()
@@ -35,20 +35,20 @@ class Journey:
     keys: tuple[BlockKey, ...]  # of the prompt's full blocks
     phase: Phase = Phase.PLACING
     attempt: int = 1
-    placement: Placement | None = None  # PREFILLING, DECODING; then the last one
-    placed_at: float = 0.0  # with placement
-    num_generated: int = 0  # tokens that the gateway has
+    placement: Placement | None = None  # set in PREFILLING and DECODING; the last one afterwards
+    placed_at: float = 0.0  # time of `placement`
+    num_generated: int = 0  # tokens that the gateway has received
     first_token_at: float | None = None
-    last_token_at: float = 0.0  # with tokens
+    last_token_at: float = 0.0  # valid once there are tokens
     gaps_s: list[float] = field(default_factory=list)
     excluded: frozenset[str] = frozenset()
-    lost: dict[tuple[str, int], float] = field(default_factory=dict)  # incarnations; when
-    impatient_at: float | None = None  # from the first failed placing to the next token
-    end: End | None = None  # ENDED
+    lost: dict[tuple[str, int], float] = field(default_factory=dict)  # incarnation → time of its loss
+    impatient_at: float | None = None  # deadline, set from the first failed placement until the next token
+    end: End | None = None  # set in ENDED
     reason: str = ""
     ended_at: float = 0.0
-    predicted_ttft_s: float = 0.0  # of the first attempt, like the next four
-    served_by: str = ""  # by a machine that does both, where there is no placement
+    predicted_ttft_s: float = 0.0  # of the first attempt, like the last four fields
+    served_by: str = ""  # the machine that served it, if there is no placement
     cached_tokens: int = 0
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -56,12 +56,12 @@ class Journey:
 
     @property
     def request_id(self) -> str:
-        """Of the current attempt."""
+        """Id of the current attempt."""
         return f"r{self.index}" if self.attempt == 1 else f"r{self.index}~{self.attempt}"
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt of the current attempt, what was generated before included."""
+        """Prompt tokens of the current attempt, including the tokens generated before it."""
         return self.record.input_length + self.num_generated
 
     @property
@@ -69,11 +69,11 @@ class Journey:
         return self.num_outputs - self.num_generated
 
     def usable(self, block_size: int) -> Sequence[BlockKey]:
-        """Blocks that need not be computed. The last token always is: its logits are the first token."""
+        """Returns the keys of blocks that may be reused. The last token is always computed: its logits give a token."""
         return self.keys[: (self.num_tokens - 1) // block_size]
 
     def take_token(self, at: float) -> None:
-        """A prefill machine's token reached the gateway."""
+        """Takes a token from a prefill machine."""
         if self.first_token_at is None:
             self.first_token_at = at
         else:
@@ -82,7 +82,7 @@ class Journey:
         self.last_token_at = at
 
     def take_decoded(self, gaps_s: Sequence[float], at: float) -> None:
-        """So many tokens of a decode machine, the last one at `at` or just before."""
+        """Takes one token per gap from a decode machine. The last one came at `at` or just before."""
         self.gaps_s += gaps_s
         self.num_generated += len(gaps_s)
         self.last_token_at = at
@@ -92,7 +92,7 @@ class Journey:
         self.phase, self.end, self.reason, self.ended_at = Phase.ENDED, end, reason, now
 
     def outcome(self, began_at: float) -> RequestOutcome:
-        """What the result says of it; it has ended. `began_at`: of the trace."""
+        """Returns the request's entry in the result. It must have ended. `began_at`: start of the trace."""
         assert self.end is not None
         arrived_at = self.record.arrived_s
         ttft_s = None if self.first_token_at is None else self.first_token_at - arrived_at

@@ -1,12 +1,12 @@
-"""KV on its way between machines: prefixes to the machines that will use them, handoffs from prefill to decode.
+"""KV in flight between machines: prefixes to the machines that use them, and handoffs from prefill to decode.
 
-What a prefill machine has itself comes over its device link (and from its disk first, where it lies there), the rest
-from the store nodes that the placement names, as far as they still have it, all at once. Fetched blocks go into the
-machine's own store: that is how replicas come about. A source that dies leaves the rest to be computed.
+A prefill machine reads its own blocks over its device link (from its disk first if they are there). It reads the other
+blocks in parallel from the store nodes that the placement names, as far as they still have them. Fetched blocks enter
+its own store, which is how replicas arise. If a source dies, the rest is computed.
 
-A handoff goes layer by layer while it is computed: each chunk's KV is a flow that begins with the chunk's computation
-and cannot end before it; a prefix that was loaded goes with the first chunk. It is complete when everything is computed
-and carried. Knows neither queues nor placements.
+A handoff is sent layer by layer during the computation: each chunk's KV is a flow that starts with the chunk's
+computation and cannot end before it. A loaded prefix is sent with the first chunk. The handoff is complete when
+everything is computed and transferred. Knows neither queues nor placements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from traces.simulator.pool import Held
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Consecutive blocks from one machine."""
+    """Consecutive blocks read from one machine."""
 
     source: PrefillNode
     held: Held
@@ -34,7 +34,7 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """One prompt's prefix."""
+    """The load of one prompt's prefix."""
 
     request_id: str
     node: PrefillNode | DecodeNode  # a decode node has no store
@@ -47,7 +47,7 @@ class _Load:
 
 
 class Loaded(NamedTuple):
-    """A prompt's prefix is there, as much of it as could be had."""
+    """A prompt's prefix has arrived, as far as it was available."""
 
     node: PrefillNode | DecodeNode
     request_id: str
@@ -55,16 +55,16 @@ class Loaded(NamedTuple):
 
 
 class PrefixLoads:
-    """All that are under way."""
+    """All prefix loads in flight."""
 
     def __init__(self, network: Network, stores: Mapping[str, PrefillNode], block_bytes: int) -> None:
-        """`stores`: the machines by the names of their store nodes."""
+        """`stores`: machines by the names of their store nodes."""
         self._network = network
         self._stores = stores
         self._block_bytes = block_bytes
         self._loads: dict[str, _Load] = {}
         self._of_flow: dict[FlowId, tuple[_Load, _Part]] = {}
-        self.blocks_local = 0  # read by machines from what they had themselves
+        self.blocks_local = 0  # read by machines from their own memory or disk
         self.blocks_fetched = 0
 
     def begin(
@@ -75,7 +75,7 @@ class PrefixLoads:
         sources: Sequence[PrefixSource],
         now: float,
     ) -> Loaded | None:
-        """Reads what of the blocks `keys` can be had; None = it takes a while, see `flow_ended`."""
+        """Starts to read the blocks `keys` as far as they are available. None = in flight, see `flow_ended`."""
         load = self._loads[request_id] = _Load(request_id, node, keys)
         position = 0
         if isinstance(node, PrefillNode):
@@ -93,7 +93,7 @@ class PrefixLoads:
         return self._finish(load) if load.is_done else None
 
     def flow_ended(self, flow_id: FlowId) -> Loaded | None:
-        """A flow of the network ended; None = it was none of these, or not the last one."""
+        """Takes a finished flow. None = it belongs to no load, or the load has other flows in flight."""
         load, part = self._of_flow.pop(flow_id, (None, None))
         if load is None or part is None:
             return None
@@ -101,7 +101,7 @@ class PrefixLoads:
         return self._finish(load) if load.is_done else None
 
     def cancel(self, request_id: str, now: float) -> None:
-        """Nobody wants this prefix any more; no-op when none is under way."""
+        """Stops a load. No-op if none is in flight."""
         load = self._loads.pop(request_id, None)
         if load is not None:
             for part in load.parts:
@@ -109,7 +109,7 @@ class PrefixLoads:
                 part.source.store.let_go(part.held)
 
     def source_died(self, node: PrefillNode, now: float) -> list[Loaded]:
-        """Reads from this machine end; what came after them would have a gap before it."""
+        """Ends all reads from a dead machine. Blocks after them are dropped, because a prefix has no gaps."""
         done: list[Loaded] = []
         for load in list(self._loads.values()):
             died = [i for i, part in enumerate(load.parts) if part.source is node and part.flows]
@@ -123,7 +123,7 @@ class PrefixLoads:
         return done
 
     def _add(self, load: _Load, source: PrefillNode, first: int, end: int, now: float) -> int:
-        """Begins to read blocks from one machine; returns where its run ends."""
+        """Starts to read blocks from one machine. Returns the position after the last of them."""
         held = source.store.hold(load.keys[first:end])
         if not len(held):
             return first
@@ -164,12 +164,12 @@ class PrefixLoads:
         part.flows.clear()
 
     def held_at(self, node: PrefillNode) -> list[Held]:
-        """What is being read from a machine; for its store's proof."""
+        """Returns the blocks being read from a machine, for the validation of its store."""
         parts = (part for load in self._loads.values() for part in load.parts)
         return [part.held for part in parts if part.source is node]
 
     def validate(self) -> None:
-        """Raises AssertionError unless every flow belongs to exactly one part of a load under way."""
+        """Raises AssertionError unless every flow belongs to exactly one part of a load in flight."""
         flows = [(flow, load, part) for load in self._loads.values() for part in load.parts for flow in part.flows]
         assert len(flows) == len(self._of_flow)
         assert all(self._of_flow[flow] == (load, part) for flow, load, part in flows)
@@ -178,14 +178,14 @@ class PrefixLoads:
 
 @dataclass(slots=True, eq=False)
 class _Handoff:
-    """One prompt's KV."""
+    """The handoff of one prompt's KV."""
 
     flows: set[FlowId] = field(default_factory=set)
     is_computed: bool = False
 
 
 class Handoffs:
-    """All that are under way, by request."""
+    """All handoffs in flight, by request."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -193,19 +193,19 @@ class Handoffs:
         self._of_flow: dict[FlowId, str] = {}
 
     def send(self, request_id: str, source: str, target: str, num_bytes: int, ends_at: float, now: float) -> None:
-        """A chunk's KV, which comes into being until `ends_at`, from one machine to another."""
+        """Starts to send a chunk's KV to another machine. The chunk's computation ends at `ends_at`."""
         links = [f"{source}/out", f"{target}/in"]
         flow = self._network.start(links, num_bytes, now, not_before=ends_at)
         self._handoffs.setdefault(request_id, _Handoff()).flows.add(flow)
         self._of_flow[flow] = request_id
 
     def computed(self, request_id: str) -> bool:
-        """The whole prompt is; whether everything has been carried too."""
+        """Records that the whole prompt is computed. Returns True if everything is transferred too."""
         self._handoffs[request_id].is_computed = True
         return self._is_complete(request_id)
 
     def flow_ended(self, flow_id: FlowId) -> str | None:
-        """A flow of the network ended: the request whose handoff is complete with it, if any."""
+        """Takes a finished flow. Returns the request whose handoff it completes, or None."""
         request_id = self._of_flow.pop(flow_id, None)
         if request_id is None:
             return None
@@ -213,7 +213,7 @@ class Handoffs:
         return request_id if self._is_complete(request_id) else None
 
     def cancel(self, request_id: str, now: float) -> None:
-        """Nobody wants it any more; no-op when nothing is under way."""
+        """Stops a handoff. No-op if none is in flight."""
         handoff = self._handoffs.pop(request_id, None)
         if handoff is not None:
             for flow in sorted(handoff.flows):
@@ -228,7 +228,7 @@ class Handoffs:
         return True
 
     def validate(self) -> None:
-        """Raises AssertionError unless every flow is one handoff's, and none waits for nothing."""
+        """Raises AssertionError unless every flow belongs to one handoff and no handoff waits without cause."""
         flows = {flow: name for name, each in self._handoffs.items() for flow in each.flows}
         assert flows == self._of_flow
         assert all(each.flows or not each.is_computed for each in self._handoffs.values())

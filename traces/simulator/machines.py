@@ -1,6 +1,4 @@
-"""The machines of a cluster, and who builds what a spec asks for: the conductor, machines, those that take a dead one's
-place.
-"""
+"""The machines of a cluster, and `Workshop`, which builds what a spec describes: conductor, machines, replacements."""
 
 from __future__ import annotations
 
@@ -25,20 +23,20 @@ from traces.simulator.pool import Store
 from traces.simulator.prefill import PrefillMachine, Prompt
 from traces.simulator.spec import LATE, ClusterSpec
 
-_DTYPE_BYTES = 2  # of bfloat16; the layout only has to have the right number of bytes
+_DTYPE_BYTES = 2  # of bfloat16; only the layout's number of bytes matters
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Node:
-    """What all kinds have in common."""
+    """Common state of all kinds of machines."""
 
     name: str
     machine: PrefillMachine | DecodeMachine | Batch
     epoch: int = 1
     is_alive: bool = True
-    is_silent: bool = False  # to the conductor
-    is_draining: bool = False  # takes nothing new
-    beat_at: float = 0.0  # of its next heartbeat
+    is_silent: bool = False  # sends no heartbeats
+    is_draining: bool = False  # accepts no new work
+    beat_at: float = 0.0  # time of the next heartbeat
 
     def endpoint(self, instance_id: str) -> Endpoint:
         return Endpoint(
@@ -72,7 +70,7 @@ class DecodeNode(Node):
 
 
 def layout_of(spec: ClusterSpec) -> KvLayout:
-    """A layout with the model's bytes per token. Raises ConfigError when its layers cannot share them evenly."""
+    """Returns a layout with the model's bytes per token. Raises ConfigError if they are not divisible by its layers."""
     model = spec.model
     head_dim, rest = divmod(model.kv_bytes_per_token, 2 * model.num_layers * _DTYPE_BYTES)
     if rest or not head_dim:
@@ -89,13 +87,13 @@ def layout_of(spec: ClusterSpec) -> KvLayout:
     )
 
 
-_LEASES = 5  # heartbeat intervals until a silent instance is removed: the conductor's defaults
-# Nothing is forgotten while requests wait for hours in an overload test.
+_LEASES = 5  # heartbeat intervals until a silent instance is removed, by default in the conductor
+# No placement expires while requests wait for hours in an overload test.
 _PLACEMENT_TTL_S = 86_400.0
 
 
 class Workshop:
-    """A group that prefills together (CPP) has the memory and the links of all its machines."""
+    """Builds the machines and the conductor. A prefill group (CPP) has the memory and links of all its machines."""
 
     def __init__(
         self,
@@ -111,7 +109,7 @@ class Workshop:
         self._publish = publish
 
     def nodes(self) -> tuple[list[PrefillNode], list[DecodeNode]]:
-        """All machines. Raises ConfigError for a fault of one that there is not."""
+        """Returns all machines. Raises ConfigError if a fault names an unknown machine."""
         spec = self._spec
         prefills = [
             PrefillNode(name=name, machine=self._prefill_machine(name), store=self._store())
@@ -128,7 +126,7 @@ class Workshop:
         return prefills, decodes
 
     def conductor(self) -> ConductorState:
-        """Raises ConfigError for an unknown policy."""
+        """Returns the conductor's state machine. Raises ConfigError for an unknown policy."""
         spec = self._spec
         limits = Limits(
             ttft_slo_s=spec.ttft_slo_s,
@@ -161,7 +159,7 @@ class Workshop:
         )
 
     def prompt(self, journey: Journey, placement: Placement, node: PrefillNode, now: float) -> Prompt:
-        """Of a request that arrives there now."""
+        """Returns the prompt of a request that reaches a machine now."""
         node.num_submitted += 1
         priority = journey.record.priority if self._spec.scheduling_policy == "priority" else 0
         return Prompt(
@@ -172,21 +170,21 @@ class Workshop:
         )
 
     def _store(self) -> Store:
-        """Raises ConfigError for an unknown eviction policy."""
+        """Returns an empty store. Raises ConfigError for an unknown eviction policy."""
         spec = self._spec
         tokens = spec.model.dram_tokens * spec.prefill_group
         disk_tokens = spec.model.disk_tokens * spec.prefill_group
         return Store(tokens // spec.block_size, disk_tokens // spec.block_size, spec.eviction)
 
     def machine_again(self, node: Node) -> None:
-        """One that has forgotten all that it was doing."""
+        """Replaces a node's machine by an idle one."""
         if isinstance(node, PrefillNode):
             node.machine = self._prefill_machine(node.name)
         elif isinstance(node, DecodeNode):
             node.machine = self._decode_machine(node.name)
 
     def restart(self, node: Node) -> None:
-        """A machine that was not there, empty but for its disk."""
+        """Starts a dead machine again, empty except for its disk."""
         node.is_alive = True
         node.epoch += 1
         if isinstance(node, PrefillNode):
@@ -209,7 +207,7 @@ class Workshop:
         return DecodeMachine(spec.model, spec.block_size, spec.chunk_tokens, slowdown, most_step_s, budget)
 
     def links(self, nodes: Iterable[Node]) -> dict[str, float]:
-        """Bytes per second of every link: in and out, memory to devices, disk."""
+        """Returns the bytes per second of every link: network out and in, memory to devices, disk."""
         model = self._spec.model
         rates = {
             "out": model.nic_bytes_per_s,

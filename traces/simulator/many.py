@@ -1,7 +1,7 @@
-"""Many simulations of one trace: in several processes, each result kept on disk and simulated once.
+"""Runs many simulations of one trace in several processes. Each result is kept on disk and simulated once.
 
-A kept result is found by everything that it depends on: the work, the trace, and the source of the packages that do
-it; so a change of any of them simulates again. What this does not know: what the results are wanted for.
+A kept result is found by everything it depends on: the work, the trace, and the source of the packages that produce it.
+A change of any of them causes a new simulation. Does not know the purpose of the results.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from traces.simulator.run import simulate
 from traces.simulator.spec import ClusterSpec, CoupledSpec
 
 INTERRUPTED = "what was simulated is kept"
-"""For whoever presses Ctrl-C."""
-_COMPRESSION = 1  # the least: results are read soon, and by few
+"""Message shown after Ctrl-C."""
+_COMPRESSION = 1  # the lowest level: results are read soon and rarely
 _DIGEST_BYTES = 16
-_ROOT = Path(__file__).parents[2]  # where the packages lie
+_ROOT = Path(__file__).parents[2]  # folder of the packages
 
 
 @functools.cache
 def source_digest(module: str) -> str:
-    """Digest of a module's source and of all packages that simulations run on. Equal for equal sources.
+    """Returns the digest of a module's source and of all packages that simulations depend on.
 
-    Looked up once per process: what is imported does not change any more. Generated and compiled code and what comes
-    from outside the project do not count, since results do not depend on their version.
+    Computed once per process, since imported code no longer changes. Generated code, compiled code and dependencies do
+    not count, because results do not depend on their version.
     """
     files = {Path(str(sys.modules[name].__file__)) for name in (module, "traces.format")}
     for package in ("conductor", "kvstore", "protocol", "traces/simulator"):
@@ -54,17 +54,17 @@ def source_digest(module: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """A trace by its path, so that processes can each read it."""
+    """A trace identified by its path, so that each process can read it."""
 
     path: Path
-    limit: int | None = None  # only the first requests
+    limit: int | None = None  # number of leading requests; None = all
 
     def records(self) -> list[TraceRecord]:
-        """Raises ConfigError for a file that is no trace."""
+        """Returns the records. Raises ConfigError if the file is not a trace."""
         return read_trace(self.path, self.limit)
 
     def digest(self) -> str:
-        """Of what it holds, wherever it lies. Raises ConfigError."""
+        """Returns the digest of the file's content and of the limit. Raises ConfigError if it cannot be read."""
         try:
             content = hashlib.blake2b(self.path.read_bytes(), digest_size=_DIGEST_BYTES)
         except OSError as error:
@@ -73,29 +73,29 @@ class TraceFile:
 
 
 class Work(Protocol):
-    """A frozen dataclass that makes a result of a trace."""
+    """Interface of work: a frozen dataclass that produces a result from a trace."""
 
     @property
     def cost(self) -> float:
-        """How long it takes, roughly: in simulations of a cluster at the trace's speed. The longest come first."""
+        """Approximate duration, in simulations of a cluster at the trace's speed. Expensive work runs first."""
         ...
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be done."""
+        """Raises ConfigError if the work cannot be done."""
 
     def do(self, records: Sequence[TraceRecord]) -> SimulationResult:
-        """In whichever process. Equal works and records give equal results."""
+        """Produces the result, in any process. Equal work and records give equal results."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One cluster and what is changed in the trace for it."""
+    """Work that simulates one cluster, with its changes to the trace."""
 
     spec: ClusterSpec | CoupledSpec
     speedup: float = 1.0  # factor on the trace's clock
-    num_outputs: int | None = None  # tokens of every answer; None: the trace's
-    num_requests: int | None = None  # only the first ones
+    num_outputs: int | None = None  # tokens of every answer; None = as in the trace
+    num_requests: int | None = None  # number of leading requests; None = all
 
     @property
     def cost(self) -> float:
@@ -110,7 +110,7 @@ class Run:
         return simulate(self.spec, self.records(records))
 
     def records(self, records: Sequence[TraceRecord]) -> list[TraceRecord]:
-        """What is simulated."""
+        """Returns the records as simulated."""
         scaled = [r.scaled(1.0, 1.0, self.speedup) for r in records[: self.num_requests]]
         if self.num_outputs is None:
             return scaled
@@ -118,7 +118,7 @@ class Run:
 
 
 class Archive:
-    """Results in a folder, a file per work on one trace."""
+    """A folder of results, with one file per work on one trace."""
 
     def __init__(self, folder: Path, trace_digest: str) -> None:
         self._folder = folder
@@ -126,13 +126,13 @@ class Archive:
 
     @classmethod
     def of(cls, folder: Path, trace: TraceFile) -> Archive:
-        """Raises ConfigError for a trace or a folder that cannot be used."""
+        """Opens an archive. Raises ConfigError if the trace or the folder cannot be used."""
         with writing(f"to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, trace.digest())
 
     def path(self, work: Work) -> Path:
-        """Where the result of this work, done by the code as it is now, is or will be."""
+        """Returns the file of this work's result, for the current source code."""
         kind = type(work)
         source = source_digest(kind.__module__)
         identity = [self._trace_digest, source, kind.__name__, asdict(cast("Any", work))]
@@ -141,7 +141,7 @@ class Archive:
         return self._folder / f"{name}.json.gz"
 
     def read(self, work: Work) -> SimulationResult:
-        """Raises ConfigError when it is not there or broken."""
+        """Returns the result of a work. Raises ConfigError if it is missing or damaged."""
         path = self.path(work)
         try:
             (result,) = results_from_json(gzip.decompress(path.read_bytes()).decode())
@@ -152,13 +152,13 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """After a work: how far all is."""
+    """Overall progress after one work is done."""
 
     work: Work
     took_s: float
     num_done: int
     num_all: int
-    left_s: float  # guessed from those that are done
+    left_s: float  # estimated from the work done so far
 
 
 def do_missing(
@@ -169,7 +169,7 @@ def do_missing(
     num_processes: int,
     tell: Callable[[Progress], None],
 ) -> None:
-    """Sees to it that the archive has the result of every work. Raises ConfigError for one that cannot be done."""
+    """Does all work whose result is not in the archive. Raises ConfigError for work that cannot be done."""
     wanted = [work for work in dict.fromkeys(works) if not archive.path(work).is_file()]
     for work in wanted:
         work.check()
@@ -189,22 +189,22 @@ def _results(
     if num_processes == 1 or len(works) <= 1:
         yield from ((work, _do(work, trace, path)) for work, path in jobs)
         return
-    # Spawned, not forked: whoever calls may have threads.
+    # Spawned, not forked: the caller may have threads.
     with ProcessPoolExecutor(min(num_processes, len(jobs)), get_context("spawn")) as pool:
         tasks = {pool.submit(_do, work, trace, path): work for work, path in jobs}
         try:
             for task in as_completed(tasks):
                 yield tasks[task], task.result()
-        except BaseException:  # Ctrl-C too: what was not begun is not wanted any more
+        except BaseException:  # includes Ctrl-C; work not yet started is dropped
             pool.shutdown(cancel_futures=True)
             raise
 
 
 def _do(work: Work, trace: TraceFile, path: Path) -> float:
-    """In whichever process. Returns the seconds that it took. Raises ConfigError, also for a full disk."""
+    """Does one work, in any process. Returns the seconds taken. Raises ConfigError, also if the disk is full."""
     began = time.perf_counter()
     text = results_to_json([work.do(_records(trace))])
-    partial = path.with_suffix(f".{os.getpid()}")  # whole or not at all: others may look, or do the same
+    partial = path.with_suffix(f".{os.getpid()}")  # written atomically: other processes may read it or do the same
     try:
         partial.write_bytes(gzip.compress(text.encode(), _COMPRESSION, mtime=0))
         partial.replace(path)
@@ -216,5 +216,5 @@ def _do(work: Work, trace: TraceFile, path: Path) -> float:
 
 @functools.lru_cache(maxsize=1)
 def _records(trace: TraceFile) -> list[TraceRecord]:
-    """Read once per process."""
+    """Returns the records, read once per process."""
     return trace.records()

@@ -1,12 +1,12 @@
-"""How the machines keep the conductor informed: registration, heartbeats, snapshots when it asks. As live.
+"""Machines' messages to the conductor, as live: registration, heartbeats, and snapshots on request.
 
-A heartbeat goes out each interval, and soon after blocks have changed. A machine that the conductor does not know, or
-not any more, registers and says everything that it has. Knows nothing of requests.
+A heartbeat is sent each interval and soon after blocks have changed. A machine that the conductor does not know, or no
+longer knows, registers and reports all its blocks. Does not know requests.
 
-A prefill machine is two instances for the conductor, as live: the prefill worker and the store node beside it. Blocks
-in its memory count as the worker's own too, since it reaches them over its own device link in a few milliseconds, for
-which the conductor's estimate is made for machines without one (`conductor.cost.transfer`). With a local pool no
-store node registers, so that nobody else can read them.
+For the conductor a prefill machine is two instances, as live: the prefill worker and the store node next to it. Blocks
+in its memory also count as the worker's own, because it reads them over its own device link in a few milliseconds. The
+conductor's estimate is made for machines without such a link (`conductor.cost.bandwidth`). With a local pool, no store
+node registers, so that no other machine can read the blocks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from traces.simulator.machines import DecodeNode, Node, PrefillNode, layout_of
 from traces.simulator.pool import Store
 from traces.simulator.spec import ClusterSpec
 
-GATHER_S = 0.02  # `protocol.membership.GATHER_S`: several changes, one message
+GATHER_S = 0.02  # as `protocol.membership.GATHER_S`: several changes share one message
 
 
 class Membership:
-    """Speaks for all machines."""
+    """Reports all machines to the conductor."""
 
     def __init__(self, spec: ClusterSpec, conductor: ConductorState) -> None:
         self._spec = spec
@@ -33,7 +33,7 @@ class Membership:
         self.num_heartbeats = 0
 
     def register(self, node: Node, now: float) -> None:
-        """The machine is new, or the conductor has lost it."""
+        """Registers a machine that is new, or that the conductor has forgotten."""
         assert isinstance(node, PrefillNode | DecodeNode)
         self._tell(_registrations(node, self._spec), now)
         if isinstance(node, PrefillNode):
@@ -41,7 +41,7 @@ class Membership:
         node.beat_at = now + self._spec.heartbeat_interval_s
 
     def beat(self, node: Node, now: float) -> None:
-        """Sends the heartbeats that are due, and what the conductor asks for in reply."""
+        """Sends a machine's heartbeats, and a registration or snapshot if the conductor requests one."""
         node.beat_at = now + self._spec.heartbeat_interval_s
         if node.is_silent:
             return
@@ -58,7 +58,7 @@ class Membership:
             self._tell(_prefill_heartbeats(node, self._spec, node.store.snapshot()), now)
 
     def changed(self, node: PrefillNode, now: float) -> bool:
-        """Blocks may have changed; whether that brings the next heartbeat forward."""
+        """Checks a machine's blocks for changes. Returns True if that brings its next heartbeat forward."""
         due_at = now + GATHER_S
         if not node.store.has_news or node.beat_at <= due_at:
             return False
@@ -77,7 +77,7 @@ class Membership:
 
 
 def _registrations(node: PrefillNode | DecodeNode, spec: ClusterSpec) -> Iterator[Register]:
-    """A store comes first, so that its worker's home is known."""
+    """Yields a machine's registrations. The store comes first, so that the worker's home is known."""
     model, group, home = spec.model, 1, None
     if isinstance(node, PrefillNode):
         group, home = spec.prefill_group, InstanceId(node.store_id)
@@ -90,7 +90,7 @@ def _registrations(node: PrefillNode | DecodeNode, spec: ClusterSpec) -> Iterato
         layout=layout_of(spec),
         fingerprint=model.name,
         num_blocks=model.device_tokens * group // spec.block_size,
-        # What a group would measure of long prompts: its pipeline is full, and each token costs a share of the time.
+        # As a group would measure long prompts: with a full pipeline, each token costs its share of the time.
         prefill_profile=replace(model.prefill, c1=model.prefill.c1 / group, c2=model.prefill.c2 / group),
         decode_profile=model.decode,
         home_store=home if spec.pool == "global" else None,

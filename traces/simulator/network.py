@@ -1,10 +1,10 @@
-"""Bytes on their way between and within machines: flows over links that they share fairly. Pure.
+"""Data in flight between and within machines: flows over links that they share fairly. Pure.
 
 A flow crosses some links (a machine's out and in link, its path from memory to device, its disk) at one rate, the
-max-min fair one. When a flow begins or ends, only the flows that share links with it, directly or through others, get
-new rates. **KV that is still being computed cannot have been sent**: a flow with `not_before` asks for no more than
-brings its last byte there at that instant, and ends later when its links are slower. What this does not know:
-machines, requests, latency (a flow of megabytes does not notice microseconds).
+max-min fair one. When a flow starts or ends, only flows that share links with it, directly or through others, get new
+rates. **KV that is still being computed cannot have been sent**: a flow with `not_before` demands at most the rate at
+which its last byte arrives at that time, and ends later if its links are slower. Does not know machines, requests or
+latency (microseconds are negligible for megabytes).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import NamedTuple
 
 
 class Demand(NamedTuple):
-    """One flow as it asks for bandwidth."""
+    """The bandwidth demand of one flow."""
 
     links: tuple[int, ...]
-    limit: float = math.inf  # it wants no more than this
+    limit: float = math.inf  # maximum useful rate
 
 
 def fair_rates(demands: Sequence[Demand], capacity: Mapping[int, float]) -> list[float]:
-    """Max-min fair rate of each demand, in the units of `capacity`, which has all links that are named.
+    """Returns the max-min fair rate of each demand, in the units of `capacity`, which must have all links used.
 
-    Progressive filling: every flow's rate rises evenly until one of its links is full or its own limit is reached; the
-    others go on rising. So no flow can get more without taking from one that has no more than it (Bertsekas and
-    Gallager, Data Networks, §6.5.2).
+    Progressive filling: the rates of all flows rise evenly. A flow stops when one of its links is full or its limit is
+    reached; the others rise further. So no flow can get more without taking from a flow that has no more than it
+    (Bertsekas and Gallager, Data Networks, §6.5.2).
     """
-    if len(demands) == 1:  # most flows are alone
+    if len(demands) == 1:  # most flows share no link
         links, limit = demands[0]
         return [min(limit, min((capacity[link] for link in links), default=math.inf))]
     rates = [0.0] * len(demands)
@@ -56,7 +56,7 @@ def fair_rates(demands: Sequence[Demand], capacity: Mapping[int, float]) -> list
 
 
 def _first_full(left: Mapping[int, float], num_on: Mapping[int, int]) -> tuple[float, int | None]:
-    """The even rate at which the first link is full, and that link; infinite and None where no flow uses one."""
+    """Returns the even rate at which the first link is full, and that link; infinity and None if no link is used."""
     level, bottleneck = math.inf, None
     for link, count in num_on.items():
         if count and left[link] / count < level:
@@ -69,7 +69,7 @@ FlowId = int
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """One transfer under way."""
+    """A transfer in flight."""
 
     flow_id: FlowId
     links: tuple[int, ...]
@@ -78,14 +78,14 @@ class _Flow:
     not_before: float
     rate: float = 0.0  # bytes per second, since `as_of`
     ends_at: float = math.inf
-    version: int = 0  # of `ends_at`
+    version: int = 0  # number of changes of `ends_at`
 
     def demand(self, now: float) -> Demand:
         time_s = self.not_before - now
         return Demand(self.links, self.left / time_s if time_s > 0 else math.inf)
 
     def settle(self, now: float) -> float:
-        """Takes out what was carried since `as_of`, and says how much that was."""
+        """Deducts the bytes transferred since `as_of` and returns their number."""
         if now <= self.as_of:
             return 0.0
         carried = min(self.rate * (now - self.as_of), self.left)
@@ -95,7 +95,7 @@ class _Flow:
 
 
 class Network:
-    """Flows by number, in the order in which they were started."""
+    """Flows by number, in the order of their start."""
 
     def __init__(self, capacities: Mapping[str, float]) -> None:
         """`capacities`: bytes per second of each link, above 0."""
@@ -106,15 +106,15 @@ class Network:
         self._ends: list[tuple[float, FlowId, int]] = []
         self._num_started = 0
         self.bytes_started = 0.0
-        self.bytes_carried = 0.0  # as far as flows are settled
-        self.bytes_given_up = 0.0  # of cancelled flows, what had not been carried
+        self.bytes_carried = 0.0  # settled flows only
+        self.bytes_given_up = 0.0  # remaining bytes of cancelled flows
 
     def __len__(self) -> int:
         return len(self._flows)
 
     @property
     def wake_at(self) -> float | None:
-        """When the next flow ends; None = none is under way."""
+        """Time at which the next flow ends; None = no flow is in flight."""
         while self._ends:
             ends_at, flow_id, version = self._ends[0]
             flow = self._flows.get(flow_id)
@@ -124,7 +124,7 @@ class Network:
         return None
 
     def start(self, links: Sequence[str], num_bytes: float, now: float, not_before: float = 0.0) -> FlowId:
-        """A flow of `num_bytes` that ends no sooner than `not_before`. It may end at once: see `advance`."""
+        """Starts a flow of `num_bytes` that ends no sooner than `not_before`. It may end immediately: see `advance`."""
         self._num_started += 1
         flow = _Flow(
             self._num_started,
@@ -141,7 +141,7 @@ class Network:
         return flow.flow_id
 
     def cancel(self, flow_id: FlowId, now: float) -> None:
-        """Nobody wants the rest of a flow. Unknown ones have ended."""
+        """Cancels the rest of a flow. An unknown flow has already ended."""
         flow = self._flows.get(flow_id)
         if flow is None:
             return
@@ -151,7 +151,7 @@ class Network:
         self._rate_again(self._component([flow]), now)
 
     def advance(self, now: float) -> list[FlowId]:
-        """The flows that end by `now`, in order of their ends. Call it at `wake_at`."""
+        """Returns the flows that end by `now`, in order of their ends. Call it at `wake_at`."""
         ended: list[FlowId] = []
         while (at := self.wake_at) is not None and at <= now:
             flow = self._flows[heapq.heappop(self._ends)[1]]
@@ -167,7 +167,7 @@ class Network:
             del self._on[link][flow.flow_id]
 
     def _component(self, flows: Iterable[_Flow]) -> list[_Flow]:
-        """These flows and all that share a link with one of them, in order of their numbers."""
+        """Returns the given flows and all flows connected to them by shared links, in order of their numbers."""
         found: dict[FlowId, _Flow] = {}
         seen: set[int] = set()
         links = [link for flow in flows for link in flow.links]
@@ -202,7 +202,7 @@ class Network:
         return max(now + flow.left / flow.rate, flow.not_before)
 
     def validate(self) -> None:
-        """Raises AssertionError unless bytes are conserved and no link carries more than it can."""
+        """Raises AssertionError unless bytes are conserved and no link exceeds its capacity."""
         left = sum(flow.left for flow in self._flows.values())
         told = self.bytes_carried + self.bytes_given_up + left
         assert math.isclose(told, self.bytes_started, rel_tol=1e-9, abs_tol=1e-3), "bytes are lost"

@@ -1,9 +1,9 @@
-"""One machine's part of the pool: its blocks in memory and on disk, by the catalog that live store nodes use. Pure.
+"""One machine's part of the pool: its blocks in memory and on disk, in the catalog of the live store nodes. Pure.
 
-An object is one block and takes one unit of the catalog's space. Room is made as a store node makes it: without a disk
-the policy's coldest block that nothing follows is evicted; with one the coldest block is written to disk first, and
-evicted from there when that is full. **What is read is held, so that it cannot leave.** Every change of what is here
-gets a number, for the heartbeats. Not modelled: the time that a write to the disk takes; it delays nobody.
+An object is one block and takes one unit of the catalog's space. Room is made as in a store node: without a disk, the
+policy's coldest block without successors is evicted. With a disk, the coldest block is written there first, and evicted
+from there when the disk is full. **A block being read is held and cannot be evicted.** Every change gets a number, for
+the heartbeats. Not modelled: the time of a write to disk, which delays no request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvstore.native.metadata import KeyIndex
 from kvstore.stored import StoredObject, Tier, Watermarks, Wish
 from protocol.keys import NO_PARENT, BlockKey
 
-UNIT = 256  # the catalog's allocator gives space in multiples of this
+UNIT = 256  # granularity of the catalog's allocator
 _FOR_SPACE_ONLY = Watermarks(evict_above=1.0, evict_share=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Leading blocks of a chain that are being read; `let_go` ends it."""
+    """Leading blocks of a chain that are being read, until `let_go`."""
 
     objects: tuple[StoredObject, ...]
 
@@ -38,12 +38,12 @@ class Held:
 
 
 class _Changes:
-    """What heartbeats have to tell: the net changes since the last one, and how many there were (Announcements)."""
+    """Net changes since the last heartbeat, and the number of single changes. Implements `Announcements`."""
 
     def __init__(self) -> None:
         self.next_seq = 1
-        self.first_seq = 1  # of those not told
-        self.added_blocks: dict[BlockKey, BlockKey] = {}  # with their parents
+        self.first_seq = 1  # first change not yet reported
+        self.added_blocks: dict[BlockKey, BlockKey] = {}  # key → parent
         self.removed_blocks: dict[BlockKey, None] = {}
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
@@ -52,7 +52,7 @@ class _Changes:
         self.added_blocks[key] = NO_PARENT if parent is None else parent
 
     def moved(self, key: BlockKey, tier: Tier) -> None:
-        """The conductor does not ask for the tier."""
+        """No-op: the conductor does not distinguish tiers."""
 
     def removed(self, key: BlockKey) -> None:
         self.next_seq += 1
@@ -76,7 +76,7 @@ class _Changes:
 
 
 class _Disk:
-    """Space for so many blocks; where they lie does not matter."""
+    """Space for a number of blocks. Their places do not matter."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -100,7 +100,7 @@ class Store:
 
     def __init__(self, num_blocks: int, num_disk_blocks: int, eviction: str) -> None:
         """Raises ConfigError for an unknown eviction policy."""
-        self.num_blocks = num_blocks  # that its memory has room for
+        self.num_blocks = num_blocks  # capacity of its memory
         self._changes = _Changes()
         self._num_places = 0
         self._catalog = Catalog(
@@ -111,7 +111,7 @@ class Store:
             watermarks=_FOR_SPACE_ONLY,
             disk=_Disk(num_disk_blocks) if num_disk_blocks else None,
         )
-        self.num_refused = 0  # blocks that found no room, since all others were being read
+        self.num_refused = 0  # blocks without room, because all others were being read
 
     def __len__(self) -> int:
         return len(self._catalog)
@@ -122,7 +122,7 @@ class Store:
 
     @property
     def num_free(self) -> int:
-        """Blocks for which there is room in memory."""
+        """Number of further blocks that fit into memory."""
         return self._catalog.space.free_bytes // UNIT
 
     @property
@@ -133,12 +133,12 @@ class Store:
         return self._catalog.present(keys)
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading blocks are here, in either tier."""
+        """Returns the number of leading blocks present, in either tier."""
         present = self._catalog.present(keys)
         return len(keys) if all(present) else present.index(False)
 
     def hold(self, keys: Sequence[BlockKey]) -> Held:
-        """Begins to read the leading blocks that are here, which counts as a use of each."""
+        """Starts to read the leading blocks that are present. This counts as a use of each."""
         objects: list[StoredObject] = []
         for key in keys:
             stored = self._catalog.find(key)
@@ -146,11 +146,11 @@ class Store:
                 break
             self._catalog.hold(stored)
             objects.append(stored)
-        self._catalog.used(reversed(objects))  # as a lease does: a chain's head is the last to leave
+        self._catalog.used(reversed(objects))  # as a lease does: a chain's head is evicted last
         return Held(tuple(objects))
 
     def let_go(self, held: Held) -> None:
-        """What was read from disk is in memory from now on, as far as there is room."""
+        """Ends a read. Blocks read from disk stay in memory if there is room."""
         for stored in held.objects:
             if stored.tier is Tier.DISK:
                 self._promote(stored)
@@ -158,33 +158,33 @@ class Store:
             self._catalog.let_go(stored)
 
     def put(self, keys: Sequence[BlockKey], first: int) -> None:
-        """Stores the blocks of a chain from number `first` on; those that are here stay as they are."""
+        """Stores the blocks of a chain from position `first` on. Blocks already present stay unchanged."""
         before = keys[first - 1] if first else None
         new = keys[first:]
         for parent, key, is_here in zip((before, *new), new, self.present(new), strict=False):
-            # It may have been evicted for one that came before it in this very loop, which is as good as absent.
+            # A block may be evicted by an earlier one of this loop. It then counts as absent.
             if not is_here and not self._put(key, parent):
                 self.num_refused += 1
-                return  # what follows would only be found after it
+                return  # later blocks cannot be found without it
 
     def take_changes(self) -> BlockChanges | None:
-        """What happened since the last call; None = nothing."""
+        """Returns the changes since the last call; None = no changes."""
         return self._changes.take() if self.has_news else None
 
     def snapshot(self) -> BlockChanges:
-        """Everything that is here, in place of what was told before."""
+        """Returns all blocks present, which replace everything reported before."""
         self._changes.told()
         seq = self._changes.next_seq
         added = tuple((o.key, o.parent or NO_PARENT) for o in self._catalog.objects())
         return BlockChanges(first_seq=seq, next_seq=seq, added=added, snapshot=True)
 
     def on_disk(self) -> list[StoredObject]:
-        """What outlives the machine, in the order in which it was stored."""
+        """Returns the objects that survive the machine's death, in the order in which they were stored."""
         objects = [stored for stored in self._catalog.objects() if stored.place is not None]
         return sorted(objects, key=lambda stored: stored.generation)
 
     def restore(self, objects: Iterable[StoredObject]) -> None:
-        """What another life of this machine left on its disk."""
+        """Takes over the objects that an earlier incarnation of this machine has left on its disk."""
         for stored in objects:
             stored.offset = None
             self._catalog.restore(stored)
@@ -207,7 +207,7 @@ class Store:
             self._catalog.enter_memory(current, offset)
 
     def _make_room(self) -> None:
-        """With a disk, the coldest block is there before it leaves memory."""
+        """Moves the coldest block of a full memory to the disk, if there is one."""
         catalog = self._catalog
         if catalog.disk is None or catalog.space.free_bytes >= UNIT:
             return
@@ -222,5 +222,5 @@ class Store:
         catalog.leave_memory(coldest)
 
     def validate(self, held: Iterable[Held] = ()) -> None:
-        """Raises AssertionError unless space, counts and chains agree, with exactly these reads under way."""
+        """Raises AssertionError unless space, counts and chains agree, with exactly these reads in flight."""
         self._catalog.validate(held=[o for each in held for o in each.objects], reserved=[])

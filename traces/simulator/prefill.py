@@ -1,11 +1,11 @@
-"""A prefill machine, or a group of machines that prefill each prompt together (CPP): queue, preparation, chunks. Pure.
+"""A prefill machine, or a group that prefills each prompt together (CPP): queue, preparation, chunks. Pure.
 
-As the live worker does it: a few prompts at the head of the queue are *prepared* (their landing is reserved and their
-prefix loaded) while earlier ones compute; of the prepared ones whose landing and prefix are there the best-ranked
-computes its next chunk; with `mixes_prompts` whole rests of others join a chunk that a prompt ends with, as the live
-worker decides it. In a group a chunk passes one machine after the other, each with its share of the layers, and the
-next chunk follows one machine behind it (chunked pipeline parallelism, FAST'25 §4.2), so that a machine is the group
-of one. What this does not know: where prefixes lie, bytes, decode machines.
+As in the live worker, a few prompts at the head of the queue are *prepared* while earlier ones compute: their landing
+is reserved and their prefix loaded. Of the prepared prompts whose landing and prefix are ready, the best-ranked one
+computes its next chunk. With `mixes_prompts`, complete remainders of others join a chunk in which a prompt ends, by the
+live worker's rule. In a group, a chunk passes through one machine after the other, each with its share of the layers,
+and the next chunk follows one machine behind (chunked pipeline parallelism, FAST'25 §4.2). A single machine is a group
+of one. Does not know the location of prefixes, bytes or decode machines.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import NamedTuple
 
 from protocol.profile import PrefillProfile
 
-# Of prompts beside the one that computes; `prefill_worker.ledger.Limits.lookahead`.
+# Number of prompts prepared in addition to the computing one, as `lookahead` in `prefill_worker.ledger`.
 PREPARED_AHEAD = 4
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Prompt:
-    """One prompt here. QUEUED (not prepared), prepared, computing (begun), computed (`computed == num_tokens`)."""
+    """A prompt at this machine: queued, then prepared, then computing, then computed (`computed == num_tokens`)."""
 
     request_id: str
-    rank: tuple[float, ...]  # priority, arrival + seconds that it yields, number: lower runs first
+    rank: tuple[float, ...]  # (priority, arrival + seconds that it yields, number); lower runs first
     num_tokens: int
     submitted_at: float
     is_prepared: bool = False
     awaits_landing: bool = False
     awaits_prefix: bool = False
-    loaded_at: float = 0.0  # once it is prepared and its prefix is there
-    cached: int = 0  # tokens of the prefix that need not be computed
-    dispatched: int = 0  # tokens that are cached, computed or in the pipeline
+    loaded_at: float = 0.0  # time at which a prepared prompt had its prefix
+    cached: int = 0  # prefix tokens that need not be computed
+    dispatched: int = 0  # tokens cached, computed or in the pipeline
     computed: int = 0
     started_at: float | None = None
-    load_s: float = 0.0  # by which its prefix delayed it
+    load_s: float = 0.0  # delay caused by loading its prefix
     compute_s: float = 0.0  # device time
 
     @property
@@ -47,13 +47,13 @@ class Prompt:
 
 
 class Prepare(NamedTuple):
-    """Reserve a landing and load the prefix; then say `landing_granted` and `prefix_loaded`."""
+    """Request to reserve a landing and load the prefix. Answered by `landing_granted` and `prefix_loaded`."""
 
     prompt: Prompt
 
 
 class ChunkBegun(NamedTuple):
-    """KV of the tokens [first, end) comes into being until `ends_at`. With the first chunk, [0, cached) is there."""
+    """KV of the tokens [first, end) is produced until `ends_at`. With the first chunk, [0, cached) is available too."""
 
     prompt: Prompt
     first: int
@@ -62,7 +62,7 @@ class ChunkBegun(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The whole prompt is computed; its first token is there."""
+    """The whole prompt is computed, and its first token is available."""
 
     prompt: Prompt
 
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """On its way through the machines."""
+    """A chunk in the pipeline."""
 
     ends_at: float
     parts: tuple[_Part, ...]
@@ -86,7 +86,7 @@ PrefillOutcome = Prepare | ChunkBegun | Computed
 
 
 class PrefillMachine:
-    """Every method returns what it caused and what happened until `now`; call `advance` at `wake_at`."""
+    """A prefill machine. Methods return their outcomes and all others until `now`. Call `advance` at `wake_at`."""
 
     def __init__(
         self,
@@ -100,10 +100,9 @@ class PrefillMachine:
         slowdown: Callable[[], float] = lambda: 1.0,
         turnover_s: float = 0.0,
     ) -> None:
-        """`cached_now`: how much of a prompt that starts is cached, since earlier ones may have computed more of it.
-        `publish`: more of a prompt is computed, which those that start next may share.
-        `slowdown`: how many times as long a chunk takes that begins now.
-        `turnover_s`: by which each prompt that has just ended delays it."""
+        """`cached_now`: tokens cached of a prompt that starts, since earlier ones may have computed more of it.
+        `publish`: called when more of a prompt is computed, which prompts that start next may share. `slowdown`: factor
+        on the duration of a chunk that begins now. `turnover_s`: delay by each prompt that has just ended."""
         self._profile = profile
         self._chunk_tokens = chunk_tokens
         self._num_stages = num_stages
@@ -112,16 +111,16 @@ class PrefillMachine:
         self._publish = publish
         self._slowdown = slowdown
         self._turnover_s = turnover_s
-        self._ended_at, self._num_ended = 0.0, 0  # the latest prompts, and how many at once
-        self._prompts: dict[str, Prompt] = {}  # all that are not computed
-        self._queue: list[Prompt] = []  # those that are not prepared, by rank
+        self._ended_at, self._num_ended = 0.0, 0  # end of the latest chunk, number of prompts that ended with it
+        self._prompts: dict[str, Prompt] = {}  # all prompts not yet computed
+        self._queue: list[Prompt] = []  # prompts not yet prepared, by rank
         self._stage_free_at = [0.0] * num_stages
         self._pipeline: deque[_Chunk] = deque()  # in order of their ends
         self._now = 0.0
 
     @property
     def wake_at(self) -> float | None:
-        """When a chunk ends, or the next one can begin; None = nothing is under way."""
+        """Time at which a chunk ends or the next one can begin; None = nothing is in flight."""
         if not self._pipeline:
             return None
         ends_at, free_at = self._pipeline[0].ends_at, self._stage_free_at[0]
@@ -133,7 +132,7 @@ class PrefillMachine:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that no machine has begun."""
+        """Prompts that have not started."""
         return sum(prompt.started_at is None for prompt in self._prompts.values())
 
     @property
@@ -146,28 +145,28 @@ class PrefillMachine:
         return sum(p.num_tokens - max(p.computed, p.cached) for p in self._prompts.values())
 
     def queue_s(self) -> float:
-        """How long the machines compute all that is here, as far as known."""
+        """Returns the predicted seconds until all present prompts are computed."""
         seconds = self._profile.seconds
         prompts = self._prompts.values()
         work_s = sum(seconds(p.num_tokens, max(p.computed, p.cached)) for p in prompts)
         return work_s / self._num_stages
 
     def submit(self, prompt: Prompt, now: float) -> list[PrefillOutcome]:
-        """A prompt that nobody here knows."""
+        """Adds a new prompt."""
         assert prompt.request_id not in self._prompts
         self._prompts[prompt.request_id] = prompt
         insort(self._queue, prompt, key=lambda waiting: waiting.rank)
         return self.advance(now)
 
     def landing_granted(self, request_id: str, now: float) -> list[PrefillOutcome]:
-        """Unknown requests were cancelled."""
+        """Records that a prompt's landing is reserved. Unknown requests were cancelled."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.awaits_landing = False
         return self.advance(now)
 
     def prefix_loaded(self, request_id: str, cached: int, now: float) -> list[PrefillOutcome]:
-        """The first `cached` tokens need not be computed. Unknown requests were cancelled."""
+        """Records that the first `cached` tokens need not be computed. Unknown requests were cancelled."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             assert 0 <= cached < prompt.num_tokens, "the last token is always computed"
@@ -176,7 +175,7 @@ class PrefillMachine:
         return self.advance(now)
 
     def cancel(self, request_id: str, now: float) -> list[PrefillOutcome]:
-        """Nobody wants a prompt any more; its chunk under way is computed to the end. Unknown ones are no news."""
+        """Drops a prompt. Its chunk in flight is computed to the end. Unknown requests are ignored."""
         prompt = self._prompts.pop(request_id, None)
         if prompt in self._queue:
             self._queue.remove(prompt)
@@ -219,7 +218,7 @@ class PrefillMachine:
             ahead.append(prompt.rank)
 
     def _best_ready(self) -> list[Prompt]:
-        """Those that the next chunk may be of, best first."""
+        """Returns the prompts that the next chunk may contain, best rank first."""
         ready = [p for p in self._prompts.values() if p.is_ready and p.dispatched < p.num_tokens]
         if self._mixes_prompts or not ready:
             return sorted(ready, key=lambda prompt: prompt.rank)
@@ -239,7 +238,7 @@ class PrefillMachine:
         return [ChunkBegun(*part, passes_at) for part in parts]
 
     def _parts(self, prompts: list[Prompt], now: float) -> tuple[_Part, ...]:
-        """What the next chunk has of each prompt, as far as it reaches."""
+        """Returns each prompt's part of the next chunk, up to the chunk's size."""
         parts: list[_Part] = []
         room = self._chunk_tokens
         num_here = sum(p.dispatched < p.num_tokens for p in self._prompts.values())
@@ -255,15 +254,15 @@ class PrefillMachine:
         return tuple(parts)
 
     def _joins(self, prompt: Prompt, room: int, num_ending: int, num_waiting: int) -> bool:
-        """As `prefill_worker.steps` has it: the rest of a prompt in a step that others end with."""
+        """True if the rest of a prompt joins a step in which others end, by the rule of `prefill_worker.steps`."""
         done = max(prompt.dispatched, prompt.cached)
         return prompt.num_tokens - done <= room and self._profile.joins(
             prompt.num_tokens, done, num_delayed=num_ending, num_waiting=num_waiting
         )
 
     def _take_s(self, parts: tuple[_Part, ...]) -> float:
-        """How long a chunk takes; each prompt notes its share. The constant of the formula is the chunk's, not a
-        prompt's."""
+        """Returns the duration of a chunk and adds each prompt's share to it. The constant term counts once per
+        chunk."""
         profile, slowdown, total_s = self._profile, self._slowdown(), 0.0
         shared_s = profile.c0 * (1 - 1 / len(parts))
         for part in parts:

@@ -1,22 +1,22 @@
-"""Machines that can be simulated: the Mooncake paper's testbed, and what `moonserve profile` measured.
+"""Profiles of simulated machines: the Mooncake paper's testbed, and measurements by `moonserve profile`.
 
-A measured one is a JSON file: a `format` line, the fields of `ModelProfile`, and `measured`, what they rest on, which
-is not read. Its rule: whatever a simulation would stumble over later is refused with the file and the field named.
+A measured profile is a JSON file: a `format` line, the fields of `ModelProfile`, and `measured`, the underlying
+measurements, which are not read. Rule: a value that would break a simulation later is rejected with its file and field.
 
 The paper's testbed is LLaMA3-70B on one machine of eight A800 per instance (FAST'25, §5.1 and its figures). Prefill and
 single-request decode times are a fit to its published latencies (prefill 0.99 / 2.1 / 4.6 / 10.7 / 27.6 s at
 8k … 128k tokens; decode 26 ms per token at 8k of context, 31 ms at 128k).
 
-What a batch costs was not published. Beside the roofline of eight A800 (each 2.04 TB/s of memory, 312 TFLOP/s in bf16):
+The cost of a batch is not published. Compared with the roofline of eight A800 (each 2.04 TB/s, 312 TFLOP/s in bf16):
 
 - the empty step, 25.6 ms: reading 140 GB of weights takes 8.6 ms; the rest is 160 all-reduces and launches;
-- a token of context, 41 ns: its 320 KiB of KV take 20 ns, so that the published slope is half of the bandwidth. A batch
-  reads its sequences' KV in the same kernels, with more of it under way, so not more slowly;
+- a token of context, 41 ns: its 320 KiB of KV take 20 ns, so the published slope is half of the bandwidth. A batch
+  reads its sequences' KV in the same kernels, with more reads in flight, so not more slowly;
 - a sequence, 0.11 ms: its matrix products at half of the peak. Below about 150 sequences (312 TFLOP/s ÷ 2.04 TB/s) they
-  cost nothing beside the weights, so this is on the dear side.
+  cost nothing in addition to the weights, so this is an overestimate.
 
-A sequence of 12,000 tokens so adds 0.6 ms, and 120 of them make steps of 100 ms. 3.65 times that, which figure 15 asks
-for (`traces.reproduction.figure_15`), would be KV read at 13 % of the bandwidth: nothing published says that.
+So a sequence of 12,000 tokens adds 0.6 ms, and 120 of them make steps of 100 ms. 3.65 times that, as figure 15 requires
+(`traces.reproduction.figure_15`), would mean reading KV at 13 % of the bandwidth: no published figure says that.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from traces.output import writing
 from traces.simulator.spec import ModelProfile
 
 _KV_BYTES_PER_TOKEN = 327_680  # l · (2d / gqa) · s: 80 · (2 · 8192 / 8) · 2 bytes
-_DECODE_PER_TOKEN_S = (0.031 - 0.026) / (131_072 - 8_192)  # of context, from the two published points
-# Not published: one more sequence in the batch costs its matrix products, 2 · 70e9 flop at half of 8 · 312 TFLOP/s.
+_DECODE_PER_TOKEN_S = (0.031 - 0.026) / (131_072 - 8_192)  # per token of context, from the two published points
+# Not published: a further sequence costs its matrix products, 2 · 70e9 flop at half of 8 · 312 TFLOP/s.
 _DECODE_PER_SEQUENCE_S = 2 * 70e9 / (0.5 * 8 * 312e12)
 
 LLAMA3_70B_8XA800 = ModelProfile(
@@ -64,7 +64,7 @@ _PROFILE = TypeAdapter(ModelProfile)
 
 
 def write_profile(profile: ModelProfile, path: Path, *, measured: Mapping[str, Any] | None = None) -> None:
-    """As JSON, whole or not at all. Raises ConfigError when the file cannot be written."""
+    """Writes a profile as JSON, atomically. Raises ConfigError if the file cannot be written."""
     content = {"format": FORMAT, **dataclasses.asdict(profile), "measured": dict(measured or {})}
     partial = path.with_name(path.name + ".partial")
     with writing(f"the profile {path}"):
@@ -73,7 +73,7 @@ def write_profile(profile: ModelProfile, path: Path, *, measured: Mapping[str, A
 
 
 def read_profile(path: Path) -> ModelProfile:
-    """What `write_profile` wrote, or a person did. Raises ConfigError that names the file and what is wrong in it."""
+    """Reads a profile written by `write_profile` or by hand. Raises ConfigError naming the file and the fault."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -88,7 +88,7 @@ def read_profile(path: Path) -> ModelProfile:
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise ConfigError(f"{path}: {'; '.join(faults)}") from error
-    except InvalidRequest as error:  # of the formulae's coefficients
+    except InvalidRequest as error:  # from the coefficients of the formulas
         raise ConfigError(f"{path}: {error.message}") from error
     if not any(dataclasses.astuple(profile.prefill)) or not any(dataclasses.astuple(profile.decode)):
         raise ConfigError(f"{path}: one of c0, c1 and c2 must be above 0, of prefill and of decode")

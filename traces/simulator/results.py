@@ -1,4 +1,4 @@
-"""What a simulation found. Frozen data; seconds of virtual time from the begin of the trace."""
+"""Results of a simulation. Frozen data; times are seconds of virtual time since the start of the trace."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class End(StrEnum):
     """How a request ended."""
 
     COMPLETED = "completed"
-    REJECTED = "rejected"  # by admission; reported beside the latencies it bought
+    REJECTED = "rejected"  # by admission; reported next to the latencies, which benefit from it
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutcome:
-    """One request of the trace, in the order of the trace."""
+    """Result of one request of the trace."""
 
     index: int
     arrived_s: float
@@ -32,13 +32,13 @@ class RequestOutcome:
     load_s: float = 0.0  # of the prefix, as far as it delayed the prompt
     prefill_s: float = 0.0  # device time of the prompt
     predicted_ttft_s: float = 0.0
-    ttft_s: float | None = None  # None: no token
-    tbt_s: float | None = None  # mean of the longest tenth of the gaps; None: fewer than two tokens
+    ttft_s: float | None = None  # None = no token
+    tbt_s: float | None = None  # mean of the longest tenth of the gaps; None = fewer than two tokens
     mean_gap_s: float | None = None
-    finished_s: float | None = None  # since the begin of the trace
+    finished_s: float | None = None  # since the start of the trace
 
     def is_effective(self, *, ttft_slo_s: float, tbt_slo_s: float) -> bool:
-        """Completed within both limits (ANCHORS: the paper's *effective request*)."""
+        """True if completed within both limits (the paper's *effective request*)."""
         return (
             self.end is End.COMPLETED
             and self.ttft_s is not None
@@ -49,11 +49,11 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSample:
-    """One instance at one moment."""
+    """State of one instance at one time."""
 
     at_s: float
     instance_id: str
-    queued: int  # requests that wait
+    queued: int  # waiting requests
     running: int
     context_tokens: int
     predicted_queue_s: float
@@ -61,17 +61,17 @@ class InstanceSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSample:
-    """How many machines hold the most popular blocks, at one moment."""
+    """Number of machines that hold each of the most popular blocks, at one time."""
 
     at_s: float
-    replicas: tuple[int, ...]  # by popularity rank (uses so far), most popular first
+    replicas: tuple[int, ...]  # by number of uses so far, most popular first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """Everything that reports are made of."""
+    """The complete result of one simulation."""
 
-    name: str  # what distinguishes it from its siblings on a page
+    name: str  # distinguishes it from the other results on a page
     outcomes: tuple[RequestOutcome, ...]
     ttft_slo_s: float
     tbt_slo_s: float
@@ -79,4 +79,4 @@ class SimulationResult:
     instances: tuple[InstanceSample, ...] = ()
     replicas: tuple[ReplicaSample, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)  # "bytes_moved", …
-    wall_s: float = 0.0  # what simulating it took
+    wall_s: float = 0.0  # real seconds that the simulation took

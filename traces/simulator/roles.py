@@ -1,8 +1,8 @@
-"""A cluster whose machines change between prefill and decode when the conductor says so, as live
-(docs/role-switching.md).
+"""A cluster whose machines change between prefill and decode if the conductor decides so, as live workers do.
 
-Each machine is two nodes, one of each kind, of which one is alive. To change is to drain the one and to start the
-other; what has not ended by then is placed again. A machine's part of the pool comes and goes with its prefill role.
+See docs/role-switching.md. Each machine is two nodes, one per role, of which exactly one is alive. A change drains one
+and starts the other. Requests that have not ended by then are placed again. A machine's part of the pool exists only
+during its prefill role.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from traces.simulator.spec import ClusterSpec
 
 
 class SwitchingCluster(Cluster):
-    """`spec.num_prefill` and `num_decode` are how it begins."""
+    """A cluster that switches roles. `spec.num_prefill` and `num_decode` are the initial numbers."""
 
     def __init__(self, spec: ClusterSpec, journeys: Sequence[Journey]) -> None:
-        """Raises ConfigError for a spec that cannot be."""
+        """Raises ConfigError for an invalid spec."""
         spec.check()
         both = spec.num_prefill + spec.num_decode
         super().__init__(replace(spec, num_prefill=both, num_decode=both), journeys)
         self.spec = spec
         self._twins: dict[str, Node] = {}
-        self._leaving: dict[str, float] = {}  # names of nodes that drain, and until when at most
+        self._leaving: dict[str, float] = {}  # draining nodes by name → latest time of the change
         self._changes = 0
         for index, (prefill, decode) in enumerate(zip(self.prefills, self.decodes, strict=True)):
             self._twins |= {prefill.name: decode, decode.name: prefill}

@@ -1,4 +1,4 @@
-"""Simulating a trace: builds the requests, runs the clock, sums up."""
+"""Runs one simulation: builds the requests, runs the clock, collects the result."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from traces.simulator.spec import ClusterSpec, CoupledSpec
 
 
 def simulate(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord], *, name: str = "") -> SimulationResult:
-    """What a cluster makes of a trace. Equal arguments give equal results, but for `wall_s`.
+    """Simulates a cluster that serves a trace. Equal arguments give equal results, except for `wall_s`.
 
-    Raises ConfigError for a spec or a trace that cannot be simulated.
+    Raises ConfigError if the spec or the trace cannot be simulated.
     """
     began_s = time.perf_counter()
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
@@ -45,16 +45,16 @@ def simulate(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord], *,
 
 
 def cluster_of(spec: ClusterSpec, journeys: Sequence[Journey]) -> Cluster:
-    """Raises ConfigError for a spec that cannot be."""
+    """Returns the cluster that a spec describes. Raises ConfigError for an invalid spec."""
     if spec.conditional:
         return ConditionalCluster(spec, journeys)
     return Cluster(spec, journeys) if spec.roles is None else SwitchingCluster(spec, journeys)
 
 
 def journeys_of(records: Sequence[TraceRecord], block_size: int, max_model_len: int) -> list[Journey]:
-    """One per request; an answer ends where the model's length does, and is at least one token.
+    """Returns one journey per request. An answer has at least one token and ends at the model's maximum length.
 
-    Raises ConfigError when the trace's ids do not stand for blocks of this size.
+    Raises ConfigError if the trace's hash ids stand for a different block size.
     """
     if any(record.tokens_per_hash != block_size for record in records):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""How things stand, written down now and then: instances, and on how many machines the popular blocks lie."""
+"""Periodic samples: the state of instances, and the number of replicas of popular blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from traces.simulator.results import InstanceSample, ReplicaSample
 
 
 def key_of(hash_id: int) -> BlockKey:
-    """The block key that stands for a hash id of a trace: both are equal where the prefix is."""
+    """Returns the block key for a hash id of a trace. Both are equal where the prefix is."""
     return BlockKey((hash_id + 1).to_bytes(KEY_BYTES, "little"))
 
 
 class Samples:
-    """Of one run."""
+    """The samples of one run."""
 
     def __init__(self, records: Iterable[TraceRecord], num_ranks: int) -> None:
-        """`records`: all of the trace; `num_ranks`: so many of the most popular blocks are followed."""
+        """`records`: the whole trace. `num_ranks`: number of most popular blocks to follow."""
         hash_ids = (hash_id for record in records for hash_id in record.hash_ids)
         self._row_of = {hash_id: row for row, hash_id in enumerate(dict.fromkeys(hash_ids))}
         self._hash_ids = list(self._row_of)
@@ -32,13 +32,13 @@ class Samples:
         self.replicas: list[ReplicaSample] = []
 
     def used(self, hash_ids: Sequence[int]) -> None:
-        """A prompt with these blocks came."""
+        """Counts the arrival of a prompt with these blocks."""
         self._uses[[self._row_of[hash_id] for hash_id in hash_ids]] += 1
 
     def take(self, prefills: Sequence[PrefillNode], others: Sequence[Node], now: float) -> None:
         for node in (*prefills, *others):
             self.instances.append(sample_of(node, now))
-        # Equally popular ones: the one that came first.
+        # Among equally popular blocks, the one used first comes first.
         order = np.argsort(-self._uses, kind="stable")[: self._num_ranks]
         keys = [key_of(self._hash_ids[row]) for row in order[self._uses[order] > 0]]
         counts = np.zeros(len(keys), np.int64)

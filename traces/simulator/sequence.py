@@ -1,4 +1,4 @@
-"""One request while it decodes, as a batch sees it, and the blocks of the machine that it runs on. Pure."""
+"""A request during decode, as a batch sees it, and the block pool of its machine. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from traces.simulator.segments import Run
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Figures are of the begin of the segment under way. Waiting without blocks: preempted, or not begun."""
+    """State as of the start of the segment in flight. A sequence waiting without blocks is preempted or not begun."""
 
     request_id: str
-    rank: tuple[int, int] = (0, 0)  # lower runs first and is preempted last
-    tokens: int  # of context, the latest one included
+    rank: tuple[int, int] = (0, 0)  # the lower one runs first and is preempted last
+    tokens: int  # of context, including the latest one
     remaining: int  # tokens to generate
     missing: int = 1  # tokens without KV: 1 while decoding, more when computing the prompt (again)
     num_blocks: int = 0
-    last_token_at: float | None = None  # None: it has none yet
-    keys: Seq[BlockKey] = ()  # of the prompt's full blocks, where prefixes are cached
-    cached_tokens: int = 0  # of the prompt, when it began
-    prefill_s: float = 0.0  # time of its own in steps, until its first token
-    begun_at: float | None = None  # None: no step had any of it
-    runs: list[Run] = field(default_factory=list)  # closed ones
-    run_from: int | None = None  # the open one's first segment; None = it gets no tokens now
-    run_waited_s: float = 0.0  # of the open one
-    sampled_in: int = -1  # latest segment that gives it tokens; before the first one: none
-    gone: bool = False  # cancelled while a step runs
+    last_token_at: float | None = None  # None = no token yet
+    keys: Seq[BlockKey] = ()  # of the prompt's full blocks, if prefixes are cached
+    cached_tokens: int = 0  # of the prompt, when it started
+    prefill_s: float = 0.0  # duration of the steps that compute it, until its first token
+    begun_at: float | None = None  # None = not in any step yet
+    runs: list[Run] = field(default_factory=list)  # closed runs
+    run_from: int | None = None  # first segment of the open run; None = it gets no tokens now
+    run_waited_s: float = 0.0  # of the open run
+    sampled_in: int = -1  # latest segment that gives it tokens; -1 = none
+    gone: bool = False  # cancelled during a step
 
 
 class Sampled(NamedTuple):
@@ -41,7 +41,7 @@ class Sampled(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A sequence got its last token. `gaps_s`: between its tokens, the one to its first token here included."""
+    """A sequence got its last token. `gaps_s`: times between its tokens, including that before its first one here."""
 
     sequence: Sequence
     at: float
@@ -52,7 +52,7 @@ Outcome = Sampled | Finished
 
 
 class CountedBlocks:
-    """The blocks behind a batch, by number. Nobody looks into them: no prefix is shared."""
+    """The blocks of a batch, as numbers only. No prefix is shared."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -60,11 +60,11 @@ class CountedBlocks:
 
     @property
     def free(self) -> int:
-        """Blocks that can be had now, those with nothing but cached prefixes included."""
+        """Blocks available now, including those that only hold cached prefixes."""
         return self.total - self._held
 
     def take(self, num_blocks: int) -> None:
-        """For whoever is no sequence yet. They are free."""
+        """Takes free blocks for a request that has no sequence yet."""
         assert num_blocks <= self.free, "blocks are given twice"
         self._held += num_blocks
 
@@ -73,7 +73,7 @@ class CountedBlocks:
         self._held -= num_blocks
 
     def restore(self, sequence: Sequence, num_blocks: int, headroom: int) -> bool:
-        """Gives a sequence without blocks so many, if `headroom` stay free; then `missing` says what to compute."""
+        """Gives a sequence `num_blocks` blocks if `headroom` stay free. Sets `missing` to the tokens to compute."""
         if num_blocks + headroom > self.free:
             return False
         self.grow(sequence, num_blocks)
@@ -81,38 +81,38 @@ class CountedBlocks:
         return True
 
     def grow(self, sequence: Sequence, num_blocks: int) -> None:
-        """So many more, which are free."""
+        """Gives a sequence `num_blocks` more blocks, which must be free."""
         self.take(num_blocks)
         sequence.num_blocks += num_blocks
 
     def computed(self, sequence: Sequence) -> None:
-        """All of the sequence's KV is there."""
+        """Called when all KV of the sequence is computed."""
 
     def end(self, sequence: Sequence) -> None:
-        """Takes all of its blocks back."""
+        """Takes back all blocks of a sequence."""
         self.give_back(sequence.num_blocks)
         sequence.num_blocks = 0
 
 
 class CachedBlocks(CountedBlocks):
-    """A device's block pool with a prefix cache, as vLLM keeps it: finished prompts' blocks stay until space is needed.
+    """A device's block pool with a prefix cache, like vLLM's: blocks of finished prompts stay until space is needed.
 
-    Blocks of a computed prompt get its keys; whoever comes later and begins alike shares them. A block that no sequence
-    holds any more stays findable and counts as free; the least recently released goes first, and of a prompt the last
-    block before the first.
+    Blocks of a computed prompt get its keys. A later sequence with the same prefix shares them. A block that no
+    sequence holds stays findable and counts as free. The least recently released is evicted first, and of a prompt the
+    last block first.
     """
 
     def __init__(self, total: int, block_size: int) -> None:
         super().__init__(total)
         self._block_size = block_size
-        self._references: dict[BlockKey, int] = {}  # of those that sequences hold
-        self._idle: OrderedDict[BlockKey, None] = OrderedDict()  # of the others, first to go first
-        self._shared: dict[str, tuple[BlockKey, ...]] = {}  # by request: keyed blocks it holds
+        self._references: dict[BlockKey, int] = {}  # number of sequences that hold each block
+        self._idle: OrderedDict[BlockKey, None] = OrderedDict()  # blocks without a holder, next to evict first
+        self._shared: dict[str, tuple[BlockKey, ...]] = {}  # request → keyed blocks that it holds
 
     def restore(self, sequence: Sequence, num_blocks: int, headroom: int) -> bool:
         usable = (sequence.tokens - 1) // self._block_size  # the last token is always computed
         found = self._leading(sequence.keys[:usable])
-        # Idle ones among the found stop being free when they are held.
+        # Idle blocks among those found are no longer free once they are held.
         taken = num_blocks - sum(key in self._references for key in found)
         if taken + headroom > self.free:
             return False
@@ -132,7 +132,7 @@ class CachedBlocks(CountedBlocks):
             self._idle.popitem(last=False)
 
     def computed(self, sequence: Sequence) -> None:
-        """Its full prompt blocks can be found from now on; one that another sequence has by now is given back."""
+        """Makes the full prompt blocks findable. A block that another sequence has computed meanwhile is given back."""
         shared = self._shared.get(sequence.request_id, ())
         new = sequence.keys[len(shared) :]
         for key in new:
@@ -171,7 +171,7 @@ class CachedBlocks(CountedBlocks):
         super().take(1)
 
     def validate(self, sequences: Seq[Sequence]) -> None:
-        """Raises AssertionError unless references are the holders' and nothing is counted twice."""
+        """Raises AssertionError unless the references match the holders and no block is counted twice."""
         held = [key for sequence in sequences for key in self._shared.get(sequence.request_id, ())]
         assert Counter(held) == self._references
         assert not self._references.keys() & self._idle.keys()

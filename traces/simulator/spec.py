@@ -1,6 +1,6 @@
-"""What is simulated: machines, their number and roles, scheduler, limits, faults. Frozen data, checked once.
+"""Description of a simulated system: machines, roles, scheduler, limits, faults. Frozen data, checked once.
 
-Everything that a result depends on is here or in the trace, so that equal specs and traces give equal results.
+A result depends only on this and the trace: equal specs and traces give equal results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.step_budget import CHUNK_SHARE
 
-# What a profile's file must keep to; `profiles` checks it where one is read.
+# Constraints on a profile's file. `profiles` checks them when it reads one.
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
@@ -25,16 +25,16 @@ Factors = tuple[AboveZero, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What serving adds to computing and to moving KV, in seconds; each is measured where nothing else is under way."""
+    """Time that serving adds to computing and to transferring KV, in seconds. Each is measured on an idle cluster."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     request_s: NotNegative = 0.0  # HTTP, keys, placement, submission, and the first token's way back
-    gateway_s: NotNegative = 0.0  # of it, what a gateway works, by turns with all of the same moment
-    back_s: NotNegative = 0.0  # of it, the first token's way back
-    late_back_s: NotNegative = 0.0  # by which that takes longer while its machine goes on with another
-    turnover_s: NotNegative = 0.0  # by which handing a prompt off delays the one right after it
-    landing_s: NotNegative = 0.0  # from asking a decode machine for blocks to having them
-    handoff_s: NotNegative = 0.0  # from a prompt's last chunk to its place in a decode step, KV aside
+    gateway_s: NotNegative = 0.0  # part of `request_s`: work of the gateway, shared evenly by simultaneous requests
+    back_s: NotNegative = 0.0  # part of `request_s`: the first token's way back
+    late_back_s: NotNegative = 0.0  # added to `back_s` while the machine continues with another prompt
+    turnover_s: NotNegative = 0.0  # delay of the next prompt by handing off the one before it
+    landing_s: NotNegative = 0.0  # from requesting blocks at a decode machine to having them
+    handoff_s: NotNegative = 0.0  # from a prompt's last chunk to its first decode step, without the KV transfer
 
 
 CROWDED_BATCH = 4
@@ -42,30 +42,30 @@ CROWDED_BATCH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowding:
-    """How many times as long a step takes while others on the same host compute: by their number, from 0 on, the last
-    one also for more. What is empty for prefills as company is as beside a decode machine; all empty: each machine is a
-    host of its own."""
+    """Slowdown factors of a step while other machines on the host compute, indexed by their number from 0; the last one
+    applies to more. An empty `*_beside_prefills` is as beside a decode machine. All empty: each machine has its own
+    host."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    prefill: Factors = ()  # beside others of which one decodes
-    prefill_beside_prefills: Factors = ()  # beside others of which none does
-    decode: Factors = ()  # of a step of one sequence
-    # Of one of CROWDED_BATCH or more, since every token has a gateway and a client to wait for. Empty: as of one.
+    prefill: Factors = ()  # next to others of which at least one decodes
+    prefill_beside_prefills: Factors = ()  # next to others of which none decodes
+    decode: Factors = ()  # for a step of one sequence
+    # For a step of CROWDED_BATCH or more, since every token waits for a gateway and a client. Empty: like `decode`.
     decode_batch: Factors = ()
-    # The overheads of a prompt, likewise: those who serve it wait for a processor too.
+    # For the overheads of a prompt: the processes that serve it wait for a processor too.
     request: Factors = ()
     request_beside_prefills: Factors = ()
     landing: Factors = ()
     landing_beside_prefills: Factors = ()
-    # By the number of prefill machines that compute during it: the prompt's own is one when it goes on with the next.
+    # By the number of prefill machines that compute during it, including the prompt's own if it has another prompt.
     handoff: Factors = ()
-    # How one step time reaches clients: gap ÷ mean gap in equal shares, shortest first, by the number of others.
-    # Processes take turns on a processor, and who was away gets several tokens at once. Empty: gaps are steps' times.
+    # Gap ÷ mean gap by the number of others, in equal shares, shortest first. Processes take turns on a processor, and
+    # a client that waited gets several tokens at once. Empty: gaps are step times.
     gaps: tuple[tuple[NotNegative, ...], ...] = ()
 
 
-# Whose predictions reject: the conductor's three, and `late`, the baseline of arXiv 2407.00079 §7: by the prefill load
-# on arrival, and by the decode load only when the prompt is computed, for nothing then.
+# Predictions that may reject a request: the conductor's three, and `late`, the baseline of arXiv 2407.00079 §7. It uses
+# the prefill load on arrival, and the decode load only after computing the prompt, which a rejection wastes.
 LATE = "late"
 ADMISSIONS = (*(each.value for each in Admission), LATE)
 
@@ -83,7 +83,7 @@ class ModelProfile:
     nic_bytes_per_s: AboveZero  # between machines
     device_bytes_per_s: AboveZero  # between a machine's DRAM and its devices
     disk_bytes_per_s: AboveZero
-    device_tokens: Count  # of KV that the devices hold beside the weights
+    device_tokens: Count  # of KV that the devices hold in addition to the weights
     dram_tokens: Annotated[int, Field(ge=0)]  # of KV in a machine's part of the pool
     disk_tokens: Annotated[int, Field(ge=0)] = 0
     max_num_seqs: Count = 256  # per decoding machine
@@ -94,17 +94,17 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One machine dies, or falls silent for a while; a dead one comes back empty but for its disk."""
+    """A machine dies or falls silent, possibly for a time. A dead one returns empty except for its disk."""
 
     instance: str  # "prefill-3"
     at_s: float
-    for_s: float | None = None  # None: for good
-    silent: bool = False  # goes on computing, says nothing
+    for_s: float | None = None  # None = permanently
+    silent: bool = False  # continues to compute, sends no heartbeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A cluster of prefill and decode machines (or, with `coupled`, of machines that do both) and how it is run."""
+    """A cluster of prefill and decode machines, and its configuration."""
 
     model: ModelProfile
     num_prefill: int
@@ -112,11 +112,11 @@ class ClusterSpec:
     policy: str = "global-cache-aware"
     balancing_threshold: float = 1.25
     admission: str = "predicted"  # one of ADMISSIONS
-    # Whether decode machines refuse a prompt at its handoff that would make steps too long; `late` always does. The
-    # report has it as the local scheduler's double-check (arXiv 2407.00079, §3); live workers take what was placed.
+    # True if decode machines reject a prompt at its handoff that would make steps too long; always so with `late`. The
+    # report's local scheduler does so (double-check, arXiv 2407.00079, §3). Live workers accept all placed requests.
     double_check: bool = False
-    tenant_weights: tuple[tuple[str, float], ...] = ()  # 1 where not given
-    scheduling_policy: str = "fcfs"  # of the prefill machines; or priority
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # default 1
+    scheduling_policy: str = "fcfs"  # of the prefill machines: fcfs or priority
     eviction: str = "lru"
     ttft_slo_s: float = 30.0
     tbt_slo_s: float = 0.1
@@ -126,19 +126,19 @@ class ClusterSpec:
     prefill_group: int = 1
     chunk_tokens: int = 8192
     mixes_prompts: bool = False  # short prompts share steps, as on live workers
-    pool: str = "global"  # global | local: whether prefixes are read from other machines
+    pool: str = "global"  # global or local: prefixes are read from all machines or only from the own one
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())
-    roles: RoleTerms | None = None  # None: machines keep theirs
-    # Whether decode machines prefill a prompt themselves where that is sooner (docs/conditional-disaggregation.md).
+    roles: RoleTerms | None = None  # None = fixed roles
+    # True if decode machines may prefill a prompt if that is sooner (docs/conditional-disaggregation.md).
     conditional: bool = False
-    chunk_share: float = CHUNK_SHARE  # of the TBT objective, what steps with chunks take then
-    role_drain_s: float = 30.0  # what a machine has under way gets to finish before it changes
+    chunk_share: float = CHUNK_SHARE  # then: share of the TBT objective that steps with chunks may take
+    role_drain_s: float = 30.0  # time for requests in flight to finish before a role change
     sample_interval_s: float = 30.0  # of instances and replicas
-    num_ranks: int = 100  # of the most popular blocks, whose replicas are counted
+    num_ranks: int = 100  # number of most popular blocks whose replicas are counted
 
     def check(self) -> None:
-        """Raises ConfigError that says what to change."""
+        """Raises ConfigError with the options to change."""
         if self.num_prefill < 1 or self.num_decode < 1:
             raise ConfigError("--prefill and --decode must be at least 1")
         if self.admission not in ADMISSIONS:
@@ -159,21 +159,21 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoupledSpec:
-    """Machines that prefill and decode in the same batch, as vLLM runs them; requests go to the shortest queue."""
+    """Machines that prefill and decode in the same batch, as vLLM does. Requests go to the shortest queue."""
 
     policy: ClassVar[str] = "coupled"
     model: ModelProfile
     num_instances: int
-    prefix_caching: bool = False  # in device memory, of the machine alone
+    prefix_caching: bool = False  # in the device memory of each machine
     chunked_prefill: bool = False
-    max_num_batched_tokens: int = 2048  # of a step, with chunked prefill
+    max_num_batched_tokens: int = 2048  # per step, with chunked prefill
     ttft_slo_s: float = 30.0
     tbt_slo_s: float = 0.1
     block_size: int = 512
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError that says what to change."""
+        """Raises ConfigError with the options to change."""
         if self.num_instances < 1 or self.block_size < 1 or self.max_num_batched_tokens < 1:
             raise ConfigError("--coupled, --block-size and --max-num-batched-tokens must be at least 1")
         if min(self.ttft_slo_s, self.tbt_slo_s) <= 0:

@@ -1,5 +1,5 @@
-"""`moonserve traces synthesize`: traces of any length, described, by a preset, or like another.
+"""`moonserve traces synthesize`: traces of any length, from options, a preset, or in the likeness of a given one.
 
-Everything yields requests one by one and remembers a bounded past, so a trace may be as long as the disk has room.
-Equal seeds and options give equal traces.
+Requests are generated one by one from a bounded memory, so that only the disk limits a trace's length. Equal seeds and
+options give equal traces.
 """

@@ -1,6 +1,6 @@
 """`moonserve traces synthesize --out FILE`: from options, from a preset, or in the likeness of a trace.
 
-Records are written one by one as JSON lines of the public format; a file is there whole or not at all.
+Records are written one by one as JSON lines of the public format. A file is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SynthesizeConfig:
     question_tokens: str | None = option(None, help="distribution of questions' lengths")
 
 
-# Options that are fields of `ArrivalSpec`, those that are distributions, and the other fields of `WorkloadSpec`.
+# Options that are fields of `ArrivalSpec`, distributions, and other fields of `WorkloadSpec`.
 _ARRIVALS = {
     "rate": "rate",
     "arrivals": "process",
@@ -86,7 +86,7 @@ _NUMBERS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `synthesize`."""
+    """Runs the command with `argv`, the arguments after `synthesize`."""
     return run_command(SynthesizeConfig, run, argv, prog=PROG)
 
 
@@ -101,7 +101,7 @@ def run(config: SynthesizeConfig) -> int:
 
 
 def _check(config: SynthesizeConfig) -> None:
-    """Raises ConfigError for options that contradict each other or bound nothing."""
+    """Raises ConfigError for options that contradict each other or are out of range."""
     if config.requests is not None and config.requests < 1:
         raise ConfigError("--requests must be at least 1")
     if config.duration is not None and not 0 < config.duration < float("inf"):
@@ -115,7 +115,7 @@ def _check(config: SynthesizeConfig) -> None:
 
 
 def _described(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
-    """Records without end, and how many are usual."""
+    """Returns endless records of the described workload, and its default number of requests."""
     spec = PRESETS[config.preset] if config.preset else WorkloadSpec()
     changes: dict[str, Any] = _given(config, _NUMBERS)
     for name, text in _given(config, _DRAWS).items():
@@ -127,7 +127,7 @@ def _described(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
 
 
 def _like(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
-    """Records without end, and how many the given trace has."""
+    """Returns endless records in the likeness of the given trace, and its number of requests."""
     fitted = fit(read_checked(Path(config.like or "")))
     rate = 1.0 if config.rate is None else config.rate / fitted.rate
     if not 0 < rate < math.inf:
@@ -146,7 +146,7 @@ def _arrivals(config: SynthesizeConfig, usual: ArrivalSpec) -> ArrivalSpec:
 
 
 def _given(config: SynthesizeConfig, names: Sequence[str] | dict[str, str]) -> dict[str, Any]:
-    """Of these options the ones that have a value."""
+    """Returns the given options that have a value."""
     values = {name: getattr(config, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -154,16 +154,16 @@ def _given(config: SynthesizeConfig, names: Sequence[str] | dict[str, str]) -> d
 def bounded(
     records: Iterator[TraceRecord], num_requests: int | None, duration_s: float | None
 ) -> Iterator[TraceRecord]:
-    """The records up to a number or before an instant, whichever comes first; None: no such bound."""
+    """Returns the records up to a number or before a time, whichever comes first. None = no such limit."""
     if duration_s is not None:
         records = takewhile(lambda record: record.arrived_s < duration_s, records)
     return islice(records, num_requests)
 
 
 def write_trace(path: Path, records: Iterable[TraceRecord]) -> int:
-    """Returns the number of requests. Raises ConfigError when the file cannot be written, or there are none.
+    """Writes a trace and returns its number of requests. Raises ConfigError if the file cannot be written or is empty.
 
-    A pipe or a device is written as it is, since it cannot be replaced.
+    A pipe or a device is written directly, because it cannot be replaced.
     """
     if path.is_dir():
         raise ConfigError(f"cannot write the trace {path}: it is a folder")
@@ -200,7 +200,7 @@ def _write(path: Path, records: Iterable[TraceRecord]) -> int:
 
 
 def line_of(record: TraceRecord) -> str:
-    """One line, as the public traces have it. Times are cut to milliseconds, which keeps their order."""
+    """Returns one line in the public traces' format. Times are truncated to milliseconds, which keeps their order."""
     ids = ", ".join(map(str, record.hash_ids))
     return (
         f'{{"timestamp": {int(record.arrived_s * 1000)}, "input_length": {record.input_length}, '

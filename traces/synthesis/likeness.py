@@ -1,15 +1,15 @@
 """A trace in the likeness of another: each request takes its figures from a given one and finds its own prefix.
 
-A request takes lengths and reuse of one donor. It begins with the widely shared prefix that the donor had, or beyond it
-with the earlier prompt of *this* trace that comes closest to what the donor began with: as many blocks, last used as
-long ago, as popular, as late in its session, extended or left midway. So sums of reused and new blocks, times between
-uses and popularity carry over, and no prompt does. The denser the traffic, the closer the match.
+A request takes lengths and reuse of one donor. It begins with the donor's widely shared prefix. If the donor reuses
+more, it begins with the earlier prompt of *this* trace that is closest to what the donor began with: as many blocks, as
+long after their last use, as popular, as late in the session, extended or left midway. So sums of reused and new
+blocks, times between uses and popularity carry over, but no prompt does. Denser traffic gives a closer match.
 
-A *donor* is one request of the given trace, reduced to lengths, the gap before it, which of the widely shared prefixes
-it begins with, and how it reuses beyond that: how many leading blocks, how long after their last use, how popular the
-deepest of them was, and how much of the earlier prompt it left. No ids, and no order of blocks.
+A *donor* is one request of the given trace, reduced to lengths, the gap before it, the widely shared prefix that it
+begins with, and its reuse beyond: number of leading blocks, time since their last use, popularity of the deepest one,
+and the rest of the earlier prompt. It has no ids and no order of blocks.
 
-More requests per second mean more users, who think as long as before. Knows the fit only, never the given trace.
+A higher rate means more users, each with unchanged think times. Knows only the fit, not the given trace.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MIN_REQUESTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """How a request begins with an earlier one's blocks."""
+    """A request's reuse of an earlier request's blocks."""
 
-    blocks: int  # leading ones, at least 1
-    after_s: float  # since the last use of the deepest one
-    uses: int  # of the deepest one, so far; 1: nobody but the earlier request has it
-    left: int  # whole blocks of the earlier prompt behind them
-    repeats: bool  # the earlier prompt once more, its partial last block included
+    blocks: int  # leading blocks, at least 1
+    after_s: float  # time since the last use of the deepest block
+    uses: int  # uses of the deepest block so far; 1 = only by the earlier request
+    left: int  # whole blocks of the earlier prompt after them
+    repeats: bool  # True if the earlier prompt is repeated, including its partial last block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,14 @@ class Donor:
     gap_s: float  # since the request before
     input_length: int
     output_length: int
-    turn: int  # in its session, as `traces.analysis.measures` counts; 1: extends no earlier prompt
+    turn: int  # in its session, as counted by `traces.analysis.measures`; 1 = extends no earlier prompt
     trunk: Trunk
-    reuse: Reuse | None  # that goes deeper than the trunk
+    reuse: Reuse | None  # None unless deeper than the trunk
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """All donors in the order of time."""
+    """All donors in order of time."""
 
     donors: Sequence[Donor]
 
@@ -65,17 +65,17 @@ class Fit:
 
     @property
     def longest_input(self) -> int:
-        """In tokens."""
+        """The longest prompt in tokens."""
         return max(donor.input_length for donor in self.donors)
 
     @property
     def rate(self) -> float:
-        """Mean requests per second; `fit` has made sure that time passes."""
+        """Mean requests per second. `fit` ensures that the duration is above 0."""
         return (len(self.donors) - 1) / self.duration_s
 
 
 def fit(records: Sequence[TraceRecord]) -> Fit:
-    """Raises ConfigError when there is too little to learn from."""
+    """Returns the donors of a trace. Raises ConfigError if it has too few requests or no duration."""
     if len(records) < MIN_REQUESTS:
         raise ConfigError(f"{len(records)} requests are too few to be like; a trace needs {MIN_REQUESTS}")
     if records[-1].arrived_s <= records[0].arrived_s:
@@ -105,7 +105,7 @@ def fit(records: Sequence[TraceRecord]) -> Fit:
 
 
 def _reuse(record: TraceRecord, visit: Visit, records: Sequence[TraceRecord], uses: Sequence[int]) -> Reuse | None:
-    """Whole blocks only, unless the prompt repeats an earlier one to its end. `uses`: of each block, before this."""
+    """Returns a request's reuse, in whole blocks unless it repeats an earlier prompt. `uses`: per block, before it."""
     if not visit.runs:
         return None
     earlier = records[visit.runs[-1].last_request]
@@ -126,17 +126,17 @@ def _reuse(record: TraceRecord, visit: Visit, records: Sequence[TraceRecord], us
 
 _BUFFER_SHARE = 0.04  # of all donors
 _MIN_BUFFER = 50
-_TRIES = 8  # draws for a donor whose reuse has happened already
-_GAPS_IN_A_ROW = 100  # arrivals keep their rhythm, such as ticks of a coarse clock
+_TRIES = 8  # maximum draws to find a donor whose reuse is possible
+_GAPS_IN_A_ROW = 100  # preserves the rhythm of arrivals, such as ticks of a coarse clock
 
 
 class DonorStream:
-    """Donors without end, in the order in which they lend their figures.
+    """An endless stream of donors, in the order of their use.
 
-    Donors pass through a buffer that shuffles them: one is drawn at random, the next of the trace takes its place. So
-    all are used equally often, which keeps means and percentiles close for every seed, and each near its own part of
-    the trace, whose cold start and drifting load are part of its figures. Behind the end comes the second half again,
-    shuffled anew: what a stretched trace is to go on like. `rate`: requests drawn per request of the given trace.
+    Donors pass through a buffer that shuffles them: one is drawn at random, and the next of the trace takes its place.
+    So all are used equally often, which keeps means and percentiles close for every seed. Each is used near its own
+    part of the trace, so that cold start and drifting load carry over. After the end, the second half is repeated in a
+    new order, because a stretched trace should continue like it. `rate`: requests drawn per request of the given trace.
     """
 
     def __init__(self, fit: Fit, random: Random, rate: float) -> None:
@@ -146,7 +146,7 @@ class DonorStream:
         self._buffer = [(donor, 0) for donor in fit.donors[:size]]
         self._next = size
         self._round = 0
-        self._due = 0.0  # donors to take in
+        self._due = 0.0  # number of donors to take in
 
     @property
     def place(self) -> int:
@@ -154,9 +154,9 @@ class DonorStream:
         return max(0, self._next - len(self._buffer) // 2) % len(self._donors)
 
     def draw(self, at_s: float) -> tuple[Donor, int]:
-        """A donor for a request at `at_s`, and how often the given trace had come round when it joined.
+        """Returns a donor for a request at `at_s`, and the round of the given trace in which it joined.
 
-        One whose reuse is older than the trace waits, if there are others.
+        A donor whose reuse is older than the new trace waits, if there are others.
         """
         slot = self._random.randrange(len(self._buffer))
         for _ in range(_TRIES):
@@ -181,7 +181,7 @@ class DonorStream:
 
 
 class GapStream:
-    """Seconds between arrivals without end: rows of the given trace's gaps, from near where the donors come from."""
+    """An endless stream of seconds between arrivals: runs of the given trace's gaps, from near the current donors."""
 
     def __init__(self, fit: Fit, random: Random, rate: float, donors: DonorStream) -> None:
         self._fit, self._random, self._rate, self._donors = fit, random, rate, donors
@@ -189,7 +189,7 @@ class GapStream:
         self._left = 0
 
     def draw(self) -> float:
-        """Raises nothing; the first donor has no gap and is left out."""
+        """Returns the next gap. Raises nothing. The first donor is left out, because no gap precedes it."""
         last = len(self._fit.donors) - 1
         if not self._left:
             near = self._random.randrange(-_GAPS_IN_A_ROW, _GAPS_IN_A_ROW + 1)
@@ -209,8 +209,8 @@ def records_like(
     arrivals: ArrivalSpec | None = None,
     remembered: int = REMEMBERED,
 ) -> Iterator[TraceRecord]:
-    """Records in the order of time, without end. `rate`: factor on requests per second. `arrivals`: instead of the
-    gaps of the given trace."""
+    """Yields endless records in order of time. `rate`: factor on requests per second. `arrivals` replaces the gaps of
+    the given trace."""
     if arrivals is not None:
         rate = arrivals.rate / fit.rate
     donors = DonorStream(fit, random, rate)
@@ -260,7 +260,7 @@ class _Likeness:
         return self._made(trunk, key, length, at_s)
 
     def _wish(self, donor: Donor, key: TrunkKey, length: int, at_s: float) -> Wish | None:
-        """What the donor's reuse is here; None when it has none."""
+        """Returns the donor's reuse as a wish in this trace; None if there is no reuse."""
         reuse = donor.reuse
         room = length // TOKENS_PER_HASH
         if reuse is None or not room:
@@ -278,18 +278,18 @@ class _Likeness:
         )
 
     def _continued(self, earlier: Prompt, depth: int, donor: Donor, wish: Wish, length: int) -> Prompt:
-        """A prompt that begins with `depth` blocks of the earlier one."""
+        """Returns a prompt that begins with `depth` blocks of the earlier one."""
         turn = earlier.turn + 1 if wish.turn else 1
         uses = earlier.uses + 1 if depth <= earlier.shared else 2
         if donor.reuse is not None and donor.reuse.repeats:
             return _again(earlier, uses, turn, wish.now_s)
         earlier.taken = max(earlier.taken, depth)
-        # Longer or shorter by what the earlier prompt is, so that the new part keeps its length.
+        # The length follows the earlier prompt's, so that the new part keeps its length.
         length += (depth - wish.blocks) * TOKENS_PER_HASH
         return self._made(earlier.chain[:depth], wish.trunk, length, wish.now_s, uses, turn)
 
     def _made(self, base: Chain, trunk: TrunkKey, length: int, at_s: float, uses: int = 1, turn: int = 1) -> Prompt:
-        """A prompt of `length` tokens that begins with `base` and is new behind it."""
+        """Returns a prompt of `length` tokens that begins with `base` and is new after it."""
         num_new = -(-length // TOKENS_PER_HASH) - len(base)
         return Prompt(
             arrived_s=at_s,
@@ -304,7 +304,7 @@ class _Likeness:
 
 
 def _again(earlier: Prompt, uses: int, turn: int, at_s: float) -> Prompt:
-    """The same prompt once more. Its partial last block is shared too, and nothing can follow that."""
+    """Returns the same prompt once more. Its partial last block is shared too, so no block can follow."""
     earlier.taken = earlier.whole
     return Prompt(
         arrived_s=at_s,

@@ -1,8 +1,8 @@
 """The prompts of a growing trace that later ones may begin with, found by size and age.
 
-Prompts are kept in lines: by their whole blocks, for who extends one, and by the depth to which they share, for who
-joins others at a common prefix. A line is in the order of time, so a prompt of a certain age is found by bisection.
-Only the latest `limit` prompts are remembered; those before can no longer be extended.
+Prompts are kept in lines: by their whole blocks, for a request that extends one, and by their shared depth, for a
+request that joins others at a common prefix. A line is in order of time, so that a prompt of a given age is found by
+bisection. Only the latest `limit` prompts are kept. Older ones can no longer be extended.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from operator import attrgetter
 from traces.synthesis.trunks import Chain, TrunkKey
 
 REMEMBERED = 200_000  # prompts, about 200 MB
-_NEAREST = 3  # prompts of a line that are compared on each side
-_REACH = 48  # prompts of a line that are passed by on each side in search of these
-_GRACE_S = 2.0  # ages closer than that are alike: traces have clocks as coarse as 3 s
+_NEAREST = 3  # prompts of a line compared on each side
+_REACH = 48  # prompts of a line searched for these on each side
+_GRACE_S = 2.0  # differences in age below this hardly matter: traces have clocks as coarse as 3 s
 _GOOD = 0.15  # a mismatch (logarithm of ratios) that ends the search
-_SIZES = 24  # lines of other sizes that are looked at
+_SIZES = 24  # lines of other sizes to search
 _LONG_LINE = 1_024
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One prompt of the past."""
+    """One earlier prompt."""
 
     arrived_s: float
     chain: Chain
     input_length: int
-    whole: int  # blocks without the partial last one
-    shared: int  # leading blocks that were there before it
-    uses: int  # of the deepest shared block, this one counted; 1 when only a trunk is shared
+    whole: int  # blocks, without the partial last one
+    shared: int  # leading blocks that existed before it
+    uses: int  # of the deepest shared block, including this one; 1 = only a trunk is shared
     trunk: TrunkKey
-    turn: int = 1  # in its session, as `traces.analysis.measures` counts
+    turn: int = 1  # in its session, as counted by `traces.analysis.measures`
     taken: int = 0  # leading blocks that a later prompt has begun with
 
     def validate(self) -> None:
-        """Raises AssertionError unless the depths lie within each other."""
+        """Raises AssertionError unless the depths are consistent."""
         assert 0 <= self.shared <= len(self.chain)
         assert self.whole <= len(self.chain) <= self.whole + 1
         assert 0 <= self.taken <= len(self.chain)
@@ -51,15 +51,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What an earlier prompt should be like."""
+    """The desired properties of an earlier prompt."""
 
-    trunk: TrunkKey  # it begins with this one, and no other will do
-    blocks: int  # to begin with
-    most: int  # that may be begun with, so that the new prompt stays within the longest one
-    left: int  # whole blocks of the earlier prompt behind them; 0: the new one extends it
+    trunk: TrunkKey  # the trunk that it must begin with
+    blocks: int  # leading blocks to reuse
+    most: int  # maximum blocks to reuse, so that the new prompt is no longer than the longest one
+    left: int  # whole blocks of the earlier prompt after them; 0 = the new one extends it
     arrived_s: float
     now_s: float
-    turn: int  # in its session; 0: whichever
+    turn: int  # in its session; 0 = any
     uses: int  # of the deepest block
 
     @property
@@ -68,12 +68,12 @@ class Wish:
         return self.blocks + self.left
 
     def depth(self, prompt: Prompt) -> int:
-        """Where the new prompt leaves this one: at its end, if it is to extend it."""
+        """Returns the number of blocks that the new prompt reuses: all, up to `most`, if it extends this one."""
         return self.blocks if self.left else min(prompt.whole, self.most)
 
 
 class _Line:
-    """Prompts in the order of time; forgotten ones leave at the front."""
+    """Prompts in order of time. Forgotten ones are removed at the front."""
 
     def __init__(self) -> None:
         self._prompts: list[Prompt] = []
@@ -92,7 +92,7 @@ class _Line:
             self._begin = 0
 
     def around(self, arrived_s: float, fits: Callable[[Prompt], bool]) -> list[Prompt]:
-        """Those that fit next to an instant, on both sides, and the latest one."""
+        """Returns the fitting prompts nearest to a time, on both sides, and the latest one."""
         prompts = self._prompts
         place = bisect_left(prompts, arrived_s, lo=self._begin, key=attrgetter("arrived_s"))
         later = prompts[place : place + _REACH]
@@ -108,7 +108,7 @@ _Lines = dict[tuple[TrunkKey, int], _Line]
 
 
 class Past:
-    """The latest prompts. `add` must be called in the order of time."""
+    """The latest prompts. Call `add` in order of time."""
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
@@ -127,7 +127,7 @@ class Past:
             self._forget(self._all.popleft())
 
     def session(self, wish: Wish) -> Prompt | None:
-        """The last prompt of a session, to be extended."""
+        """Finds the last prompt of a session, to extend it."""
 
         def fits(prompt: Prompt) -> bool:
             return prompt.taken < prompt.whole <= wish.most
@@ -140,7 +140,7 @@ class Past:
         return _best(found)
 
     def private(self, wish: Wish) -> Prompt | None:
-        """A prompt whose deepest block of the wished ones is its own, and not yet used by another."""
+        """Finds a prompt that introduced the deepest of the wished blocks, which no other prompt uses yet."""
 
         def fits(prompt: Prompt) -> bool:
             return max(prompt.taken, prompt.shared) < wish.depth(prompt) <= prompt.whole
@@ -153,7 +153,7 @@ class Past:
         return _best(found)
 
     def popular(self, wish: Wish) -> Prompt | None:
-        """The last of those that share as many blocks as wished, or a few more."""
+        """Finds the last user of a shared prefix with the wished number of blocks, or a few more."""
 
         def fits(prompt: Prompt) -> bool:
             return prompt.taken < wish.blocks <= prompt.shared
@@ -166,7 +166,7 @@ class Past:
         return _best(found)
 
     def validate(self) -> None:
-        """Raises AssertionError unless each prompt stands in exactly its lines."""
+        """Raises AssertionError unless each prompt is in exactly its lines."""
         assert len(self._all) <= self._limit
         assert sum(map(len, self._by_whole.values())) == len(self._all)
         assert sum(map(len, self._by_shared.values())) == sum(p.uses > 1 for p in self._all)
@@ -189,10 +189,10 @@ class Past:
 
 
 def _sizes_around(size: int, at_least: int) -> Iterator[int]:
-    """The size itself, then by turns larger and smaller ones."""
+    """Yields the size itself, then larger and smaller ones in turn."""
     yield size
     for step in range(1, _SIZES // 2 + 1):
-        # Prompts of hundreds of blocks are rare: look further around them.
+        # Prompts of hundreds of blocks are rare, so the distance grows with the size.
         distance = math.ceil(step * max(1.0, size / 32))
         yield size + distance
         if size - distance >= at_least:
@@ -200,7 +200,7 @@ def _sizes_around(size: int, at_least: int) -> Iterator[int]:
 
 
 def _popularity_mismatch(prompt: Prompt, wish: Wish) -> float:
-    """Of depth, age and uses; also of the session, when it is one."""
+    """Sums the mismatches of depth, age and uses, and of the session if the wish has a turn."""
     depth = abs(prompt.shared - wish.blocks) / wish.blocks
     mismatch = depth + _age_mismatch(prompt, wish) + _uses_mismatch(prompt, wish)
     return mismatch + _session_mismatch(prompt, wish) if wish.turn else mismatch
@@ -212,7 +212,7 @@ def _age_mismatch(prompt: Prompt, wish: Wish) -> float:
 
 
 def _session_mismatch(prompt: Prompt, wish: Wish) -> float:
-    """Of size and turn."""
+    """Sums the mismatches of size and turn."""
     size = abs(prompt.whole - wish.size) / wish.size
     return size + abs(math.log(prompt.turn / wish.turn)) if wish.turn else size
 
@@ -222,7 +222,7 @@ def _uses_mismatch(prompt: Prompt, wish: Wish) -> float:
 
 
 def _best(found: Iterator[tuple[Prompt, float]]) -> Prompt | None:
-    """The first good one, else the least bad."""
+    """Returns the first prompt with a good match, otherwise the best one."""
     best: Prompt | None = None
     least = math.inf
     for prompt, mismatch in found:

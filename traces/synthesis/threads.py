@@ -1,8 +1,8 @@
-"""Requests of a described workload: at each arrival the thread that has waited longest goes on, else a new one begins.
+"""Requests of a described workload. At each arrival, the thread that is due longest continues, or a new one begins.
 
-So the arrival process alone decides when requests come, and think times are lower bounds that load does not stretch in
-the steady state, since a thread begins only when nobody waits. Threads that wait are bounded; above that, new ones end
-after their first request.
+So only the arrival process decides when requests come. Think times are lower bounds. Load does not stretch them in the
+steady state, since a thread begins only if none is due. The number of waiting threads is bounded; above the limit, new
+threads end after their first request.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from traces.format import TOKENS_PER_HASH, TraceRecord
 from traces.synthesis.trunks import BlockIds, Chain
 from traces.synthesis.workload import Draws, WorkloadSpec, arrival_times, draw_tokens
 
-MAX_WAITING = 200_000  # threads between two of their requests; about 100 MB
+MAX_WAITING = 200_000  # threads between two requests; about 100 MB
 
 
 @dataclass(slots=True, eq=False)
 class Thread:
-    """What the next request of a thread builds on."""
+    """The state that the next request of a thread builds on."""
 
     base: Chain  # whole blocks that the next prompt begins with
-    base_tokens: int  # of the next prompt, its new tokens not counted
-    grows: bool  # a session; otherwise the base stays, as a document does
-    left: int  # requests after the last one
+    base_tokens: int  # of the next prompt, without its new tokens
+    grows: bool  # True for a session; otherwise the base is fixed, like a document
+    left: int  # remaining requests
     new_tokens: Draws
 
     def validate(self) -> None:
@@ -38,14 +38,14 @@ class Thread:
 
 
 def requests_of(spec: WorkloadSpec, random: Random) -> Iterator[TraceRecord]:
-    """Records in the order of time, without end. `spec` has been checked."""
+    """Yields endless records in order of time. `spec` must be checked."""
     threads = _Threads(spec, random)
     for at_s in arrival_times(spec.arrivals, random):
         yield threads.request(at_s)
 
 
 class _SystemPrompts:
-    """Picks a system prompt by popularity; it is there from its first use on."""
+    """Picks system prompts by popularity. Each one is created at its first use."""
 
     def __init__(self, spec: WorkloadSpec, ids: BlockIds, random: Random) -> None:
         self._spec, self._ids, self._random = spec, ids, random
@@ -54,20 +54,20 @@ class _SystemPrompts:
         self._made: dict[int, tuple[Chain, int]] = {}
 
     def pick(self) -> tuple[Chain, int]:
-        """Whole blocks, all tokens. Nothing for threads without a system prompt."""
+        """Returns whole blocks and number of tokens; nothing for a thread without a system prompt."""
         if self._random.random() >= self._spec.system_share:
             return (), 0
         [rank] = self._random.choices(range(len(self._cumulated)), cum_weights=self._cumulated)
         if rank not in self._made:
             tokens = draw_tokens(self._spec.system_tokens, self._random)
-            # One token is left for the rest of the prompt.
+            # One token remains for the rest of the prompt.
             tokens = min(tokens, self._spec.max_input_tokens - 1)
             self._made[rank] = self._ids.extend((), tokens // TOKENS_PER_HASH), tokens
         return self._made[rank]
 
 
 class _Threads:
-    """All threads that wait for their next request, by the time when it is due."""
+    """All threads that wait for their next request, by due time."""
 
     def __init__(self, spec: WorkloadSpec, random: Random) -> None:
         self._spec, self._random = spec, random
@@ -129,8 +129,8 @@ class _Threads:
 
 
 def geometric(mean: float, random: Random) -> int:
-    """A number from 1 up: after each one it goes on with the same probability. `mean` is 1 or more."""
+    """Draws from a geometric distribution on 1, 2, … with the given mean of at least 1."""
     if mean == 1:
         return 1
-    # By inversion, since counting up takes as long as the number is large.
+    # By inversion, since counting trials takes time proportional to the result.
     return 1 + int(math.log1p(-random.random()) / math.log1p(-1 / mean))

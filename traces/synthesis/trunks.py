@@ -1,13 +1,12 @@
-"""The hash ids of a growing trace: chains of them, who hands out new ones, and prefixes that many sessions share.
+"""The hash ids of a growing trace: allocation of ids, chains of them, and prefixes that many sessions share.
 
-Ids are handed out as they are first written, so they are dense and a new block's neighbours are its chain. Rule of the
-format: an id is only ever behind the same id, so a chain is made from the head of another one and from new ids, never
-otherwise.
+Ids are allocated in the order in which they are written, so they are dense and the neighbours of a new block are its
+chain. Rule of the format: an id always follows the same id. So a chain consists of the head of another one and new ids.
 
-A *trunk* is the leading part of a prompt, such as a system prompt, that at least so many sessions begin with. Which
-trunk a request begins with is kept, so that each keeps its length and popularity, and what shares one shares it again.
-One that the given trace has for less than half of its time is *passing*: when a stretched trace comes round again, it
-is another one.
+A *trunk* is the leading part of a prompt, such as a system prompt, that a minimum number of sessions begin with. Each
+request keeps its trunk, so that trunks keep their length and popularity, and requests that share one share it again. A
+trunk that the given trace uses for less than half of its time is *passing*: when a stretched trace starts a new round
+of the given one, the trunk gets new ids.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ Chain = tuple[int, ...]  # the ids of a prompt, from the head on
 
 
 class BlockIds:
-    """Hands out ids from 0 up."""
+    """Allocates ids from 0 up."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def extend(self, chain: Chain, count: int) -> Chain:
-        """The chain with `count` new ids behind it."""
+        """Returns the chain extended by `count` new ids."""
         self._next += count
         return (*chain, *range(self._next - count, self._next))
 
 
 _MIN_SESSIONS = 10
 _MIN_SHARE = 0.002  # of all requests
-_LASTING_SHARE = 0.5  # of the trace's time, from first to last use
+_LASTING_SHARE = 0.5  # of the trace's duration, from first to last use
 
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """`path`: its blocks, as the given trace's tree numbers them; of these the first `lasting` are always there."""
+    """`path`: its blocks, as the given trace's tree numbers them. The first `lasting` of them are not passing."""
 
     path: tuple[int, ...]
     lasting: int
@@ -50,7 +49,7 @@ NO_TRUNK = Trunk((), 0)
 
 
 def trunks_of(tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]) -> list[Trunk]:
-    """Of each request the deepest trunk, in whole blocks. `turns`: number of each request in its session."""
+    """Returns each request's deepest trunk, in whole blocks. `turns`: each request's number in its session."""
     popular = _popular_blocks(tree, records, turns)
     span_s = (records[-1].arrived_s - records[0].arrived_s) * _LASTING_SHARE
     known: dict[int, Trunk] = {}
@@ -65,7 +64,7 @@ def trunks_of(tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[
 
 
 def _popular_blocks(tree: PrefixTree, records: Sequence[TraceRecord], turns: Sequence[int]) -> dict[int, float]:
-    """Blocks that many sessions begin with, and the seconds from their first use to their last."""
+    """Returns the blocks that many sessions begin with, and the seconds from first to last use."""
     sessions = [0] * tree.num_blocks
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -83,25 +82,25 @@ def _popular_blocks(tree: PrefixTree, records: Sequence[TraceRecord], turns: Seq
 
 
 TrunkKey = tuple[int, int] | None
-"""Which trunk of a growing trace: the deepest block as the given trace numbers it, and the round; None: no trunk."""
+"""Key of a trunk in a growing trace: its deepest block in the given trace's tree, and the round; None = no trunk."""
 
 
 class TrunkChains:
-    """Gives trunks their ids when they are first used."""
+    """Allocates the ids of trunks when they are first used."""
 
     def __init__(self, ids: BlockIds) -> None:
         self._ids = ids
-        self._chains: dict[tuple[int, int], Chain] = {}  # block, round → up to it
+        self._chains: dict[tuple[int, int], Chain] = {}  # (block, round) → ids up to the block
         self._round = 0
 
     def key(self, trunk: Trunk, round_number: int) -> TrunkKey:
-        """Equal for the same trunk, and for a passing one only within a round."""
+        """Returns an equal key for the same trunk; if it is passing, only within a round."""
         if not trunk.path:
             return None
         return trunk.path[-1], 0 if trunk.lasting == len(trunk.path) else round_number
 
     def chain(self, trunk: Trunk, room: int, round_number: int) -> Chain:
-        """At most `room` blocks. `round_number`: how often the given trace has come round; may fall back by one."""
+        """Returns at most `room` blocks. `round_number`: repetitions of the given trace so far; may go back by one."""
         self._forget_before(round_number - 1)
         chain: Chain = ()
         for position, block in enumerate(trunk.path[:room]):
@@ -112,7 +111,7 @@ class TrunkChains:
         return chain
 
     def _forget_before(self, round_number: int) -> None:
-        """Passing trunks of earlier rounds do not come again."""
+        """Drops passing trunks of earlier rounds, which are not used again."""
         if round_number <= self._round:
             return
         self._round = round_number

@@ -1,11 +1,11 @@
-"""What a described workload consists of: when requests come, lengths, shares. Frozen data, checked once.
+"""Description of a workload: arrivals, lengths, shares. Frozen data, checked once.
 
-Gaps between requests are drawn with mean 1 and stretched by the inverse of the accumulated rate, so burstiness and
-profile do not depend on each other: the profile sets how many come per hour, the gaps how unevenly.
+Gaps between requests are drawn with mean 1 and stretched by the inverse of the accumulated rate. So burstiness and
+profile are independent: the profile sets the number of requests per hour, the gaps their unevenness.
 
-A *thread* is what one user does: a session of turns that each extend the last prompt, questions about one document, or
-a single request. Any of them may begin with one of a few system prompts, whose popularity follows Zipf's law. Shares
-are of newly begun threads, from 0 to 1.
+A *thread* is the activity of one user: a session of turns that each extend the last prompt, questions about one
+document, or a single request. Each may begin with one of a few system prompts, whose popularity follows Zipf's law.
+Shares are of newly begun threads, from 0 to 1.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Protocol
 from protocol.errors import ConfigError
 
 PROCESSES = ("constant", "poisson", "gamma")
-_STEPS = 60  # of bisection: enough for the last bit of a double
+_STEPS = 60  # of bisection; enough for the last bit of a double
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalSpec:
-    """rate(t) = rate · (1 − amplitude · cos(2π t / period)): the trace begins at the quietest moment."""
+    """rate(t) = rate · (1 − amplitude · cos(2π t / period)): the trace begins at the quietest time."""
 
     rate: float  # requests per second, mean over a period
     process: str = "poisson"
-    burstiness: float = 1.0  # deviation / mean of the gaps; only for gamma
-    diurnal_amplitude: float = 0.0  # 0: constant; 1: the quietest moment has none
+    burstiness: float = 1.0  # standard deviation / mean of the gaps; only for gamma
+    diurnal_amplitude: float = 0.0  # 0 = constant; 1 = no requests at the quietest time
     diurnal_period_s: float = 86_400.0
 
     def check(self) -> None:
-        """Raises ConfigError that says what to change."""
+        """Raises ConfigError with the options to change."""
         if not 0 < self.rate < math.inf:
             raise ConfigError("--rate must be above 0 requests per second")
         if self.process not in PROCESSES:
@@ -47,14 +47,14 @@ class ArrivalSpec:
             raise ConfigError("--diurnal-period-s must be above 0")
 
     def expected(self, until_s: float) -> float:
-        """The number of requests expected before `until_s`."""
+        """Returns the expected number of requests before `until_s`."""
         angular = 2 * math.pi / self.diurnal_period_s
         swing = self.diurnal_amplitude * math.sin(angular * until_s) / angular
         return self.rate * (until_s - swing)
 
 
 def arrival_times(spec: ArrivalSpec, random: Random) -> Iterator[float]:
-    """Instants in seconds from 0 on, without end and never falling. The first gap comes before the first request."""
+    """Yields endless arrival times in seconds from 0, never decreasing. The first gap precedes the first request."""
     expected = 0.0
     at_s = 0.0
     while True:
@@ -73,11 +73,11 @@ def _unit_gap(spec: ArrivalSpec, random: Random) -> float:
 
 
 def _instant(spec: ArrivalSpec, expected: float, *, not_before_s: float) -> float:
-    """The inverse of `spec.expected`."""
+    """Returns the inverse of `spec.expected`."""
     even_s = expected / spec.rate
     if not spec.diurnal_amplitude:
         return even_s
-    # Accumulated, the swing is never more than this away from an even rate.
+    # The accumulated swing never deviates by more than this from an even rate.
     swing_s = spec.diurnal_amplitude * spec.diurnal_period_s / (2 * math.pi)
     low, high = max(not_before_s, even_s - swing_s), even_s + swing_s
     for _ in range(_STEPS):
@@ -93,12 +93,12 @@ class Draws(Protocol):
     """A distribution of non-negative numbers."""
 
     def draw(self, random: Random) -> float:
-        """One number."""
+        """Draws one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Always the same."""
+    """Always the same number."""
 
     value: float
 
@@ -108,7 +108,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Lognormal with this mean; `sigma`: deviation of the logarithm (1: the 90th percentile is 2.2 × the mean)."""
+    """Lognormal with this mean. `sigma`: deviation of the logarithm (1: the 90th percentile is 2.2 × the mean)."""
 
     mean: float
     sigma: float
@@ -119,7 +119,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Empirical:
-    """One of the values, each as likely."""
+    """One of the values, with equal probability."""
 
     values: tuple[float, ...]
 
@@ -128,12 +128,12 @@ class Empirical:
 
 
 def draw_tokens(draws: Draws, random: Random) -> int:
-    """A number of tokens, at least 1."""
+    """Draws a number of tokens, at least 1."""
     return max(1, round(draws.draw(random)))
 
 
 def parse_draws(text: str, flag: str) -> Draws:
-    """Raises ConfigError that names the flag and shows how it is written."""
+    """Parses a distribution. Raises ConfigError that names the flag and the syntax."""
     kind, _, rest = text.partition(":")
     try:
         if kind == "lognormal":
@@ -173,31 +173,31 @@ def _not_below_0(value: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """The defaults are a chat with a few system prompts."""
+    """A workload. The defaults are a chat with a few system prompts."""
 
-    arrivals: ArrivalSpec = ArrivalSpec(rate=1.0)  # frozen, as all calls below
+    arrivals: ArrivalSpec = ArrivalSpec(rate=1.0)  # frozen, like the results of all calls below
     num_requests: int = 10_000
     input_tokens: Draws = LogNormal(2_000, 1.0)
     output_tokens: Draws = LogNormal(300, 0.8)
     max_input_tokens: int = 128_000
-    # System prompts: whole blocks of them are shared by all threads that begin with the same one.
+    # System prompts: all threads with the same one share its whole blocks.
     system_share: float = 1.0
     system_prompts: int = 10
     system_zipf: float = 1.0
     system_tokens: Draws = Constant(1_024)
-    # Sessions: each turn is the last prompt, its answer and new tokens.
+    # Sessions: a turn consists of the last prompt, its answer and new tokens.
     session_share: float = 0.5
     turns: float = 3.0  # mean, at least 1; geometric
     turn_tokens: Draws = LogNormal(300, 1.0)
     think_s: Draws = LogNormal(90, 1.0)  # from arrival to arrival
-    # Documents: each question is the document and new tokens.
+    # Documents: a question consists of the document and new tokens.
     document_share: float = 0.0
     questions: float = 4.0  # mean, at least 1; geometric
     document_tokens: Draws = LogNormal(15_000, 0.8)
     question_tokens: Draws = LogNormal(200, 0.8)
 
     def check(self) -> None:
-        """Raises ConfigError that says what to change."""
+        """Raises ConfigError with the options to change."""
         self.arrivals.check()
         for name in ("system_share", "session_share", "document_share"):
             if not 0 <= getattr(self, name) <= 1:
