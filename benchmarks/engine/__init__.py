@@ -1,1 +1,1 @@
-"""Benchmarks of the engine and of its memory."""
+"""Benchmarks of the engine and of its memory management."""

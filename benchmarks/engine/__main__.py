@@ -1,8 +1,8 @@
-"""`make bench-engine`: how fast the engine is and what its memory management costs, one table per part.
+"""`make bench-engine`: measures the engine's speed and the cost of its memory management, one table per part.
 
-speed measures decode and prefill beside other engines; the other parts are programs of their own (`python -m
-benchmarks.engine.PART --help`) and run here with what they choose themselves. Exit status 1 when a bar is missed or a
-part failed.
+speed compares decode and prefill with other engines. The other parts are separate programs (`python -m
+benchmarks.engine.PART --help`) and run here with their default options. The exit status is 1 if a bar is missed or a
+part fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.engine.attention`: milliseconds per layer of attention alone, beside torch and a floor.
+"""`python -m benchmarks.engine.attention`: times attention alone, in ms per layer, against torch and a lower bound.
 
-The floor of a decode step is the time to read its K and V once, that of a prompt the time of its scores and sums at the
-rate of a large matrix product; both rates are measured in the same run. The layers' K and V together are larger than
-the caches, and their blocks lie in no order. Contestants take turns; medians. With one thread the time is that of the
-processor, which neighbours on the machine hardly change; with more it is the wall's.
+The lower bound ("floor") of a decode step is the time to read its K and V once. For a prompt it is the time of its
+scores and sums at the rate of a large matrix product. Both rates are measured in the same run. The layers' K and V
+together exceed the caches, and their blocks are in random order. Contestants take turns; figures are medians. With one
+thread, processor time is measured, because other load hardly changes it; with more threads, wall time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from protocol.native import shared_cache
 
 CONTESTANTS = ("native", "torch")
 BLOCK_SIZE = 32
-_POOL_BYTES = 192 << 20  # several times the last cache
+_POOL_BYTES = 192 << 20  # several times the last-level cache
 _MAX_LAYERS = 48
 _GEMM_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One layer's attention of a step."""
+    """Attention of one step in one layer."""
 
     label: str
     geometry: Geometry
-    lengths: Sequence[tuple[int, int]]  # start and end of each span
+    lengths: Sequence[tuple[int, int]]  # (start, end) of each span
 
     @property
     def num_tokens(self) -> int:
@@ -48,18 +48,18 @@ class Work:
 
     @property
     def kv_elements(self) -> int:
-        """Of K and V, each seen token once."""
+        """Number of elements of K and V, with each token of a sequence counted once."""
         per_token = 2 * self.geometry.num_kv_heads * self.geometry.head_dim
         return per_token * sum(end for _, end in self.lengths)
 
     @property
     def flops(self) -> int:
-        """Of scores and sums, hidden ones not counted."""
+        """Floating-point operations of scores and sums, without masked pairs."""
         pairs = sum((end * (end + 1) - start * (start + 1)) // 2 for start, end in self.lengths)
         return 4 * self.geometry.num_heads * self.geometry.head_dim * pairs
 
 
-SMALL = Geometry(num_heads=12, num_kv_heads=4, head_dim=64)  # the 110M Llama of `shapes`
+SMALL = Geometry(num_heads=12, num_kv_heads=4, head_dim=64)  # the 110M Llama in `shapes`
 LARGE = Geometry(num_heads=32, num_kv_heads=8, head_dim=128)  # as in Llama 3 8B
 
 
@@ -87,7 +87,7 @@ PROMPTS = [
 
 
 class Bench:
-    """A pool full of layers, and contestants over it."""
+    """A pool with several layers of random K and V, and the contestants that read it."""
 
     def __init__(self, work: Work, dtype: str) -> None:
         self._work = work
@@ -111,7 +111,7 @@ class Bench:
         first = geometry.num_heads
         self._tensors = wide[:, :first], wide[:, first : -geometry.num_kv_heads]
         self._values = wide[:, -geometry.num_kv_heads :]
-        # Prompts do not come from memory: a few layers show it.
+        # Prompts are not bound by memory, so two layers are enough.
         self._layers = range(layout.num_layers if work.num_tokens == len(work.lengths) else 2)
 
     def _layout(self, num_layers: int, dtype: str) -> KvLayout:
@@ -125,14 +125,14 @@ class Bench:
         )
 
     def measure(self, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-        """Seconds per layer of each contestant, `rounds` times."""
+        """Returns the seconds per layer of each contestant, one figure per round."""
         backends = {name: make_attention(name, self._work.geometry, self._pool, shared_cache()) for name in CONTESTANTS}
         plans = {name: one.plan(self._spans, None) for name, one in backends.items()}
         seconds: dict[str, list[float]] = {name: [] for name in backends}
         for number in range(rounds + 1):
             for name, backend in backends.items():
                 taken = self._pass(backend, plans[name], clock)
-                if number > 0:  # the first one warms up
+                if number > 0:  # the first round warms up
                     seconds[name].append(taken)
         return seconds
 
@@ -145,7 +145,7 @@ class Bench:
 
 
 def gemm_flops_per_s(dtype: str, clock: Callable[[], float]) -> float:
-    """The best of several rounds."""
+    """Returns the rate of a large matrix product: the best of several rounds."""
     left, right = torch.randn(2, _GEMM_ROWS, _GEMM_ROWS).to(TORCH_DTYPES[dtype])
     times = []
     for _ in range(7):

@@ -1,4 +1,4 @@
-"""How fast cores read memory: the floor under every decode step."""
+"""Measures the memory read bandwidth of cores, which bounds the time of a decode step from below."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from protocol.native import load_library, shared_cache
 
-_BYTES = 512 << 20  # many times any cache
+_BYTES = 512 << 20  # many times the size of any cache
 _LINE = 64
 _ROUNDS = 9
 
 
 def read_bytes_per_s(cores: Sequence[int] = ()) -> float:
-    """The best of several rounds: in the processor's time for one core (the one it runs on, unless given), else on the
-    clock of the wall for all of `cores` together. Raises CompilerError."""
+    """Returns the best bandwidth of several rounds. With fewer than two `cores` it is measured in processor time on the
+    current core, otherwise in wall time on all of `cores` together. Raises CompilerError if it cannot compile."""
     library = load_library(Path(__file__).with_name("read.c"), ("-O3", "-march=native"), shared_cache())
     library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     memory = mmap.mmap(-1, _BYTES, flags=mmap.MAP_PRIVATE)
@@ -43,13 +43,13 @@ def _time_one(library: ctypes.CDLL, address: int) -> float:
 
 
 def _time_several(library: ctypes.CDLL, address: int, cores: Sequence[int]) -> float:
-    """From the moment that all threads are on their cores: the system is slow to part two that begin on one."""
+    """Starts timing when all threads are on their cores, because the kernel is slow to separate two on one core."""
     part = _BYTES // len(cores)
     barrier = threading.Barrier(len(cores))
     instants: list[float] = []
 
     def read(number: int) -> None:
-        os.sched_setaffinity(0, {cores[number]})  # of this thread alone
+        os.sched_setaffinity(0, {cores[number]})  # of this thread only
         barrier.wait()
         instants.append(time.perf_counter())
         library.read_all(address + number * part, part // _LINE)

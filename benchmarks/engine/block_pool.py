@@ -1,15 +1,15 @@
-"""The block pool that workers use, under very many requests: memory, blocks per second, and how long a call takes.
+"""Measures the workers' block pool under millions of requests: memory, blocks per second, and latency of a call.
 
     python -m benchmarks.engine.block_pool [--requests 1000 … 10000000] [--json FILE]
 
-So many requests hold one or two blocks each, 1.6 on average, all at once; then some of them, drawn at random, go and as
-many come. Who holds which blocks is the caller's business, here as in a worker; it is kept in an array and counts as
-memory. Rates are of processor time, percentiles of the wall's. *Single*: one call per request; its rate is of calls to
-`allocate` in a row, its percentiles of calls that are timed one by one, with what the timing itself costs. *Pool*: the
-percentiles that the pool counts itself, as its metric shows them. *Batch*: one call for the blocks of 32 requests.
-*Churn*: `release` and `allocate` in turns. Each rate is the median of the rounds, a percentile is of all rounds.
-Resident memory is what the process grew by from before the pool was made until all requests held their blocks. Exit
-status 1 when the last size misses a bar.
+The given number of requests hold one or two blocks each, 1.6 on average, at the same time. Then randomly chosen
+requests leave and as many arrive. Block tables belong to the caller, as in a worker; they are kept in an array, which
+counts as memory. Rates are per second of processor time, percentiles of wall time. *Single*: one call per request; the
+rate is of consecutive calls to `allocate`, the percentiles are of calls timed one by one, timing overhead included.
+*Pool*: percentiles from the pool's own metric. *Batch*: one call for the blocks of 32 requests. *Churn*: `release` and
+`allocate` alternate. A rate is the median of the rounds; a percentile covers all rounds. Resident memory is the growth
+of the process from before the pool is created until all requests hold their blocks. The exit status is 1 if the last
+size misses a bar.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from protocol.timeline import percentile
 BLOCKS_PER_REQUEST = 1.6
 BATCH = 32
 FILL_BATCH = 4096
-CALLS = 50_000  # of a round, in turns of at most as many as there are requests
+CALLS = 50_000  # per round, in turns of at most as many calls as there are requests
 
 MOST_BYTES = 2 * 2**30
 LEAST_BLOCKS_PER_S = 1_000_000
 MOST_P99_US = 20.0
-"""The bars, at ten million requests over sixteen million blocks."""
+"""Bars for ten million requests over sixteen million blocks."""
 
 Row = dict[str, Any]
 
@@ -92,7 +92,7 @@ TABLES = {
 
 
 def bars(row: Row) -> list[str]:
-    """What is asked of the largest size, and what came out."""
+    """Returns a verdict line for each bar of the largest size."""
 
     def bar(what: str, value: float, met: bool) -> str:
         return f"{'met' if met else 'MISSED'}: {what}: {value:,.1f}"
@@ -108,16 +108,16 @@ def bars(row: Row) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class Crowd:
-    """The requests that are there, by place, over one pool: how many blocks each holds, and which."""
+    """Block tables of all current requests over one pool, indexed by place."""
 
     pool: BlockPool
-    counts: npt.NDArray[np.uint8]  # 1 or 2; whoever takes a place wants as many
+    counts: npt.NDArray[np.uint8]  # 1 or 2; a new request at a place needs the same number
     tables: npt.NDArray[np.uint32]  # [place, 2]
     rng: np.random.Generator
 
     @classmethod
     def of(cls, number: int) -> Crowd:
-        """Nobody holds anything yet."""
+        """Creates `number` requests that hold no blocks yet."""
         rng = np.random.default_rng(number)
         counts = ((rng.random(number) < BLOCKS_PER_REQUEST - 1) + 1).astype(np.uint8)
         num_blocks = int(counts.sum())
@@ -125,16 +125,16 @@ class Crowd:
         return cls(pool, counts, np.zeros((number, 2), np.uint32), rng)
 
     def draw(self, number: int) -> npt.NDArray[np.intp]:
-        """Places, each once."""
+        """Returns `number` random places without repetition."""
         return self.rng.choice(len(self.counts), number, replace=False)
 
     def blocks_of(self, places: npt.NDArray[np.intp] | slice) -> list[int]:
-        """That the requests at these places hold, one after the other."""
+        """Returns the blocks of the requests at these places, in order."""
         held: list[int] = self.tables[places][self._is_held(places)].tolist()
         return held
 
     def keep(self, places: npt.NDArray[np.intp] | slice, blocks: list[int]) -> None:
-        """The requests at these places hold these blocks, one after the other."""
+        """Assigns these blocks to the requests at these places, in order."""
         tables = self.tables[places]
         tables[self._is_held(places)] = blocks
         self.tables[places] = tables
@@ -144,7 +144,7 @@ class Crowd:
         return np.stack((counts > 0, counts > 1), axis=1)
 
     def leave(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
-        """Releases what these hold; returns how many blocks each did."""
+        """Releases the blocks of these requests; returns the number of blocks of each."""
         self.pool.release(self.blocks_of(places))
         return self.counts[places]
 
@@ -173,7 +173,7 @@ def measure(number: int, rounds: int) -> Row:
         "fill_blocks_per_s": median(fills),
         "release_blocks_per_s": median(released) if released else 0.0,
     }
-    crowd.pool.durations = Durations()  # filling asks for thousands at once
+    crowd.pool.durations = Durations()  # filling allocates thousands per call
     row |= _calls("single", crowd, rounds, 1)
     counted = crowd.pool.durations
     row |= {f"pool_p{each}_us": counted.percentile_s(each) * 1e6 for each in (50, 99)}
@@ -185,7 +185,7 @@ def measure(number: int, rounds: int) -> Row:
 
 
 def _fill(crowd: Crowd) -> float:
-    """Blocks per second."""
+    """Allocates the blocks of all requests; returns blocks per second."""
     seconds = 0.0
     for start in range(0, len(crowd.counts), FILL_BATCH):
         places = slice(start, start + FILL_BATCH)
@@ -199,7 +199,7 @@ def _fill(crowd: Crowd) -> float:
 
 
 def _release_all(crowd: Crowd) -> float:
-    """Seconds."""
+    """Releases the blocks of all requests; returns the seconds taken."""
     seconds = 0.0
     for start in range(0, len(crowd.counts), FILL_BATCH):
         blocks = crowd.blocks_of(slice(start, start + FILL_BATCH))
@@ -208,13 +208,13 @@ def _release_all(crowd: Crowd) -> float:
 
 
 def _turns(crowd: Crowd) -> list[int]:
-    """How many requests each turn of a round replaces."""
+    """Returns the number of requests that each turn of a round replaces."""
     most = min(CALLS, len(crowd.counts))
     return [most] * (CALLS // most)
 
 
 def _calls(kind: str, crowd: Crowd, rounds: int, batch: int) -> Row:
-    """Each call is for the blocks of `batch` requests."""
+    """Measures calls that each allocate the blocks of `batch` requests."""
     rates, call_rates, durations = list[float](), list[float](), list[float]()
     for _ in range(rounds):
         num_blocks, num_calls, seconds = 0, 0, 0.0
@@ -241,12 +241,12 @@ def _allocate_each(pool: BlockPool, counts: list[int], durations: list[float]) -
     allocate, found = pool.allocate, list[int]()
     begun = time.process_time()
     for count in counts:
-        found += allocate(count)  # type: ignore[arg-type]  # as many were just released
+        found += allocate(count)  # type: ignore[arg-type]  # the same number was just released
     return found, time.process_time() - begun
 
 
 def _allocate_timed(pool: BlockPool, counts: list[int], durations: list[float]) -> tuple[list[int], float]:
-    """Adds microseconds of each call."""
+    """Appends the microseconds of each call to `durations`."""
     allocate, now, found = pool.allocate, time.perf_counter_ns, list[int]()
     for count in counts:
         begun = now()
@@ -258,7 +258,7 @@ def _allocate_timed(pool: BlockPool, counts: list[int], durations: list[float]) 
 
 
 def _churn(crowd: Crowd, rounds: int) -> Row:
-    """Pairs of `release` and `allocate` per second; microseconds of each `allocate`."""
+    """Measures pairs of `release` and `allocate` per second, and the microseconds of each `allocate`."""
     rates, durations = list[float](), list[float]()
     release, allocate, now = crowd.pool.release, crowd.pool.allocate, time.perf_counter_ns
     for _ in range(rounds):

@@ -1,7 +1,7 @@
-"""Contestants as processes, and how they take turns: who has no turn is stopped.
+"""Runs contestants as processes in turns; all but the current one are stopped (SIGSTOP).
 
-Threads that spin, watch or collect behind a contestant's back would take the core and the memory from whoever is
-measured. A turn in which some other program had the core for a while is taken again.
+A contestant's background threads would otherwise take the core and memory bandwidth from the measured one. A turn in
+which another program had the core for long is repeated.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from benchmarks.engine.turn import Turn
 from benchmarks.measure import median
 
 _PATIENCE_S = 6.0
-"""A shape that takes longer than this in one warm-up step is measured once: its figure hardly varies."""
+"""A shape with a longer warm-up step is measured in one round only, because its figure hardly varies."""
 _SAMPLE_S = 0.3
 _MOST_STEPS = 12
 _DISTURBED = 0.03
-"""Of a turn's time that its threads waited for a core."""
+"""Largest share of an undisturbed turn's wall time for which its threads waited for a core."""
 
 
 class Side:
-    """A contestant's process."""
+    """Handle of one contestant's process."""
 
     def __init__(self, wish: Wish) -> None:
         self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Side:
         return tokens
 
     def prepare(self, shape: Shape) -> float:
-        """Seconds of a warm step."""
+        """Prepares `shape` and returns the seconds of a warm step."""
         with self._turn():
             self._ask({"shape": asdict(shape), "steps": 0})
             [seconds] = self._run(shape, 1).wall_s
@@ -101,7 +101,7 @@ class Side:
 
 
 def measure_shape(sides: Mapping[str, Side], shape: Shape, rounds: int, retakes: int) -> dict[str, dict[str, float]]:
-    """Per contestant the medians, over its turns, of a step's seconds on the wall and of the processor."""
+    """Returns per contestant the median wall and processor seconds of a step, and the largest share of waiting."""
     warm = {}
     for name, side in sides.items():
         print(f"{shape.label}: {name}", end="   \r", file=sys.stderr, flush=True)
@@ -115,7 +115,7 @@ def measure_shape(sides: Mapping[str, Side], shape: Shape, rounds: int, retakes:
 
 
 def undisturbed(side: Side, shape: Shape, retakes: int) -> Turn:
-    """A turn in which nobody else had the core for long, or else the best of them."""
+    """Repeats a disturbed turn up to `retakes` times; returns the turn with the least waiting for a core."""
     best = side.run(shape)
     for _ in range(retakes):
         if _waited(best) <= _DISTURBED:

@@ -1,7 +1,7 @@
-"""Who is measured: our engine with either set of kernels, `transformers` generate, vLLM and llama.cpp.
+"""The contestants: this engine with either set of kernels, `transformers` generate, vLLM and llama.cpp.
 
-One per process (`side.py`). Each has its file, imported only in its own process, since peers live in an environment
-without ours.
+Each runs in its own process (`side.py`), and its module is imported only there, because the peers' environment lacks
+this project's packages.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _MODULES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a contestant is to be."""
+    """Configuration of a contestant."""
 
     name: str
-    folder: str  # a model as Hugging Face saves it
-    scratch: str  # where files may be left for the next time
+    folder: str  # a model in Hugging Face format
+    scratch: str  # files that are kept for the next run
     dtype: str
     cores: list[int]
 
 
 class Contestant(Protocol):
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The first tokens behind a prompt: shows that all run the same model."""
+        """Returns the first `count` tokens after a prompt; they show that all contestants run the same model."""
 
     def prepare(self, shape: Shape) -> None:
-        """Makes room and KV for it, and warms up."""
+        """Allocates and fills the KV cache for `shape`, and warms up."""
 
     def run(self, shape: Shape, steps: int) -> Turn:
-        """`steps` decode steps, or one prompt; each step gives `shape.batch` tokens."""
+        """Runs `steps` decode steps, or one prompt. Each step produces `shape.batch` tokens."""
 
 
 def make(wish: Wish) -> Contestant:
-    """`make` of its module."""
+    """Imports the contestant's module and creates the contestant."""
     made: Contestant = import_module(_MODULES[wish.name]).make(wish)
     return made
 

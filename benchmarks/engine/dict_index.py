@@ -1,6 +1,6 @@
-"""What the radix tree is compared with: one dict of keys, a set of children per block, a heap of blocks to evict.
+"""Baseline for the radix tree: one dict of keys, a set of children per block, and a heap of blocks to evict.
 
-It was the block pool's index before, and answers as `engine.prefix.RadixTree` does, whose tests compare the two.
+It is the block pool's former index and behaves like `engine.prefix.RadixTree`, whose tests compare the two.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from engine.prefix.tree import MAX_HITS
 from protocol.ids import BlockId
 from protocol.keys import BlockKey
 
-_SLACK = 64  # stale entries of the heap that are tolerated beyond two per block
+_SLACK = 64  # heap entries allowed beyond two per block, before stale ones are removed
 
 
 class DictIndex:
-    """Findable blocks below `num_blocks`, each with an entry of its own everywhere."""
+    """Index of the findable blocks below `num_blocks`. Each block has its own entry in every structure."""
 
     def __init__(
         self,

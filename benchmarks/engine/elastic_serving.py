@@ -1,18 +1,18 @@
-"""Three models' clusters under one memory budget: `python -m benchmarks.engine.elastic_serving`.
+"""Compares fixed and elastic KV memory of three models' clusters: `python -m benchmarks.engine.elastic_serving`.
 
-Real processes: for each model a conductor, a gateway, a prefill and a decode worker, all on one core (the demo model,
-bf16). Bursts go round the models, with long answers, so that KV is what they wait for. Three ways to divide the
-memory, each with fresh clusters, in turns:
+Each model has real processes: a conductor, a gateway, a prefill worker and a decode worker, one compute thread each
+(the demo model, bf16). Bursts of requests go to the models in turn. Answers are long, so that requests wait for KV
+memory. Three ways to divide the memory take turns, each with fresh clusters:
 
-- fixed: every model has a third, of which its prefill worker has a sixth and its decode worker the rest;
-- elastic: all six workers share the budget by one ledger, each up to a ceiling of all of it;
+- fixed: every model has a third; its prefill worker has a sixth of that and its decode worker the rest;
+- elastic: all six workers share the budget through one ledger, and each may use all of it;
 - elastic, 60 % of the memory.
 
-TTFT is measured by clients, over all requests of a run. Memory is what the kernel counts for the files of the workers'
-pools, all six at one moment, every 20 ms, its peak over the run. Bursts are as far apart as two cores need for one:
-memory is what it waits for then, and not processors. Before it each model answers some requests of
-the load, so that decode workers have seen how long answers are. Medians over rounds, a seed per round;
-`--resume` measures the rounds that the JSON file does not hold yet.
+Clients measure TTFT over all requests of a run. Memory is the size that the kernel reports for the files of all six
+workers' pools, sampled every 20 ms; the peak of a run counts. Bursts are as far apart as two cores need for one burst,
+so that requests wait for memory and not for processors. Before a run, each model answers some requests of the load, so
+that decode workers have seen the lengths of answers. Figures are medians over rounds, with one seed per round.
+`--resume` measures only the rounds that are missing in the JSON file.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from traces.client import Outcome, StreamClient
 
 MIB = 1 << 20
 NUM_MODELS = 3
-PREFILL_SHARE = 6  # one part of so many of a fixed third
-LESS = 0.6  # of the memory
+PREFILL_SHARE = 6  # a prefill worker has 1/6 of a fixed third
+LESS = 0.6  # of the memory budget
 BLOCK_SIZE = 32
-WARM_UP = 12  # requests of each model: a decode worker predicts lengths from the tenth that ended
+WARM_UP = 12  # requests per model: a decode worker predicts lengths once ten have ended
 NO_SLO_S = 600.0
-_POOL = re.compile(r"/memfd:moonserve(:kv)? \(deleted\)")  # elastic ones have the name
-LOOK_S = 0.02  # between two looks at resident memory
+_POOL = re.compile(r"/memfd:moonserve(:kv)? \(deleted\)")  # elastic pools have the suffix
+LOOK_S = 0.02  # between two samples of resident memory
 WAYS = ("fixed", "elastic", f"elastic, {LESS:.0%}")
 Row = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Each model in turn gets a burst; lengths are uniform."""
+    """Bursts of requests, one model after the other, with uniformly distributed lengths."""
 
-    burst: int  # requests
+    burst: int  # number of requests
     num_bursts: int
     period_s: float
-    prompt: tuple[int, int]  # tokens, from to
+    prompt: tuple[int, int]  # tokens: least, most
     output: tuple[int, int]
 
     def burst_of(self, seed: str, vocab_size: int) -> list[tuple[list[int], int]]:
-        """Prompts and lengths of answers."""
+        """Returns the prompts of a burst and the lengths of their answers."""
         dice = random.Random(seed)
         sizes = [dice.randint(*self.prompt) for _ in range(self.burst)]
         prompts = [random_prompts(1, size, vocab_size, f"{seed}-{n}")[0] for n, size in enumerate(sizes)]
@@ -78,14 +78,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One cluster as its clients see it."""
+    """A running cluster: its URL and its workers."""
 
     url: str
     workers: Sequence[int]  # process ids
 
 
 def flags_of(way: str, budget: int, ledger: Path) -> dict[str, Any]:
-    """Of every worker; fixed parts are cut to each worker's by `fixed_parts`."""
+    """Returns the memory options of all workers; `fixed_parts` divides a fixed third among a model's workers."""
     if way == WAYS[0]:
         return {"kv_cache_memory": budget // NUM_MODELS}
     share = budget if way == WAYS[1] else int(budget * LESS)
@@ -98,7 +98,7 @@ def flags_of(way: str, budget: int, ledger: Path) -> dict[str, Any]:
 
 
 def fixed_parts(specs: Sequence[ProcessSpec], third: int) -> list[ProcessSpec]:
-    """The workers' parts of a model's third."""
+    """Sets each worker's share of its model's third of the memory."""
     parts = {
         "prefill_worker": third // PREFILL_SHARE,
         "decode_worker": third - third // PREFILL_SHARE,
@@ -118,7 +118,7 @@ def _with(flags: Sequence[str], name: str, value: str) -> tuple[str, ...]:
 
 @contextlib.asynccontextmanager
 async def models_of(way: str, budget: int) -> AsyncIterator[list[Model]]:
-    """All clusters, ready."""
+    """Starts all clusters and waits until they are ready."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         clusters = [_cluster(way, budget, folder, number) for number in range(NUM_MODELS)]
@@ -143,7 +143,7 @@ async def _cluster(way: str, budget: int, folder: Path, number: int) -> AsyncIte
     supervisor = Supervisor(logs, _environment(), lambda: None)
     try:
         (conductor,) = await supervisor.start([conductor_spec(config)])
-        # Ledgers know workers by name.
+        # The ledger identifies workers by name, so names must be unique.
         specs = [
             replace(spec, flags=_with(spec.flags, "--instance-id", f"{spec.instance_id}-of-{number}"))
             for spec in member_specs(config, str(demo_model_path()), conductor.facts["rpc"])
@@ -169,14 +169,14 @@ def _environment() -> dict[str, str]:
 
 
 async def _until_ready(url: str) -> None:
-    """The conductor has to have heard of all workers."""
+    """Waits until the conductor knows all workers."""
     async with StreamClient(url) as client, asyncio.timeout(60.0):
-        while not await client.is_ready():  # noqa: ASYNC110 - another process says it, when asked
+        while not await client.is_ready():  # noqa: ASYNC110 - polls another process
             await asyncio.sleep(0.05)
 
 
 def pools_of(pids: Sequence[int]) -> list[Path]:
-    """The workers' pools, each once, as links that can be asked for their file."""
+    """Returns one /proc link to the file of each of the workers' pools."""
     found: dict[int, Path] = {}
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -186,7 +186,7 @@ def pools_of(pids: Sequence[int]) -> list[Path]:
 
 
 def resident_bytes(pool: Path) -> int:
-    """What the machine spends on it, whoever maps it. A few microseconds, so that all workers' are of one moment."""
+    """Returns the memory that a pool uses on the machine. Takes microseconds, so a sample covers one moment."""
     return pool.stat().st_blocks * 512
 
 
@@ -194,7 +194,7 @@ def resident_bytes(pool: Path) -> int:
 
 
 async def run(way: str, budget: int, load: Load, seed: int) -> Row:
-    """Figures of one way and seed. Raises RuntimeError for a request that failed."""
+    """Runs one way with one seed and returns its figures. Raises RuntimeError if a request fails."""
     vocab_size = load_model_config(demo_model_path()).vocab_size
     async with models_of(way, budget) as models:
         await asyncio.gather(
@@ -220,7 +220,7 @@ def _now() -> float:
 
 
 async def _burst(model: Model, requests: Sequence[tuple[list[int], int]]) -> list[Timeline]:
-    """All at once."""
+    """Sends all requests at once and waits for their answers."""
     async with StreamClient(model.url) as client:
         name = (await client.model(None)).name
         outcomes = await asyncio.gather(
@@ -236,7 +236,7 @@ def _timeline(outcome: Outcome) -> Timeline:
 
 
 async def _peak(models: Sequence[Model], done: asyncio.Event) -> int:
-    """Bytes, until `done`."""
+    """Samples the resident bytes of all pools until `done`; returns the peak."""
     pools = pools_of([pid for model in models for pid in model.workers])
     peak = 0
     while not done.is_set():
@@ -266,12 +266,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         tell(f"{way}: { ({name: round(value, 1) for name, value in row.items()}) }")
         rows[way].append(row)
         if arguments.json is not None and len({len(own) for own in rows.values()}) == 1:
-            write_json(arguments.json, result)  # whole rounds, if it is stopped
+            write_json(arguments.json, result)  # an interrupted run keeps its complete rounds
     return {**result, "ratios": {way: _ratios(rows, way) for way in ways[1:]}}
 
 
 def _rows_before(file: Path | None, ways: Sequence[str], of: dict[str, Any]) -> dict[str, list[Row]]:
-    """The rounds that `file` holds already. Raises SystemExit when they are of something else."""
+    """Returns the rounds that are already in `file`. Raises SystemExit if its options or ways differ."""
     if file is None or not file.exists():
         return {way: [] for way in ways}
     result = json.loads(file.read_text())
@@ -282,7 +282,7 @@ def _rows_before(file: Path | None, ways: Sequence[str], of: dict[str, Any]) -> 
 
 
 def _ratios(rows: dict[str, list[Row]], way: str) -> Row:
-    """Fixed ÷ this way, medians of the rounds' ratios. Bars: 2 for p99 at equal memory, or 1 with 60 % of it."""
+    """Returns medians of the rounds' ratios fixed ÷ this way. Bars: p99 ratio 2 at equal memory, or 1 with 60 %."""
     pairs = list(zip(rows[WAYS[0]], rows[way], strict=True))
     return {
         name: median([fixed[name] / own[name] for fixed, own in pairs])

@@ -1,4 +1,4 @@
-"""How many bytes a decode step cannot do without: all weights once, and the KV of every sequence."""
+"""Computes the bytes that a decode step must read: all weights once, and the KV of every sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protocol.layout import DTYPE_BYTES
 
 
 def step_bytes(folder: Path, dtype: str, shape: Shape) -> int:
-    """Weights and KV that a decode step reads: everything but the embedding's other rows."""
+    """Returns the bytes of weights and KV that a decode step reads; unused rows of the embedding do not count."""
     config = load_model_config(folder)
     return DTYPE_BYTES[dtype] * (_weights(config) + shape.batch * shape.context * _kv(config))
 

@@ -1,9 +1,9 @@
-"""What a preemption costs: kept in a store and read back, or computed again: `python -m benchmarks.engine.keeping`.
+"""Compares the cost of a preemption with and without a store: `python -m benchmarks.engine.keeping`.
 
-Blocks of a real pool go into a store process on this host and come back, as a decode worker's `StoreAccess` does it
-(checksums made, both sides verify), and the same tokens are computed by the worker's engine in chunks of 512. In turns;
-medians, in milliseconds. What a worker predicts for both from its profile, before it has measured a store, is beside
-them. Every put is of new keys.
+A decode worker's `StoreAccess` puts blocks of a real pool into a store process on this host and reads them back; it
+computes checksums, and both sides verify. In turns with that, the worker's engine computes the same tokens in chunks of
+512. Figures are medians in milliseconds. Next to them are the worker's predictions: for the store before it has
+measured one, for computing from its profile. Every put has new keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Side:
     num_moves: int = 0
 
     async def moved(self, num_tokens: int) -> tuple[float, float]:
-        """Seconds of a put and of the read that brings it back."""
+        """Returns the seconds of a put and of the read of the same blocks."""
         self.num_moves += 1
         size = self.replica.config.block_size
         tokens = prompt_tokens(self.num_moves, num_tokens, 4096)
@@ -74,7 +74,7 @@ class Side:
         return put_at - began_at, time.perf_counter() - put_at
 
     def computed(self, num_tokens: int) -> float:
-        """Seconds of computing so many tokens."""
+        """Returns the seconds of computing `num_tokens` in chunks."""
         engine, size = self.replica.thread.engine, self.replica.config.block_size
         tokens = prompt_tokens(0, num_tokens, 4096)
         table = list(range(-(-num_tokens // size)))
@@ -94,7 +94,7 @@ class Side:
         return time.perf_counter() - began_at
 
     def predicted(self, num_tokens: int) -> tuple[float, float]:
-        """Seconds of a put and a read together, and of computing."""
+        """Returns the predicted seconds of a put and a read together, and of computing."""
         measured, _ = self.replica.profiles
         profile = prefill_profile_from_wire(measured)
         layout = self.replica.plan.layout
@@ -104,7 +104,7 @@ class Side:
 
 
 async def measure(name: str, rounds: int) -> list[list[str]]:
-    """A row for each length."""
+    """Returns one table row per length."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
@@ -121,7 +121,7 @@ async def measure(name: str, rounds: int) -> list[list[str]]:
 
 async def _row(side: Side, name: str, length: int, rounds: int) -> list[str]:
     puts, reads, again = [], [], []
-    for round_number in range(rounds + 1):  # the first one warms both
+    for round_number in range(rounds + 1):  # the first round warms up both
         put_s, read_s = await side.moved(length)
         again_s = side.computed(length)
         if round_number:

@@ -1,9 +1,9 @@
-"""What a quantised KV cache loses and what it wins: `python -m benchmarks.engine.kv_error`.
+"""Measures the error and the speed of a quantised KV cache: `python -m benchmarks.engine.kv_error`.
 
-*Error*: the demo model in float32 reads files of this repository, which it was not trained on, half of each as a prompt
-and the rest token by token as in decode. Its logits are compared with those over a float32 cache, for each dtype, block
-size and share of a scale. Then it continues the prompts greedily, and so does each of the others. *Speed*: native
-kernels in bfloat16, in turns, one core, processor time; medians.
+*Error*: the demo model in float32 reads files of this repository, on which it was not trained: the first half of each
+text as a prompt, the rest token by token as in decode. Its logits are compared with the logits over a float32 cache,
+for each dtype, block size and granularity of scales. Then each variant continues the prompts greedily. *Speed*: native
+kernels in bfloat16 on one core, in turns; medians of processor time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _PREFILL, _CHUNK = 2048, 512
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How K and V are kept. `kept` None: as they are computed."""
+    """A way to store K and V. `kept`: quantised dtype; None = stored in `dtype`, as computed."""
 
     dtype: str
     kept: str | None = None
@@ -86,7 +86,7 @@ class Variant:
 
 
 class Reader:
-    """A model over a pool of its own, all of whose sequences move together."""
+    """A model with its own pool; all sequences advance together."""
 
     def __init__(self, variant: Variant, num_texts: int) -> None:
         config = load_model_config(DEMO_FOLDER)
@@ -104,7 +104,7 @@ class Reader:
         self._model = Model(config, kernels, TorchPagedAttention(geometry, pool))
 
     def read(self, texts: torch.Tensor, start: int) -> torch.Tensor:
-        """texts [texts, tokens] whose tokens lie at positions from `start` on → logits [texts, tokens, vocabulary]."""
+        """Computes tokens [texts, tokens] at positions from `start` on. Returns logits [texts, tokens, vocabulary]."""
         count, length = texts.shape
         own = torch.arange(start, start + length)
         first = torch.arange(count)[:, None] * self._per_text
@@ -124,7 +124,7 @@ class Reader:
 
 
 def logits_along(variant: Variant, texts: torch.Tensor) -> torch.Tensor:
-    """[texts, PROMPT + ANSWER, vocabulary]: behind each token of the texts."""
+    """Returns the logits after each token of the texts: [texts, PROMPT + ANSWER, vocabulary]."""
     reader = Reader(variant, len(texts))
     prompts = [reader.read(texts[:, :PROMPT], 0)]
     steps = [reader.read(texts[:, at : at + 1], at) for at in range(PROMPT, PROMPT + ANSWER)]
@@ -132,7 +132,7 @@ def logits_along(variant: Variant, texts: torch.Tensor) -> torch.Tensor:
 
 
 def continued(variant: Variant, texts: torch.Tensor) -> torch.Tensor:
-    """[texts, ANSWER]: what it says itself behind the prompts."""
+    """Returns the greedy continuations of the prompts: [texts, ANSWER]."""
     reader = Reader(variant, len(texts))
     said = [reader.read(texts[:, :PROMPT], 0)[:, -1:].argmax(-1)]
     for at in range(PROMPT, PROMPT + ANSWER - 1):
@@ -149,7 +149,7 @@ def variants() -> Iterator[Variant]:
 
 
 def errors(texts: torch.Tensor) -> list[dict[str, Any]]:
-    """A row per variant."""
+    """Returns one row of figures per variant."""
     plain = Variant("float32")
     expected, said = logits_along(plain, texts), continued(plain, texts)
     rows = [_row(plain, expected, said, expected, said, texts)]
@@ -187,7 +187,7 @@ def _perplexity(logits: torch.Tensor, texts: torch.Tensor) -> float:
 
 
 def read_texts() -> torch.Tensor:
-    """[texts, PROMPT + ANSWER]."""
+    """Returns the token ids of all texts: [texts, PROMPT + ANSWER]."""
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     contents = [(REPOSITORY / name).read_text(encoding="utf-8") for name in TEXTS]
     tokens = [tokenizer.encode(content).ids[: PROMPT + ANSWER] for content in contents]
@@ -196,7 +196,7 @@ def read_texts() -> torch.Tensor:
 
 # -- speed
 
-Shape = tuple[str, int, int]  # name, sequences (0: a prompt), tokens of each
+Shape = tuple[str, int, int]  # name, sequences (0: one prompt), tokens of each
 SHAPES: tuple[Shape, ...] = (
     ("B1 C512", 1, 512),
     ("B8 C512", 8, 512),
@@ -224,7 +224,7 @@ def load(folder: Path, kv_dtype: str) -> Engine:
 
 
 def seconds(engine: Engine, shape: Shape) -> float:
-    """Of one step, or of a prompt in chunks. Processor time of the one thread."""
+    """Returns the processor seconds of one decode step, or of a prompt in chunks."""
     _, batch, tokens = shape
     if batch:
         steps = [[_slice(engine, row, tokens - 1, tokens) for row in range(batch)]] * 5
@@ -252,10 +252,10 @@ def _slice(engine: Engine, row: int, start: int, end: int) -> Slice:
 
 
 def speeds(model: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """A row per KV dtype."""
+    """Returns one row of figures per KV dtype."""
     engines = {name: load(folder, name) for name in ("bfloat16", *QUANTISED_DTYPES[::-1])}
     for engine in engines.values():
-        for shape in SHAPES:  # blocks hold something, and are there
+        for shape in SHAPES:  # fills the blocks and warms up
             seconds(engine, shape)
     times: dict[tuple[str, Shape], list[float]] = {}
     for name, shape in in_turns(list(engines), SHAPES, rounds):

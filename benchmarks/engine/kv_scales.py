@@ -1,7 +1,7 @@
-"""Pools of float32 that remember only what a quantised one would, with scales that more or fewer elements share.
+"""Float32 pools that simulate quantised pools, with one scale per token and head, per token, or per block and head.
 
-For `kv_error`, which compares them; workers have scales per token and head (`engine.kv_pool`). A scale per block must
-grow with its tokens: what was written before is quantised again, from codes, as a worker would have to.
+`kv_error` compares them; workers have scales per token and head (`engine.kv_pool`). A scale per block grows as tokens
+arrive: earlier tokens are then quantised again from their rounded values, as a worker would have to do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LEAST = 1e-30
 
 
 class RememberingPool(KvPool):
-    """Torch kernels and attention only: its tensors are floats, whatever its layout says."""
+    """Pool that rounds values as it stores them. For torch kernels and attention only: its tensors are floats."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, kept: str, granularity: str) -> None:
         super().__init__(layout, num_blocks)
-        self.layout = replace(layout, dtype=kept)  # so that attention reads a chunk's own K and V here, too
+        self.layout = replace(layout, dtype=kept)  # so attention also reads a chunk's own K and V from the pool
         self._rounding = CODES[kept]
         self._granularity = granularity
         shape = (num_blocks, layout.num_kv_heads)
@@ -40,7 +40,7 @@ class RememberingPool(KvPool):
     def _write_blocks(
         self, piece: torch.Tensor, highest: torch.Tensor, slots: torch.Tensor, heads: torch.Tensor
     ) -> None:
-        """`highest` [blocks, kv_heads] grows; a block's first token begins it anew."""
+        """Uses a scale per block and head. `highest` [blocks, kv_heads] grows; a block's first token resets it."""
         size = self.layout.block_size
         blocks = slots // size
         begun = blocks[slots % size == 0]
@@ -54,6 +54,6 @@ class RememberingPool(KvPool):
 
 
 def rounded(numbers: torch.Tensor, highest: torch.Tensor, code: Code) -> torch.Tensor:
-    """What is left of `numbers` when `highest` gets the highest code."""
+    """Quantises `numbers`, with `highest` mapped to the highest code, and returns them as floats."""
     scales = highest.clamp_min(_LEAST) / code.highest
     return code.round(numbers / scales).to(code.dtype).float() * scales

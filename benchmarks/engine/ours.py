@@ -1,6 +1,6 @@
-"""Our engine as a contestant: with native kernels and attention, or with torch's.
+"""This project's engine as a contestant, with native kernels and attention or with torch's.
 
-KV of contexts is whatever lies there: the time does not depend on it.
+The KV of contexts is never computed, because the time of a step does not depend on its values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.request import SamplingParams
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _BLOCK_SIZE = 32
 _CHUNK = 512
-"""Prompt tokens per step: what a prefill worker takes."""
+"""Prompt tokens per step, as in a prefill worker."""
 
 
 class Ours:

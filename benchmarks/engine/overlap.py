@@ -1,14 +1,14 @@
-"""What it is worth to compute behind a prefix while it arrives: `python -m benchmarks.engine.overlap`.
+"""Measures the gain of computing while a cached prefix is loaded: `python -m benchmarks.engine.overlap`.
 
-One prompt, most of which lies in a store, at one prefill worker (the product's service and engine), with the store in a
-process of its own, and another one that takes the handoff as a decode worker would. Three ways in turns: all computed
-again, the prefix loaded whole and then computed behind, and both at once, layer by layer. **Hidden** is the share of
-the load's time, from the request for leases to the last verified block, in which the engine computed; its waits for
-layers do not count.
+A prefill worker (the product's service and engine) gets one prompt, most of which is in a store. The store is a
+separate process; another process receives the handoff in place of a decode worker. Three ways take turns: recompute
+everything, load the whole prefix and then compute the rest, and do both at once, layer by layer. **Hidden** is the
+share of the load time in which the engine computed. The load time lasts from the request for leases to the last
+verified block. The engine's waits for layers do not count as computing.
 
-Over loopback a load is much shorter than computing, so slower wires are shown too: what is read over TCP is handed on
-no sooner than a wire of `--wire-mb-s` would have brought it. Everything else about it is real. Bars: 70 % hidden, first
-token 80 % sooner than computed again.
+Over loopback a load is much shorter than computing. So slower wires are simulated too: data read over TCP is delayed
+until a wire of `--wire-mb-s` would have delivered it. Everything else is real. Bars: 70 % hidden, first token 80 %
+sooner than with recomputing.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from protocol.process import Lifecycle
 from protocol.request import PrefixSource
 
 WAYS = {"recompute": "never", "whole": "never", "layered": "auto"}
-"""Computed again; loaded, then computed; both at once. With the worker's --layered-loads."""
+"""Way (recompute; load, then compute; both at once) → value of the worker's --layered-loads."""
 HIDDEN_BAR, SOONER_BAR = 0.70, 0.80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How a store is reached."""
+    """Connection to a store."""
 
     name: str
     transports: str
-    bytes_per_s: float | None = None  # None: as fast as it goes
+    bytes_per_s: float | None = None  # None: unlimited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Medians of one wire."""
+    """Medians over the rounds of one wire."""
 
     wire: Wire
     ttft_s: dict[str, float]
     load_s: dict[str, float]
     hidden: float
-    sooner: float  # than computed again
-    than_whole: float  # ratio of first tokens, in turns
+    sooner: float  # than with recomputing, as a share of its TTFT
+    than_whole: float  # TTFT layered ÷ whole, median of the rounds' ratios
     num_early: int
 
 
@@ -121,7 +121,7 @@ async def _rounds(worker: Worker, wire: Wire, source: PrefixSource, options: arg
         for name, mode in WAYS.items():
             ways[name] = await stack.enter_async_context(worker.way(mode))
         for number in range(options.rounds + options.warm_rounds):
-            is_warm = number >= options.warm_rounds  # until then the worker learns the store's speed
+            is_warm = number >= options.warm_rounds  # before, the worker learns the store's speed
             for name, way in ways.items():
                 if is_warm or name != "recompute":
                     run = await worker.prefill(way, None if name == "recompute" else source)
@@ -159,7 +159,7 @@ def _figures(wire: Wire, runs: dict[str, list[Run]], num_early: int) -> Figures:
 
 
 def report(figures: Sequence[Figures]) -> str:
-    """A Markdown table, and the bars below it."""
+    """Returns the figures as a Markdown table."""
     headers = (
         "wire",
         "computed again ms",

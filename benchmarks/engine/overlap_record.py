@@ -1,6 +1,6 @@
-"""When what happened while one prompt was loaded and computed: the product's engine and store client, with a watch.
+"""Records when a prompt was loaded and computed: subclasses and wrappers of the product's engine and store client.
 
-Instants are seconds of `time.perf_counter`, from the prompt's arrival once `since` was called.
+Times are seconds of `time.perf_counter`; after `since`, they count from the prompt's arrival.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Span = tuple[float, float]
 
 @dataclass(slots=True)
 class Record:
-    """Spans of one prompt."""
+    """Time spans of one prompt's leases, reads, checks, steps, pauses and sends."""
 
     leases: list[Span] = field(default_factory=list)
-    turns: list[Span] = field(default_factory=list)  # reads, of all layers or of some
+    turns: list[Span] = field(default_factory=list)  # reads of all layers or of some
     checks: list[Span] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)
-    pauses: list[Span] = field(default_factory=list)  # between a layer's projection and its attention
+    pauses: list[Span] = field(default_factory=list)  # waits between a layer's projection and its attention
     sends: list[Span] = field(default_factory=list)  # to a decode worker
 
     def clear(self) -> None:
@@ -41,7 +41,7 @@ class Record:
             spans.clear()
 
     def since(self, began_at: float) -> Record:
-        """A copy that counts from then."""
+        """Returns a copy with times counted from `began_at`."""
 
         def moved(spans: Sequence[Span]) -> list[Span]:
             return [(begin - began_at, end - began_at) for begin, end in spans]
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def load(self) -> Span | None:
-        """From the first request for a lease to the last verified block."""
+        """Span from the first request for a lease to the last verified block; None if nothing was loaded."""
         spans = [*self.leases, *self.turns, *self.checks]
         return (min(b for b, _ in spans), max(e for _, e in spans)) if spans else None
 
@@ -71,7 +71,7 @@ class Record:
 
     @property
     def hidden_share(self) -> float:
-        """Of the load's time, what the engine computed in."""
+        """Share of the load time in which the engine computed."""
         if self.load is None:
             return 0.0
         beside = _overlap(self.steps, self.load) - _overlap(self.pauses, self.load)
@@ -87,7 +87,7 @@ def _overlap(spans: Sequence[Span], other: Span) -> float:
 
 
 class RecordedTransfer(TransferEngine):
-    """The transfer engine, whose writes are watched."""
+    """Transfer engine that records its writes."""
 
     record: Record | None = None
 
@@ -101,7 +101,7 @@ class RecordedTransfer(TransferEngine):
 
 
 class RecordedEngine:
-    """The engine's thread, watched."""
+    """Wraps an engine thread and records its steps and pauses."""
 
     def __init__(self, thread: EngineThread, record: Record) -> None:
         self._thread = thread
@@ -132,7 +132,7 @@ class RecordedEngine:
 
 
 class RecordedStores(BlockStores):
-    """The store client, watched, and at the end of a wire of `bytes_per_s`."""
+    """Store client that records leases, reads and checks, and delays reads to the rate `bytes_per_s`."""
 
     def __init__(self, channels: Channels, transfer: TransferEngine, record: Record) -> None:
         super().__init__(channels, transfer)

@@ -1,7 +1,7 @@
-"""A decode worker's landing and nothing else, in a process of its own.
+"""Process with the memory into which a decode worker would receive a handoff, and nothing else.
 
-What the benchmark's prefill worker hands off goes there, over shm, as it would to a decode worker on the same host.
-`python -m benchmarks.engine.overlap_sink TOKEN BYTES` prints where writes may go and stays until its standard input
+The benchmark's prefill worker hands KV off to it over shm, as to a decode worker on the same host.
+`python -m benchmarks.engine.overlap_sink TOKEN BYTES` prints the target of writes and runs until its standard input
 ends.
 """
 
@@ -22,7 +22,7 @@ from transfer import TransferEngine
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Where writes may go."""
+    """Target of handoffs: a window of a segment in another process."""
 
     address: str
     segment_id: int
@@ -31,7 +31,7 @@ class Sink:
 
 
 class SinkLandings(LandingClient):
-    """Grants every landing there, one at a time, and takes every commit for good."""
+    """Landing client that grants every reservation in the sink, one at a time, and accepts every commit."""
 
     def __init__(self, channels: Channels, sink: Sink) -> None:
         super().__init__(channels, fingerprint="", ttl_s=600.0)

@@ -1,4 +1,4 @@
-"""A picture of loading beside computing, as SVG: a row each for the load, the engine and its waits."""
+"""Draws loading and computing as an SVG timeline, with a row each for the load, the engine and the handoff."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLOURS = {
 
 
 def picture(path: Path, title: str, records: Sequence[tuple[str, Record]]) -> None:
-    """Writes the records below each other, on one scale of milliseconds."""
+    """Writes an SVG file with the records below each other on one scale in milliseconds."""
     end_s = max(end for _, record in records for _, end in [*record.steps, *record.sends])
     rows: list[str] = []
     top = _TOP
@@ -52,7 +52,7 @@ def picture(path: Path, title: str, records: Sequence[tuple[str, Record]]) -> No
 
 
 def _computing(record: Record) -> list[Span]:
-    """Per layer: the steps without their pauses."""
+    """Returns the spans of computing: the steps without their pauses, so one span per layer."""
     spans: list[Span] = []
     for begin, end in record.steps:
         at = begin

@@ -1,4 +1,4 @@
-"""One prefill worker for the benchmark of overlap, and the store process that it reads from."""
+"""A prefill worker for the overlap benchmark, and the processes of its store and of its handoff's target."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from worker.memory import KvMemory
 TOKEN = "benchmark"
 _GATEWAY = GatewayId("benchmark")
 _STORE = "store"
-_GREEDY = SamplingParams(max_tokens=2, temperature=0.0)  # with a handoff
+_GREEDY = SamplingParams(max_tokens=2, temperature=0.0)  # more than one token, so that there is a handoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One prompt."""
+    """Result of one prompt."""
 
     ttft_s: float
     token_id: int
@@ -53,7 +53,7 @@ class Run:
 
 
 class Way:
-    """One manner of getting at a prompt's KV: a service with a state of its own."""
+    """One way to get a prompt's KV: a prefill service with its own state."""
 
     def __init__(self, state: PrefillState, service: PrefillService) -> None:
         self.state = state
@@ -75,7 +75,7 @@ class Way:
 
 
 class Worker:
-    """The product's prefill service over one replica; all ways share engine and memory and take turns."""
+    """The product's prefill service over one replica. All ways share the engine and memory, and take turns."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Worker:
 
     @asynccontextmanager
     async def way(self, layered_loads: str, *, writes: bool = False) -> AsyncIterator[Way]:
-        """`writes`: what it computes goes into the store. Others forget everything behind each prompt."""
+        """Starts a service. `writes`: computed blocks are put into the store; otherwise prompts leave no blocks."""
         replica, config = self._replica, self._replica.config
         assert isinstance(config, PrefillConfig)
         measured, _ = replica.profiles
@@ -134,18 +134,18 @@ class Worker:
             await way.close()
 
     async def fill(self, address: str) -> Endpoint:
-        """Has the store at `address` keep the prompt's blocks; gives its endpoint."""
+        """Writes the prompt's blocks to the store at `address`; returns its endpoint."""
         store = replace(await self.stores.locate(address), instance_id=_STORE)
         async with self.way("never", writes=True) as way:
             way.service.home_found(store)
             await self.prefill(way)
             asked = kvstore_pb2.StoreExistsRequest(keys=self._keys)
-            while not all((await self.stores.ask(store, "Exists", asked)).present):  # noqa: ASYNC110 - elsewhere
+            while not all((await self.stores.ask(store, "Exists", asked)).present):  # noqa: ASYNC110 - polls it
                 await asyncio.sleep(0.05)
         return store
 
     async def prefill(self, way: Way, source: PrefixSource | None = None) -> Run:
-        """Computes the prompt, of which `source` has some."""
+        """Computes the prompt. `source`: a store that has a prefix of it."""
         self._num_requests += 1
         request = Request(
             request_id=RequestId(f"r{self._num_requests}"),
@@ -177,7 +177,7 @@ class Worker:
 
 @asynccontextmanager
 async def sink_process(nbytes: int, num_blocks: int) -> AsyncIterator[Sink]:
-    """Where a decode worker would be."""
+    """Starts the process that receives the handoff in place of a decode worker."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "benchmarks.engine.overlap_sink", TOKEN, str(nbytes)),
@@ -196,7 +196,7 @@ async def sink_process(nbytes: int, num_blocks: int) -> AsyncIterator[Sink]:
 
 @asynccontextmanager
 async def store_process(transports: str, nbytes: int) -> AsyncIterator[str]:
-    """A store node's RPC address."""
+    """Starts a store node; yields its RPC address."""
     reading, writing = os.pipe()
     flags: Mapping[str, str] = {
         "--instance-id": _STORE,

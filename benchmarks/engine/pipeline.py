@@ -1,9 +1,9 @@
-"""What a pipeline of two stages on two cores is worth: `python -m benchmarks.engine.pipeline`.
+"""Measures the gain of a two-stage prefill pipeline on two cores: `python -m benchmarks.engine.pipeline`.
 
-The time from a prompt to its first token at one prefill worker with one core, and at a group of two with a core each:
-the same library that workers use, follower in a process of its own, hidden states over the transfer engine. Both take
-turns; a prompt's chunks are as many under way as there are stages. Bars: 0.62 times for 8,192 tokens, 1.05 times for
-short prompts.
+Compares the TTFT of one prefill worker on one core with that of a group of two stages on a core each. It uses the
+workers' own library: the follower is a separate process, and hidden states go over the transfer engine. Both take
+turns. As many chunks of a prompt are in flight as there are stages. Bars for the ratio pipeline ÷ one worker: 0.62 for
+8,192 tokens, 1.05 for short prompts.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class Contestant:
-    """A worker alone, or a group."""
+    """A single prefill worker, or a group of stages."""
 
     def __init__(self, stage: OwnStage | Group, notes: Sequence[Notes], cores: set[int]) -> None:
-        """`notes`: of its stages."""
+        """`notes`: one per stage."""
         self._stage = stage
         self._num_stages = len(notes)
         self._cores = cores
         self.notes = notes
 
     async def prefill(self, prompt: Sequence[int], chunk: int) -> tuple[float, Sampled]:
-        """Seconds to the first token, and the token."""
+        """Computes a prompt in chunks; returns the seconds to the first token, and the token."""
         os.sched_setaffinity(0, self._cores)
         under_way: deque[asyncio.Task[list[Sampled | None]]] = deque()
         sampled: list[Sampled | None] = []
@@ -115,7 +115,7 @@ def _config(folder: Path, arguments: argparse.Namespace, size: int) -> PrefillCo
 @contextlib.asynccontextmanager
 async def _alone(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Contestant]:
     config = _config(folder, arguments, 1)
-    os.sched_setaffinity(0, {0})  # for the engine's thread, which inherits it
+    os.sched_setaffinity(0, {0})  # inherited by the engine's thread
     with TransferEngine(cluster_token=TOKEN) as transfer:
         replica, segment = await load_replica(config, transfer.allocate, Lifecycle(None))
         submit = Sender(transfer, Patience()).submit
@@ -130,7 +130,7 @@ async def _alone(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[C
 async def _group(folder: Path, arguments: argparse.Namespace) -> AsyncIterator[Contestant]:
     config = _config(folder, arguments, 2)
     replica: Replica
-    os.sched_setaffinity(0, {1})  # for the follower, which inherits it
+    os.sched_setaffinity(0, {1})  # inherited by the follower
     async with followers_of(config) as processes:
         os.sched_setaffinity(0, {0})
         with TransferEngine(cluster_token=TOKEN) as transfer:
@@ -168,7 +168,7 @@ async def _compare(alone: Contestant, group: Contestant, length: int, chunk: int
         for contestant, own in zip((alone, group), times, strict=True):
             seconds, token = await contestant.prefill(prompt, chunk)
             tokens.add(token.token_id)
-            if number:  # the first one warms up
+            if number:  # the first round warms up
                 own.append(seconds)
     one, two = (median(own) for own in times)
     ratios = sorted(b / a for a, b in zip(*times, strict=True))

@@ -1,4 +1,4 @@
-"""When each stage computed each chunk of a prompt: how that is noted, and a picture of it as SVG."""
+"""Records when each stage computes each chunk of a prompt, and draws the spans as SVG."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from engine.engine import Engine
 from prefill_worker.pipeline.group import Follower
 
 Span = tuple[float, float]
-"""Begin and end on the leader's clock, seconds."""
+"""(begin, end) in seconds of the leader's clock."""
 
 _WIDTH, _ROW, _LEFT, _TOP = 960, 30, 150, 34
 _COLOURS = ("#2a9d8f", "#e9c46a")
 
 
 class Notes:
-    """The spans of one row of the picture."""
+    """Recorded spans of one row of the picture."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
     def watch_engine(self, engine: Engine) -> None:
-        """Notes each of its steps from now on."""
+        """Wraps `engine.execute` to record each further step."""
         execute = engine.execute
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -37,7 +37,7 @@ class Notes:
         engine.execute = timed  # type: ignore[method-assign]
 
     def watch_follower(self, follower: Follower) -> None:
-        """Notes each step that it is told: from the call, or the end of the step before, to the answer."""
+        """Wraps `follower.run` to record each step, from the call or the end of the previous step, to the answer."""
         run = follower.run
 
         async def timed(*arguments: Any) -> Any:
@@ -51,7 +51,7 @@ class Notes:
 
 
 def picture(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """Writes rows of chunks below each other. A row whose name is empty begins a new clock for those behind it."""
+    """Writes an SVG file with one row of chunks below the other. After a row without a name, time starts at 0 again."""
     clocks = [_zero([spans for name, spans in part if name]) for part in _parts(rows)]
     end_s = max(end for part in clocks for spans in part for _, end in spans)
     scale = (_WIDTH - _LEFT - 20) / end_s
@@ -87,7 +87,7 @@ def _parts(rows: Sequence[tuple[str, Sequence[Span]]]) -> list[list[tuple[str, S
 
 
 def _zero(rows: Sequence[Sequence[Span]]) -> list[list[Span]]:
-    """The same spans, counted from the first one's begin."""
+    """Returns the spans with times counted from the earliest begin."""
     began = min(begin for spans in rows for begin, _ in spans)
     return [[(begin - began, end - began) for begin, end in spans] for spans in rows]
 

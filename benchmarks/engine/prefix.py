@@ -1,19 +1,19 @@
-"""The prefix index as a radix tree beside one dict of keys, through the block pool that workers use.
+"""Compares the prefix index as a radix tree with one dict of keys, through the workers' block pool.
 
     python -m benchmarks.engine.prefix [--blocks 100000 1000000] [--rounds 5] [--json FILE]
 
-The pool is filled with conversations of 64 branches each: a common beginning of 32 blocks and 64 continuations of 96,
-as 128-block prompts, all released. Then, in each round, by both in turns:
+The pool is filled with conversations of 64 branches each: a common prefix of 32 blocks and 64 continuations of 96, as
+128-block prompts, all released. Then, in each round, both indices take turns at:
 
-- *match*: 1,000 of the 128-block prompts, drawn at random; nothing is taken. *miss*: as many of which the last 64
-  blocks differ.
-- *publish*: prompts of 128 blocks, 96 of them new, come and take the place of the oldest; only the calls to `publish`.
-- *evict*: `allocate` of 128 blocks from the full pool, all of which are evicted.
-- *turn*: all that a worker does with a prompt: match, retain, allocate, publish, release.
+- *match*: 1,000 of the 128-block prompts, chosen at random; no block is retained. *miss*: the same number of prompts
+  whose last 64 blocks differ.
+- *publish*: prompts of 128 blocks, 96 of them new, replace the oldest; only the calls to `publish` are timed.
+- *evict*: `allocate` of 128 blocks from the full pool, which evicts 128 blocks.
+- *turn*: all calls of a worker for a prompt: match, retain, allocate, publish, release.
 
-All in microseconds of processor time per call (*publish*: per block), medians of the rounds. *bytes*: what a full pool
-takes per block, the keys' own objects included where the index keeps them. *collect*: how long the garbage collector
-looks through the full pool.
+Figures are microseconds of processor time per call (*publish*: per block), medians of the rounds. *bytes*: memory of a
+full pool per block, with the key objects if the index keeps them. *collect*: time of a garbage collection over the full
+pool.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
 COMMON, OWN, BRANCHES = 32, 96, 64
 PROMPT = COMMON + OWN
 CALLS = 1000
-CHECKSUM = 2**63  # and above: as large as checksums are
+CHECKSUM = 2**63  # first of the checksums, which are as large as real ones
 INDICES: dict[str, Callable[..., Any]] = {"dict": DictIndex, "radix tree": RadixTree}
 FIGURES = ("match", "miss", "publish", "evict", "turn")
 
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(num_blocks: int, rounds: int) -> list[Row]:
-    """A row per index."""
+    """Returns one row of figures per index."""
     loads = {name: Load(num_blocks, make) for name, make in INDICES.items()}
     measured: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in FIGURES} for name in loads}
     for _ in range(rounds):
@@ -83,12 +83,12 @@ def measure(num_blocks: int, rounds: int) -> list[Row]:
 
 
 class Load:
-    """A full pool and the prompts that are in it, at first."""
+    """A full pool, and the prompts that were published in it last."""
 
     def __init__(self, num_blocks: int, make_index: Callable[..., Any]) -> None:
         self._rng = random.Random(num_blocks)
         gc.collect()
-        gc.freeze()  # what was there before is not looked at below
+        gc.freeze()  # excludes older objects from the collections below
         tracemalloc.start()
         self.pool = BlockPool(
             num_blocks,
@@ -96,7 +96,7 @@ class Load:
             on_removed=lambda key: None,
             make_index=make_index,
         )
-        # Of the prompts that came last, of which the pool holds half at most in their own blocks.
+        # The latest prompts; their own blocks take at most half of the pool.
         self._seeds: deque[tuple[int, int]] = deque(maxlen=min(10_000, num_blocks // 2 // PROMPT))
         for number in range(-(-num_blocks // (COMMON + BRANCHES * OWN))):
             self._begin(number, num_blocks)
@@ -116,7 +116,7 @@ class Load:
             self._seeds.append((conversation, branch))
 
     def _take(self, keys: list[BlockKey]) -> float:
-        """A prompt comes and goes; returns the microseconds that publishing took."""
+        """Takes a prompt through match, allocate, publish and release; returns the microseconds of publishing."""
         pool = self.pool
         found = pool.match_prefix(keys)
         pool.retain(found)
@@ -162,7 +162,7 @@ class Load:
         return (time.process_time() - begun) / len(prompts) * 1e6
 
     def _new_prompts(self, count: int) -> list[list[BlockKey]]:
-        """Of the conversation that was there last, which so stays young."""
+        """Returns new prompts of the latest conversation, whose common prefix so stays recently used."""
         conversation = self._seeds[-1][0]
         coming = [(conversation, self._next + number) for number in range(count)]
         self._next += count
@@ -178,7 +178,7 @@ class Load:
         return took / count * 1e6
 
     def _fill(self, taken: list[list[int] | None]) -> None:
-        """The pool is full again, with other prompts."""
+        """Releases the blocks and fills the pool again with new prompts."""
         for blocks in taken:
             assert blocks is not None, "the pool was full of idle blocks"
             self._next += 1
@@ -188,7 +188,7 @@ class Load:
 
 
 def prompt(conversation: int, branch: int) -> list[BlockKey]:
-    """The keys of a prompt: the first ones depend on the conversation alone."""
+    """Returns the keys of a prompt; the first COMMON keys depend on the conversation only."""
     common = random.Random(conversation).randbytes(KEY_BYTES * COMMON)
     own = random.Random(f"{conversation} {branch}").randbytes(KEY_BYTES * OWN)
     packed = common + own

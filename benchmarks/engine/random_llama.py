@@ -1,6 +1,6 @@
-"""Writes the 110M model of random weights: `python -m benchmarks.engine.random_llama FOLDER`.
+"""Writes the 110M model with random weights: `python -m benchmarks.engine.random_llama FOLDER`.
 
-The same weights every time. A program of its own, so that who only measures has no torch.
+The weights are the same every time. It is a separate program so that the measuring process need not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEVIATION = 0.02  # as transformers initializes a Llama
 
 
 def write(folder: Path) -> None:
-    """config.json comes last: who sees it has it all."""
+    """Writes the model. config.json is written last, so that its presence means a complete model."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     weights = {name: _weight(shape, generator).to(torch.bfloat16) for name, shape in _shapes().items()}

@@ -1,4 +1,4 @@
-"""What is measured: models, dtypes, batches, contexts and prompts. Standard library only: every contestant reads it.
+"""Models, dtypes, batches, contexts and prompts to measure. Every contestant imports it: standard library only.
 
 The 110M model is the one of the published comparison: a Llama with random weights.
 """
@@ -35,12 +35,12 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
-"""The config.json of 110M."""
+"""The config.json of the 110M model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decode step, or where `prompt` is given, the prefill of one up to its first token."""
+    """A decode step or, if `prompt` is given, the prefill of a prompt of this length up to its first token."""
 
     batch: int = 1
     context: int = 0
@@ -59,6 +59,6 @@ SHAPES = [*DECODES, *PREFILLS]
 
 
 def prompt_tokens(seed: int, length: int, vocab_size: int) -> list[int]:
-    """The same for everybody; shorter ones are the beginnings of longer ones, and no two seeds share a beginning."""
+    """Returns the same tokens for every contestant. Shorter prompts are prefixes of longer ones; seeds share none."""
     numbers = random.Random(seed)
     return [3 + int(numbers.random() * (vocab_size - 3)) for _ in range(length)]

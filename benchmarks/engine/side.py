@@ -1,7 +1,7 @@
-"""One contestant with one model in a process of its own, which answers a line of JSON with a line of JSON.
+"""Process of one contestant with one model, which answers each line of JSON with a line of JSON.
 
-So that its threads, its memory and its compiled code are its own, and all contestants are asked in turn. Runs in our
-environment or in that of the peers. What a contestant prints goes to stderr, and it dies with who asks.
+A separate process isolates the contestant's threads, memory and compiled code, and lets contestants take turns. It runs
+in this project's environment or in the peers'. A contestant's output goes to stderr. It is killed when its parent ends.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from benchmarks.engine.contestants import Contestant, Wish, make
 from benchmarks.engine.shapes import Shape
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_WARM_STEPS = 2  # at the beginning of a turn: others have had the caches
+_WARM_STEPS = 2  # at the start of a turn, because others have used the caches
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if sys.platform == "linux":  # stopped between turns, it would outlive who asks
+    if sys.platform == "linux":  # a process stopped between turns would outlive its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     wish = Wish(**json.loads(sys.argv[1]))
-    os.sched_setaffinity(0, wish.cores)  # before torch looks how many there are
+    os.sched_setaffinity(0, wish.cores)  # before torch counts the cores
     contestant = make(wish)
     answers.write(json.dumps("ready") + "\n")
     answers.flush()

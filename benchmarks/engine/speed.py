@@ -1,8 +1,8 @@
-"""Decode and prefill of our engine beside other engines, and beside what memory allows.
+"""Compares decode and prefill of this engine with other engines and with the limit of memory bandwidth.
 
-All contestants with one model and dtype are alive at the same time and are asked in turn, one shape after another;
-figures are medians over the rounds, ratios are of figures of the same run. In float32 all must give the same tokens.
-The floor is of memory: what lies in a cache may be faster.
+All contestants with one model and dtype run at the same time and take turns at one shape after another. Figures are
+medians over the rounds; ratios compare figures of the same run. In float32, contestants with other tokens than the
+first are marked. The limit ("floor") applies to memory: data in a cache may be faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.engine.speed_report import bars, speed_table
 
 _GREEDY_PROMPT, _GREEDY_TOKENS = 64, 16
 _LEAST_VOCABULARY = 4096
-"""Of all models: the prompt suits each."""
+"""Smallest vocabulary of the models, so that the prompt is valid for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,14 @@ class Options:
     dtypes: Sequence[str]
     contestants: Sequence[str]
     shapes: Sequence[Shape]
-    cores: Sequence[int]  # how many cores, each in turn
+    cores: Sequence[int]  # numbers of cores, measured one after the other
     rounds: int
-    retakes: int  # of a turn that others disturbed
-    scratch: Path  # models as the contestants want them, kept for the next time
+    retakes: int  # of a turn that other programs disturbed
+    scratch: Path  # models in the contestants' formats, kept for the next run
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Figures as seconds: per number of cores, model, dtype and contestant, by the shape's label."""
+    """Returns seconds per number of cores, model, dtype, contestant and label of the shape, and the bars."""
     runs = []
     options.scratch.mkdir(parents=True, exist_ok=True)
     installed = [name for name in options.contestants if is_installed(name)]
@@ -75,7 +75,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def model_folder(name: str, scratch: Path) -> Path:
-    """Of "demo", or of "110M", which is written where it is not there yet."""
+    """Returns the folder of model "demo" or "110M"; writes the latter if it is missing."""
     if name == "demo":
         return DEMO_FOLDER
     folder = scratch.absolute() / name
@@ -96,7 +96,7 @@ def _confined(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _measure(options: Options, wishes: Sequence[Wish]) -> dict[str, Any]:
-    """figures: contestant → label → wall_s, processor_s, waited. differing: whose tokens are not the first's."""
+    """Returns figures (contestant → label → wall_s, processor_s, waited) and differing (names with other tokens)."""
     with ExitStack() as stack:
         sides: dict[str, Side] = {}
         for wish in wishes:

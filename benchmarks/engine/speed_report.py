@@ -1,4 +1,4 @@
-"""What `speed` says of its figures: a table per run, and the bars that they meet or miss."""
+"""Formats the figures of `speed` as a table per run, and compares them with the bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 """contestant → shape's label → wall_s, processor_s, waited"""
 
 _BARS = (
-    # model, shape, whom we are compared with, how many times faster: issue 6, must-show 1
+    # model, shape, compared with, least speed-up: issue 6, must-show 1
     ("110M", "B1 C512", VLLM, 1.7),
     ("110M", "B8 C512", VLLM, 1.7),
     ("110M", "B1 C2048", VLLM, 1.7),
@@ -30,7 +30,7 @@ _BARS = (
 
 
 def speed_table(run: Mapping[str, Any], contestants: Sequence[str]) -> str:
-    """Wall clock, and the processor's time in brackets: ms per decode step, prompt tokens per second."""
+    """Returns a table of ms per decode step and prompt tokens/s, by wall clock and (in brackets) processor time."""
     figures: Figures = run["figures"]
     measured = {label for own in figures.values() for label in own}
     shapes = [shape for shape in SHAPES if shape.label in measured]
@@ -61,7 +61,7 @@ def _cell(seconds: Mapping[str, float], shape: Shape) -> str:
 
 
 def bars(runs: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """How many times faster we are on one core with bfloat16, on the wall clock; None where it was not measured."""
+    """Compares speed-ups by wall clock on one core with bfloat16 with the bars; None where not measured."""
     found: dict[str, Figures] = {
         run["model"]: run["figures"] for run in runs if run["cores"] == 1 and run["dtype"] == "bfloat16"
     }

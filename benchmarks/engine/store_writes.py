@@ -1,16 +1,16 @@
-"""Putting only hot blocks into the store: what prefill workers write less, and what hits that costs.
+"""Simulates putting only hot blocks into the store: the writes it saves prefill workers, and the hits it costs.
 
     python -m benchmarks.engine.store_writes [--trace FILE] [--requests 12000] [--json FILE]
 
-Workers with a block pool each share one store. A request goes where it waits and computes least: each worker's backlog
-drains at the pace that keeps it busy for 0.8 of the time, and what its device has is not computed. There the leading
-blocks are found in the device's cache and those that follow in the store; the others are computed, published and
-offered to the product's write-behind, whose puts happen at once. Device and store evict as block pools do, least
-recently used (with *devices lfu*: least frequently) and ends of chains first. A block is 512 tokens, as in the traces;
-partial blocks have no key.
+Workers with a block pool each share one store. A request goes to the worker with the least waiting and computing:
+backlogs drain at the pace that keeps workers busy for 0.8 of the time, and blocks on the device are not computed. The
+worker takes leading blocks from its device's cache and the following ones from the store. It computes and publishes the
+others and offers them to the product's write-behind, whose puts complete at once. Device and store evict as block pools
+do: least recently used blocks first (with *devices lfu*: least frequently used), ends of chains before their parents. A
+block is 512 tokens, as in the traces; partial blocks have no key.
 
-*all* puts every new block; *hot, n* what was re-used n times in the device's cache; *when evicted* what leaves the
-device without having been put, and *hot, 2, or evicted* both: a device would have to wait for that, or begin before.
+*all* puts every new block, *hot, n* blocks that were reused n times in the device's cache, *when evicted* blocks that
+leave the device without a put, *hot, 2, or evicted* both. Real devices would wait for such puts or start early.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from traces.synthesis.workload import PRESETS
 
 WORKERS = 4
 BUSY = 0.8
-NEVER = 256  # more hits than are counted
-SIZES = ((0.5, 10.0), (2.0, 30.0))  # millions of tokens: of each device, of the store
+NEVER = 256  # more hits than the index counts
+SIZES = ((0.5, 10.0), (2.0, 30.0))  # millions of tokens of each device and of the store
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is put into the store."""
+    """A rule that decides which blocks are put into the store."""
 
     name: str
     min_hits: int
     when_evicted: bool = False
-    eviction: str = "lru"  # of devices
+    eviction: str = "lru"  # policy of the devices' pools
 
 
 RULES = (
@@ -65,14 +65,14 @@ STORE = Endpoint(instance_id="store", epoch=1, rpc_address="", transfer_address=
 
 
 class Store:
-    """Blocks that all workers can read."""
+    """Simulated store that all workers share."""
 
     def __init__(self, num_blocks: int) -> None:
         self._pool = BlockPool(num_blocks, on_added=_ignore, on_removed=_ignore)
         self.num_written = 0
 
     def find(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these, which follow each other, are here from the first on; they are read."""
+        """Reads the leading stored blocks of a chain; returns their number."""
         found = self._pool.match_prefix(keys)
         self._pool.retain(found)
         self._pool.release(found)
@@ -89,13 +89,13 @@ class Store:
 
 
 class Worker:
-    """A device, and what it puts into the store."""
+    """A simulated worker: its device's block pool, its backlog and its puts."""
 
     def __init__(self, num_blocks: int, store: Store, rule: Rule) -> None:
         self._store = store
         self._rule = rule
         self._parents: dict[BlockKey, BlockKey] = {}
-        self._known: set[BlockKey] = set()  # that the store was given or had
+        self._known: set[BlockKey] = set()  # blocks that were put into the store or found there
         self.pool = BlockPool(
             num_blocks,
             on_added=self._parents.__setitem__,
@@ -115,13 +115,13 @@ class Worker:
         self._known.discard(key)
 
     def work_left(self, now: float, pace: float) -> float:
-        """Blocks to compute before a request that comes now."""
+        """Returns the number of blocks to compute before a request that arrives now."""
         self.backlog = max(0.0, self.backlog - (now - self.at) * pace)
         self.at = now
         return self.backlog
 
     def serve(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        """How many blocks were found here, and how many more in the store."""
+        """Serves a prompt; returns the number of blocks found on the device, and of further ones in the store."""
         pool = self.pool
         found = pool.match_prefix(keys)
         stored = self._store.find(keys[len(found) :])
@@ -185,7 +185,7 @@ def _loads(arguments: argparse.Namespace) -> dict[str, list[TraceRecord]]:
 
 
 def simulate(records: Iterable[TraceRecord], rule: Rule, device: float, store: float) -> dict[str, Any]:
-    """`device`, `store`: millions of tokens. Shares are of all blocks that prompts have."""
+    """Runs a load. `device`, `store`: millions of tokens. The returned shares refer to all blocks of prompts."""
     prompts = [(record.arrived_s, _keys(record)) for record in records]
     shared = Store(_blocks(store))
     workers = [Worker(_blocks(device), shared, rule) for _ in range(WORKERS)]
@@ -226,7 +226,7 @@ def _blocks(millions: float) -> int:
 
 
 def _ignore(*_: object) -> None:
-    """Nobody asks."""
+    """Callback that does nothing."""
 
 
 if __name__ == "__main__":

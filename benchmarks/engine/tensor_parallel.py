@@ -1,9 +1,9 @@
-"""What two ranks on two cores are worth: `python -m benchmarks.engine.tensor_parallel`.
+"""Measures the gain of two tensor-parallel ranks on two cores: `python -m benchmarks.engine.tensor_parallel`.
 
-One worker with one thread, one with two threads, and one of two ranks with a thread each, as worker processes load
-them, in turns: milliseconds per decode step of some sequences at a context, and prompt tokens per second in chunks of
-512. Wall clock: a rank's processor time would not show that it waits. Beside it, what a sum over two ranks takes
-through shared memory. Medians.
+Three replicas, loaded as in worker processes, take turns: one thread, two threads, and two ranks with a thread each.
+Figures are milliseconds per decode step for several batches and contexts, and prompt tokens per second in chunks of
+512. They are medians of wall time, because a rank's processor time would not show its waits. A second table has the
+mean time of a sum over two ranks through shared memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from transfer import TransferEngine
 
 BLOCK_SIZE = 32
 CHUNK = 512
-STEPS = 12  # of decode in a turn
+STEPS = 12  # decode steps per turn
 DECODE = ((1, 512), (8, 512), (8, 2048))  # sequences, context
 PREFILL = (512, 2048)
 CONTESTANTS = {"1 thread": (1, 1), "2 threads": (1, 2), "2 ranks": (2, 2)}  # ranks, threads
@@ -69,7 +69,7 @@ def _slice(
 
 
 def decode_ms(engine: Engine, batch: int, context: int) -> float:
-    """Of one step."""
+    """Returns the milliseconds of one decode step."""
     num_blocks = -(-(context + 1) // BLOCK_SIZE)
     tokens = [prompt_tokens(n, context + 1, 1000) for n in range(batch)]
     rows = [
@@ -84,7 +84,7 @@ def decode_ms(engine: Engine, batch: int, context: int) -> float:
 
 
 def prefill_rate(engine: Engine, length: int) -> float:
-    """Tokens per second."""
+    """Computes a prompt in chunks; returns tokens per second."""
     prompt = prompt_tokens(0, length, 1000)
     began = time.perf_counter()
     for start in range(0, length, CHUNK):
@@ -126,13 +126,13 @@ async def _engines(arguments: argparse.Namespace) -> AsyncIterator[dict[str, Eng
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Medians by contestant: decode shapes, then prefill."""
+    """Returns the medians of each contestant: decode shapes, then prefill lengths."""
     turns: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
     async with _engines(arguments) as engines:
         for number in range(arguments.rounds + 1):
             for name, engine in engines.items():
                 found = _turn(engine, CONTESTANTS[name][1] // CONTESTANTS[name][0])
-                if number:  # the first one warms up
+                if number:  # the first round warms up
                     turns[name].append(found)
     return {name: [median(values) for values in zip(*own, strict=True)] for name, own in turns.items()}
 
@@ -155,7 +155,7 @@ def _sums(rank: int, ranks: Ranks, count: int, results: mmap.mmap | None) -> Non
 
 
 def sum_us(count: int) -> list[float]:
-    """Of one sum over two ranks, by shape."""
+    """Returns the mean microseconds of one sum over two ranks, by shape."""
     pair = steps.pair()
     results = mmap.mmap(-1, mmap.PAGESIZE)
     library = RanksLibrary(cache_folder(os.environ, Path.home()))

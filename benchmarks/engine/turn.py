@@ -1,4 +1,4 @@
-"""One contestant's turn, and the clocks that it is timed with. Standard library only."""
+"""Timing of one contestant's turn, in wall and processor time. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class Turn:
-    """Seconds of each step, on the wall and of the processor in all threads together."""
+    """Seconds of each step: wall time, and processor time of all threads together."""
 
     wall_s: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
-    tokens: int = 0  # that came out of these steps
-    waited_s: float = 0.0  # a thread was ready to run and another program had its core
+    tokens: int = 0  # produced by these steps
+    waited_s: float = 0.0  # time in which a thread was ready but another program had its core
 
 
 class Watch:
-    """Times the steps of one turn; nothing but steps may lie between `Watch()`, `step()`s and `done()`."""
+    """Times the steps of one turn. Between `Watch()`, each `step()` and `done()`, only steps may run."""
 
     def __init__(self) -> None:
         self._turn = Turn()
@@ -29,7 +29,7 @@ class Watch:
         self._wall, self._processor = time.perf_counter(), time.process_time()
 
     def step(self, tokens: int) -> None:
-        """A step has just ended and gave so many tokens; the next one begins."""
+        """Records a step that has just ended with `tokens` tokens, and starts timing the next one."""
         self._turn.wall_s.append(time.perf_counter() - self._wall)
         self._turn.processor_s.append(time.process_time() - self._processor)
         self._turn.tokens += tokens
@@ -41,7 +41,7 @@ class Watch:
 
 
 def _waited_s() -> float:
-    """Of all threads of this process so far (schedstat: run, waiting, turns); 0 where the system does not tell."""
+    """Returns the waiting time of all threads of this process so far (schedstat: run, waiting, turns); 0 if unknown."""
     nanoseconds = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
         try:

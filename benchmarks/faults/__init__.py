@@ -1,1 +1,1 @@
-"""What faults cost a client: `python -m benchmarks.faults` (docs/faults.md)."""
+"""Measures the effect of faults on a client: `python -m benchmarks.faults` (docs/faults.md)."""

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.faults`: each fault several times on real processes of the demo model, with real signals.
+"""`python -m benchmarks.faults`: repeats each fault on real processes of the demo model, with real signals.
 
-Claims, of what a client sees: every token is that of an undisturbed run, under one id, whoever is killed, or stopped
-for 20 s; and where somebody else could go on it waits for at most 3 s. Prints a table and writes JSON.
+Claims for a client: if any process is killed, or stopped for 20 s, the tokens equal those of an undisturbed run, under
+one id. If another process can take over, the client waits for at most 3 s. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _played(scene: Scene, repeat: int) -> list[Played]:
-    """Where all wait for a restart each time has a cluster of its own: the launcher restarts less and less eagerly who
-    dies often."""
+    """Plays a scene `repeat` times. With one process of each kind, each time has its own cluster, because the launcher
+    delays the restart of a process that dies often."""
     if scene.cluster == ALONE:
         return [_alone(scene, seed) for seed in range(repeat)]
     with _victims(scene.cluster) as victims:

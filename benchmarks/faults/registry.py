@@ -1,4 +1,4 @@
-"""A Redis of the benchmark's own, which can be lost and comes back empty."""
+"""A private Redis server that can be killed and comes back empty."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deploy.ports import free_port
 
 _START_S = 10.0
 AWAY_S = 1.0
-"""From its end to its next start, as a service manager would."""
+"""Delay from its end to its restart, as by a service manager."""
 
 
 class Redis:
-    """On loopback, in memory alone. Raises FileNotFoundError where there is no redis-server."""
+    """A Redis process on loopback, without persistence. Raises FileNotFoundError if redis-server is not installed."""
 
     def __init__(self, folder: Path) -> None:
         binary = shutil.which("redis-server")
@@ -39,12 +39,12 @@ class Redis:
         return self._process.pid
 
     def come_back(self) -> None:
-        """It was killed: `AWAY_S` later there is another one."""
+        """Schedules the restart of the killed server after `AWAY_S`."""
         self._return = Timer(AWAY_S, self._restart)
         self._return.start()
 
     def settle(self) -> None:
-        """Returns when it is there."""
+        """Waits until a scheduled restart is complete."""
         if self._return is not None:
             self._return.join()
 

@@ -1,7 +1,7 @@
-"""The faults: who is hit, when, and what the client waited for.
+"""Defines the faults: which processes are hit, at which moment, and which wait of the client counts.
 
-A scene asks for a stream, waits for its moment, strikes, and says how long the client then waited at worst. Each is
-played on a cluster whose processes were all there before, and ends when they are again.
+A scene starts a stream, waits for its moment, kills or stops processes, and reports the client's longest wait after
+that. It starts on a complete cluster and ends when all processes are back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANSWER = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """`waited_s`: the longest wait for a token after the fault; `wrong`: what a client could complain of."""
+    """Result of a scene. `waited_s`: longest wait for a token after the fault; `wrong`: wrong tokens or ids."""
 
     waited_s: float
     wrong: str = ""
@@ -33,7 +33,7 @@ class Played:
 
 
 Strike = Callable[[Victims, Stream], Sequence[str]]
-"""Waits for the moment; names whom to hit."""
+"""Waits for the moment of the fault; returns the names of the processes to hit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,13 @@ class Scene:
     number: signal.Signals = signal.SIGKILL
     prompt: int = _SHORT
     answer: int = _ANSWER
-    asks_anew: bool = False  # what counts is a request that comes right after the fault
-    fillers: int = 0  # long prompts that come before it
-    holds: str = ""  # whoever's name begins so is stopped from before the request until the strike
+    asks_anew: bool = False  # measures a new request right after the fault
+    fillers: int = 0  # number of long prompts queued before it
+    holds: str = ""  # prefix of processes stopped from before the request until the fault
 
 
 def play(scene: Scene, victims: Victims, seed: int) -> Played:
-    """`seed`: of prompt and tokens; every other one is greedy."""
+    """Plays a scene once. `seed` determines prompt and sampling; even seeds decode greedily."""
     prompt = random.Random(f"{scene.name} {seed}").choices(range(16, 4_000), k=scene.prompt)
     drawn = {"seed": seed, "temperature": float(seed % 2), "max_tokens": scene.answer}
     body: dict[str, Any] = {"prompt": prompt, **drawn}
@@ -82,7 +82,7 @@ def play(scene: Scene, victims: Victims, seed: int) -> Played:
 
 
 def _wrong(stream: Stream, expected: Sequence[int]) -> str:
-    """What a client would complain of; empty = nothing."""
+    """Describes a difference that a client would notice; "" = none."""
     if stream.token_ids != expected:
         pairs = enumerate(itertools.zip_longest(stream.token_ids, expected))
         place = next(place for place, (found, right) in pairs if found != right)
@@ -96,14 +96,14 @@ def _filler(name: str) -> dict[str, Any]:
 
 
 def _follow(scene: Scene, victims: Victims, stream: Stream, body: dict[str, Any]) -> Stream:
-    """The stream that counts, to its end or until the stopped may wake."""
+    """Waits for the measured stream until its end, or until stopped processes continue; returns the stream."""
     asked = victims.ask(body) if scene.asks_anew else stream
     asked.join(timeout=STOPPED_S if scene.number is signal.SIGSTOP else None)
     return asked
 
 
 def _decoding(victims: Victims, stream: Stream) -> str:
-    """Once its answer is under way: who decodes it."""
+    """Waits until the answer has begun; returns the name of its decode worker."""
     victims.until(lambda: stream.count >= _BEGUN or stream.error)
     return stream.headers["x-decode-instance-id"]
 
@@ -118,7 +118,7 @@ def handed_off(victims: Victims, stream: Stream) -> list[str]:
 
 
 def transferring(victims: Victims, stream: Stream) -> list[str]:
-    """With the first token its KV is on its way."""
+    """Strikes at the first token, while KV is being transferred."""
     victims.until(lambda: stream.count or stream.error)
     return [stream.headers["x-prefill-instance-id"]]
 
@@ -131,13 +131,13 @@ def computing(victims: Victims, stream: Stream) -> list[str]:
 
 
 def placed(victims: Victims, stream: Stream) -> list[str]:
-    """Behind others, or while its prefix does not come."""
+    """Strikes once the request is placed: queued behind others, or waiting for its prefix."""
     victims.until(lambda: victims.prefill_of(stream) or stream.error)
     return [victims.prefill_of(stream)]
 
 
 def of(prefix: str) -> Strike:
-    """Once the answer is under way: all whose names begin so."""
+    """Returns a strike at all processes with this prefix, once the answer has begun."""
 
     def strike(victims: Victims, stream: Stream) -> list[str]:
         _decoding(victims, stream)

@@ -1,4 +1,4 @@
-"""A client that reads one stream, knows when each token came, and resumes where its gateway was lost."""
+"""A client that reads one stream, records the arrival of each token, and resumes if its gateway is lost."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _GIVE_UP_S = 120.0
 
 
 class Stream(threading.Thread):
-    """Begins at once. `body`: of `/v1/completions`, with `return_token_ids`."""
+    """Thread that reads one stream; starts itself. `body`: of `/v1/completions`, with `return_token_ids`."""
 
     def __init__(self, port: int, body: dict[str, Any], name: str) -> None:
-        """`name`: as the cluster knows the request (X-Request-Id)."""
+        """`name`: the request's X-Request-Id."""
         super().__init__(daemon=True)
         self.request_name = name
         self.began_at = time.monotonic()
-        self.token_at: list[float] = []  # one instant per token
+        self.token_at: list[float] = []  # arrival time of each token
         self.token_ids: list[int] = []
         self.ids: set[str] = set()
         self.headers: dict[str, str] = {}
@@ -34,7 +34,7 @@ class Stream(threading.Thread):
 
     @property
     def count(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return len(self.token_at)
 
     def run(self) -> None:
@@ -47,7 +47,7 @@ class Stream(threading.Thread):
             time.sleep(_RECONNECT_S)
 
     def _read_once(self) -> bool:
-        """Whether it came to its end; else the connection broke, or there was an error."""
+        """Reads one connection. Returns True if the stream ended; False if the connection broke or on an error."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_GIVE_UP_S)
         headers = {"content-type": "application/json", "x-request-id": self.request_name}
         if self._last_id:
@@ -66,7 +66,7 @@ class Stream(threading.Thread):
             connection.close()
 
     def _take(self, line: str) -> bool:
-        """Whether it was the last one."""
+        """Parses a line. Returns True if it ends the stream."""
         field, _, value = line.partition(": ")
         if field == "id":
             self._last_id = value
@@ -87,7 +87,7 @@ class Stream(threading.Thread):
             self.token_at += [time.monotonic()] * len(new)
 
     def longest_silence_s(self, since: float) -> float:
-        """The longest wait for a token that ended after `since`; nobody waits before that for a first one."""
+        """Returns the longest wait for a token that ended after `since`. The first token's starts at `since`."""
         begin = since if not self.token_at or self.token_at[0] > since else self.began_at
         instants = [begin, *(at for at in self.token_at if at >= begin)]
         gaps = [b - a for a, b in itertools.pairwise(instants) if b > since]

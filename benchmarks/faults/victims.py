@@ -1,4 +1,4 @@
-"""A cluster whose processes can be found, killed and stopped."""
+"""A local cluster whose processes can be found, killed and stopped."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _WHO_S = 2.0
 
 
 class Victims(LocalCluster):
-    """`moonserve serve` of the demo model."""
+    """A cluster started by `moonserve serve` with the demo model."""
 
     def __init__(self, *flags: str, log_dir: Path, redis: Redis | None = None) -> None:
-        """`redis`: where conductors claim to lead; with one there are two of them."""
+        """`redis`: registry in which conductors claim leadership; if given, there are two conductors."""
         self._token = secrets.token_hex(8)
         self._redis = redis
         if redis is not None:
@@ -48,12 +48,12 @@ class Victims(LocalCluster):
         super().__init__(None, *flags, log_dir=log_dir, environ=environ)
 
     def ask(self, body: dict[str, Any]) -> Stream:
-        """A stream, under a name of its own."""
+        """Starts a stream with a unique request id."""
         name = f"fault-{secrets.token_hex(4)}"
         return Stream(self.port, {"return_token_ids": True, "ignore_eos": True, **body}, name)
 
     def whole(self, body: dict[str, Any]) -> list[int]:
-        """Token ids of a stream that nothing disturbs."""
+        """Returns the token ids of an undisturbed stream. Raises RuntimeError if it fails."""
         stream = self.ask(body)
         stream.join()
         if stream.error or stream.resumed:
@@ -70,14 +70,14 @@ class Victims(LocalCluster):
         return found
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        """By id; empty while the gateway does not answer."""
+        """Returns the instances by id; empty while the gateway does not answer."""
         try:
             return {each["instance_id"]: each for each in self._get("/v1/cluster")["instances"]}
         except (OSError, ValueError):
             return {}
 
     def prefill_of(self, stream: Stream) -> str:
-        """Where a request was placed; "" = nowhere yet."""
+        """Returns the prefill worker of a request; "" = not placed yet."""
         try:
             found = self._get(f"/v1/requests/{stream.request_name}/explain")
         except (OSError, ValueError):
@@ -85,7 +85,7 @@ class Victims(LocalCluster):
         return str(found["decisions"][-1].get("prefill") or "")
 
     def leader(self) -> str:
-        """The conductor that leads; "" = none says so."""
+        """Returns the name of the leading conductor; "" = none claims to lead."""
         names = sorted(name for name in self.pids() if name.startswith("conductor"))
         return next(filter(self._leads, names), "")
 
@@ -99,7 +99,7 @@ class Victims(LocalCluster):
         return False
 
     def load(self, name: str) -> conductor_pb2.Load:
-        """What a worker says of itself, now."""
+        """Returns the load that a worker reports now."""
         address = self.instances()[name]["rpc_address"]
         with grpc.insecure_channel(address) as channel:
             return (
@@ -120,7 +120,7 @@ class Victims(LocalCluster):
             time.sleep(_POLL_S)
 
     def kill(self, names: Sequence[str]) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL to the named processes. A killed Redis is restarted."""
         pids = self.pids()
         for name in names:
             os.kill(pids[name], signal.SIGKILL)
@@ -129,7 +129,7 @@ class Victims(LocalCluster):
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Afterwards everybody of before is there again, and ready."""
+        """On exit, waits until all former processes and instances are back, and the cluster is ready."""
         before = self.instances().keys()
         names = self.pids().keys()
         yield
@@ -149,7 +149,7 @@ class Victims(LocalCluster):
 
 @contextlib.contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-    """SIGSTOP within the block."""
+    """Stops the processes (SIGSTOP) for the duration of the block."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

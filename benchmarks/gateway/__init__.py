@@ -1,6 +1,6 @@
-"""What the gateway costs: `python -m benchmarks.gateway` (docs/gateway-performance.md)."""
+"""Measures the gateway's cost: `python -m benchmarks.gateway` (docs/gateway-performance.md)."""
 
 import os
 
-# uvloop forks where gRPC has threads: with gRPC's handlers for forks one client in thirty was never heard of.
+# uvloop forks while gRPC has threads. With gRPC's fork handlers, one client process in thirty never reported back.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

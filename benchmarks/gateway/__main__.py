@@ -1,9 +1,9 @@
-"""What the gateway costs, with a cluster that costs nothing: `python -m benchmarks.gateway --json out/gateway.json`.
+"""Measures the gateway's cost with a stub cluster: `python -m benchmarks.gateway --json out/gateway.json`.
 
-The gateway runs as users run it, bound to one core; the stub cluster and the clients share another. *Added latency* is
-from the instant before a step's message is put on its worker's stream to when a client has read the token, so it
-contains the worker's stream, the gateway and the client's own turn. *Chunks per second* are events on the wire: a
-gateway that lags joins tokens, which then count once.
+The gateway runs as for users, bound to one core. The stub cluster and the clients share the other cores. *Added
+latency* lasts from just before a step's message is put on its worker's stream until a client has read the token. So it
+includes the worker's stream, the gateway and the client's own processing. *Chunks per second* counts events on the
+wire: a gateway that lags merges several tokens into one event.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Streams that get a token every `interval_s`; 0: as fast as the gateway takes them."""
+    """Streams that get a token every `interval_s`; 0 = as fast as the gateway accepts them."""
 
     num_streams: int
     interval_s: float
@@ -55,7 +55,7 @@ IDLE_S = 20.0
 
 
 async def stream_row(stub: StubCluster, gateway: GatewayProcess, pace: Pace) -> Row:
-    """One run of streams."""
+    """Runs the streams of a pace; returns their figures."""
     async with clients(gateway.port, pace.num_streams, TEXT) as streams:
         await stub.gather(pace.num_streams)
         begun_cpu_s, begun_at = gateway.cpu_s(), time.monotonic()
@@ -78,7 +78,7 @@ async def stream_row(stub: StubCluster, gateway: GatewayProcess, pace: Pace) -> 
 
 
 async def idle_row(stub: StubCluster, gateway: GatewayProcess, num_streams: int) -> Row:
-    """Streams that have had one token and wait for the next; 0: nobody is there."""
+    """Measures streams that got one token and wait for the next; 0 = no streams."""
     async with clients(gateway.port, num_streams, TEXT):
         await stub.gather(num_streams)
         await stub.run(min(num_streams, 1), 0.0, ends=False)
@@ -94,7 +94,7 @@ Measure = Callable[[StubCluster, GatewayProcess], Awaitable[Row]]
 
 async def _alone(measure: Measure, core: int, profiler: Sequence[str]) -> Row:
     [token_id] = load_tokenizer(demo_model_path()).encode(TEXT, add_special_tokens=False)
-    stub = StubCluster(token_id)  # type: ignore[abstract]  # gateways call no more of it
+    stub = StubCluster(token_id)  # type: ignore[abstract]  # gateways call no other methods
     await stub.start()
     async with running_gateway(stub.address, demo_model_path(), core, profiler) as gateway:
         row = await measure(stub, gateway)
@@ -103,7 +103,7 @@ async def _alone(measure: Measure, core: int, profiler: Sequence[str]) -> Row:
 
 
 def measures() -> dict[str, Measure]:
-    """By name."""
+    """Returns all measurements by name."""
     found: dict[str, Measure] = {}
     for pace in PACED:
         every = f"{pace.interval_s * 1e3:.0f} ms"
@@ -116,7 +116,7 @@ def measures() -> dict[str, Measure]:
 
 
 def report(rows: Mapping[str, Row]) -> str:
-    """Tables of the streams and of idleness, and the bars."""
+    """Formats the tables of active and idle streams, and the bars."""
     streams = {name: row for name, row in rows.items() if "added_p50_ms" in row}
     idle = {name: row for name, row in rows.items() if "resident_mib" in row}
     parts = []

@@ -1,8 +1,8 @@
-"""Clients of the gateway benchmark, in a process of their own: many streams, read with as little work as possible.
+"""Client process of the gateway benchmark, which reads many streams with as little work as possible.
 
-`python -m benchmarks.gateway.client PORT STREAMS TEXT` opens streams and prints a line of JSON when all are over:
-instants (time.monotonic) at which each token's TEXT arrived, by stream, and how many events they came in. A line on
-standard input ends it before. Reads bytes, not HTTP: a token is an occurrence of TEXT, an event one of `data: {`.
+`python -m benchmarks.gateway.client PORT STREAMS TEXT` opens streams and prints a line of JSON when all have ended: the
+arrival times (time.monotonic) of each token's TEXT by stream, and the number of events. A line on standard input ends
+it early. It reads bytes and does not parse HTTP: a token is an occurrence of TEXT, an event an occurrence of `data: {`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _END = b"data: [DONE]"
 
 
 class StreamReader(asyncio.Protocol):
-    """One streamed completion."""
+    """Reads one streamed completion."""
 
     def __init__(self, request: bytes, text: bytes) -> None:
         self._request, self._text = request, text
-        self._tail = b""  # of what came, shorter than anything looked for
+        self._tail = b""  # end of the bytes so far, shorter than `_EVENT`
         self.arrived_at: list[float] = []
         self.num_events = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,7 +53,7 @@ class StreamReader(asyncio.Protocol):
 
 
 def request_bytes(port: int, max_tokens: int) -> bytes:
-    """A streamed completion of a short prompt."""
+    """Returns the HTTP request of a streamed completion with a short prompt."""
     body = json.dumps({"prompt": [92, 92], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
@@ -63,7 +63,7 @@ def request_bytes(port: int, max_tokens: int) -> bytes:
 
 
 async def read(port: int, num_streams: int, text: str) -> None:
-    """Opens the streams, reads them to their end, prints what was seen."""
+    """Opens the streams, reads them to their end, and prints the arrival times and the number of events."""
     loop = asyncio.get_running_loop()
     request, readers = request_bytes(port, 500_000), []
     for _ in range(num_streams):

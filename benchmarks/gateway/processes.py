@@ -1,4 +1,4 @@
-"""The gateway as users run it, and its clients, as processes of the benchmark on cores of their own."""
+"""Starts the gateway on its own core, as users run it, and the process of its clients."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _READY_S = 60.0
 
 
 class GatewayProcess:
-    """`moonserve gateway` before a stub cluster."""
+    """A running `moonserve gateway` in front of a stub cluster."""
 
     def __init__(self, process: Process, port: int) -> None:
         self.port = port
         self._process = psutil.Process(process.pid)
 
     def cpu_s(self) -> float:
-        """Processor time so far, of all its threads."""
+        """Returns the processor time of all its threads so far."""
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
@@ -41,7 +41,7 @@ class GatewayProcess:
 async def running_gateway(
     conductor: str, model: Path, core: int, profiler: Sequence[str] = ()
 ) -> AsyncIterator[GatewayProcess]:
-    """Ready, and bound to one core. `profiler`: a command to run it under."""
+    """Starts a gateway bound to one core and waits until it is ready. `profiler`: command to run it under."""
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         *("taskset", "--cpu-list", str(core)),
@@ -69,13 +69,13 @@ async def _until_ready(port: int) -> None:
 
 
 class Clients:
-    """A process with streams open at the gateway."""
+    """A client process with open streams at the gateway."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     async def seen(self) -> dict[str, Any]:
-        """What `benchmarks.gateway.client` prints once the streams have ended."""
+        """Returns the result of `benchmarks.gateway.client`, once the streams have ended."""
         assert self._process.stdout is not None
         found: dict[str, Any] = json.loads(await self._process.stdout.readline())
         return found
@@ -83,7 +83,7 @@ class Clients:
 
 @contextlib.asynccontextmanager
 async def clients(port: int, num_streams: int, text: str) -> AsyncIterator[Clients]:
-    """So many streams, for as long as the block lasts."""
+    """Starts a client process with `num_streams` streams and ends it with the block."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.gateway.client", str(port), str(num_streams), text),
         stdin=PIPE,

@@ -1,8 +1,8 @@
-"""A cluster without a model: a conductor and two workers that speak the real protocol and send the same token for ever.
+"""A cluster without a model: a conductor and two workers that speak the real protocol and always send the same token.
 
-Requests gather until a benchmark lets them go; then every step is one message with one token for each of them, as a
-decode worker's step is. The instant before each step's message leaves is kept: what a client sees later than that was
-added by the way. All of it runs in the caller's event loop.
+Requests wait until the benchmark calls `run`. Then every step is one message with one token for each request, as from a
+decode worker. The time just before each step's message is sent is recorded; the rest of the latency that a client sees
+is added on the way. Everything runs in the caller's event loop.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _LAYOUT = common_pb2.KvLayout(num_layers=1, block_size=32, num_kv_heads=1, head_
 
 
 class StubCluster(conductor_pb2_grpc.ConductorServicer):
-    """Every request is placed at once on the only pair of workers."""
+    """Conductor that places every request at once on the only pair of workers."""
 
     def __init__(self, token_id: int) -> None:
-        """`token_id`: what every stream consists of."""
+        """`token_id`: the token of every stream."""
         self._token_id = token_id
         self._conductor = RpcServer(CLUSTER_TOKEN)
-        self._workers = {  # gateways call no more of them
+        self._workers = {  # gateways call no other methods
             "prefill-0": StubWorker(common_pb2.ROLE_PREFILL),
             "decode-0": StubWorker(common_pb2.ROLE_DECODE),
         }
         self.address = ""
-        self.sent_at: list[float] = []  # time.monotonic() of each step of the last `run`
+        self.sent_at: list[float] = []  # time.monotonic() of each step of the latest `run`
 
     async def start(self) -> None:
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, self._conductor.grpc)
@@ -49,19 +49,19 @@ class StubCluster(conductor_pb2_grpc.ConductorServicer):
 
     @property
     def waiting(self) -> list[str]:
-        """Requests that were submitted since the last `run`."""
+        """Requests submitted since the latest `run`."""
         return self._workers["prefill-0"].submitted
 
     async def gather(self, num_requests: int) -> None:
-        """Until so many requests wait."""
+        """Waits until `num_requests` requests are submitted."""
         changed = self._workers["prefill-0"].changed
         while len(self.waiting) < num_requests:
             changed.clear()
             await changed.wait()
 
     async def run(self, num_steps: int, interval_s: float, *, ends: bool = True) -> None:
-        """Gives each waiting request `num_steps` tokens, a step every `interval_s` (0: as fast as the stream takes
-        them); with `ends` the last one is its last."""
+        """Sends each waiting request `num_steps` tokens, one step every `interval_s` (0 = as fast as the stream accepts
+        them). With `ends`, the last token finishes the request."""
         requests, decode = list(self.waiting), self._workers["decode-0"]
         self.waiting.clear()
         self.sent_at = []
@@ -80,7 +80,7 @@ class StubCluster(conductor_pb2_grpc.ConductorServicer):
             batch.tokens.add(request_id=request_id, index=index, token_id=self._token_id, finish_reason=reason)
         return batch
 
-    # The conductor
+    # RPCs of the conductor
 
     async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Any) -> conductor_pb2.ClusterView:
         instances = [
@@ -108,7 +108,7 @@ class StubCluster(conductor_pb2_grpc.ConductorServicer):
 
 
 class StubWorker(worker_pb2_grpc.WorkerServicer):
-    """Takes submissions, and sends what it is told to on the last gateway's stream."""
+    """Worker that records submissions and sends queued batches on the gateway's event stream."""
 
     def __init__(self, role: common_pb2.Role.ValueType) -> None:
         self.role = role
@@ -125,7 +125,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.endpoint = common_pb2.Endpoint(instance_id=instance_id, epoch=1, rpc_address=address, host="here")
 
     async def send(self, batch: worker_pb2.EventBatch) -> None:
-        """Waits while the gateway's stream does not take more."""
+        """Queues a batch; waits while the gateway's stream applies backpressure."""
         await self._outgoing.put(batch)
 
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Any) -> worker_pb2.SubmitReply:
@@ -145,7 +145,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             yield await self._next()
 
     async def _next(self) -> worker_pb2.EventBatch:
-        """What there is to send, or a sign of life."""
+        """Returns the next batch to send, or an empty one as a sign of life."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SIGN_OF_LIFE_S):
                 return await self._outgoing.get()

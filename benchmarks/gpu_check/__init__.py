@@ -1,1 +1,1 @@
-"""All that needs a GPU to be verified, in one table: `benchmarks/gpu_check.sh`."""
+"""Runs all checks that need a GPU and prints one table: `benchmarks/gpu_check.sh`."""

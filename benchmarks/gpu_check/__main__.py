@@ -1,6 +1,6 @@
-"""Runs every check within its time and prints one table: `benchmarks/gpu_check.sh`.
+"""Runs every check that the time allows and prints one table: `benchmarks/gpu_check.sh`.
 
-Exit codes: 0 all that ran passed, 1 something failed, 2 wrong arguments or a package is missing, 3 there is no GPU.
+Exit codes: 0 all executed checks passed, 1 a check failed, 2 wrong arguments or a missing package, 3 no GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BUDGET_S = 470.0
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+        os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
     try:
         import torch
     except ImportError:

@@ -1,5 +1,5 @@
-"""Decode steps that are begun while the ones before them run, beside steps one after the other: the same tokens, and
-how much sooner. Short sequences, since the work of a step on the host does not grow with them."""
+"""Checks decode steps that start while the previous step runs: the same tokens, and the speed-up over sequential steps.
+Sequences are short, because the host's work for a step does not grow with them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from engine.batch import Sampled, Slice
 from engine.engine import Engine
 
 AHEAD_BAR = 1.0
-"""Least ratio of the seconds of steps one after the other to those of steps that run ahead. No GPU has been asked
-yet."""
+"""Least ratio of the time of sequential steps to the time of steps that run ahead. Not yet measured on a GPU."""
 
 
 def decoding(bench: Bench) -> Iterator[Row]:
     rehearses = bench.scale is REHEARSAL
-    # The interpreter multiplies no bfloat16.
+    # Triton's interpreter cannot multiply bfloat16.
     shape, dtype = ("tiny", "float32") if rehearses else ("1B", "bfloat16")
     batches, steps = ((1,), 2) if rehearses else ((1, 8), 64)
     per_row = -(-(BLOCK_SIZE + steps) // BLOCK_SIZE)
@@ -35,7 +34,7 @@ def _compare(name: str, loaded: Loaded, batch: int, steps: int) -> Row:
     taken: dict[bool, float] = {}
     said: dict[bool, list[list[int]]] = {}
     on_gpu = loaded.pool.device.type == "cuda"
-    for runs_ahead in (False, True) * (2 if on_gpu else 1):  # the first two capture and compile
+    for runs_ahead in (False, True) * (2 if on_gpu else 1):  # on a GPU, the first two runs capture and compile
         run = _Run.of(loaded.engine, batch, steps)
         began_at = time.perf_counter()
         run.decode_ahead(steps) if runs_ahead else run.decode(steps)
@@ -55,7 +54,7 @@ def _compare(name: str, loaded: Loaded, batch: int, steps: int) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Sequences whose prompts have been read."""
+    """Sequences with computed prompts, and their tokens so far."""
 
     engine: Engine
     blocks: list[range] = field(default_factory=list)
@@ -85,7 +84,7 @@ class _Run:
         self._append(under_way.end())
 
     def _slices(self, *, follows: bool = False) -> list[Slice]:
-        """One token each: the last one, or the one that follows it."""
+        """Returns one token per sequence: the last one, or with `follows` the one that the running step will sample."""
         slices: list[Slice] = []
         for row, (tokens, blocks) in enumerate(zip(self.histories, self.blocks, strict=True)):
             piece = one_slice(row, tokens, len(tokens) - 1 + follows, blocks)

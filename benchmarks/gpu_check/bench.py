@@ -1,6 +1,6 @@
-"""What every check gets: the device, the sizes to use, what the device can do at most, and how long is left.
+"""Input of every check: the device, the sizes to use, and the device's measured limits; and how calls are timed.
 
-Times are medians of rounds taken with the device's own events; without a GPU (a rehearsal) with the clock.
+Times are medians of rounds measured with the device's own events. Without a GPU (a rehearsal), one call is timed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 
 ROUNDS = 7
 _ROUND_S = 0.02
-"""Least length of a round: short calls are repeated within one."""
+"""Least duration of a round: short calls are repeated within it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Sizes of everything that is measured."""
+    """Sizes of all measurements."""
 
     copy_bytes: int
     matrix_size: int
     decode: tuple[tuple[int, int], ...]  # (sequences, tokens of context), for attention alone
     prefill: tuple[tuple[int, int], ...]  # (tokens, cached tokens before them), for attention alone
-    models: tuple[str, ...]  # of benchmarks.gpu_check.models.SHAPES
+    models: tuple[str, ...]  # keys of benchmarks.gpu_check.models.SHAPES
     model_decode: tuple[tuple[int, int], ...]
-    model_prefill: int  # tokens of a prompt
-    generated: int  # tokens per prompt where tokens are compared
+    model_prefill: int  # tokens per prompt
+    generated: int  # generated tokens per prompt in comparisons of tokens
 
 
 FULL = Scale(
@@ -56,10 +56,10 @@ REHEARSAL = Scale(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What this machine reached at simple things."""
+    """Rates that this machine reaches in simple operations."""
 
-    copy_bytes_per_s: float  # on the device, bytes read and bytes written
-    flops_per_s: float  # bfloat16 matrix product of random numbers
+    copy_bytes_per_s: float  # on the device; bytes read plus bytes written
+    flops_per_s: float  # of a bfloat16 matrix product of random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Bench:
 
 
 def seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Median seconds of a call, after two that are not counted."""
+    """Returns the median seconds of a call after two warm-up calls; without a GPU, the seconds of the second call."""
     call()
     once = _round(device, call, 1)
     repeats = max(1, min(1000, int(_ROUND_S / max(once, 1e-6))))

@@ -1,7 +1,7 @@
-"""Attention over a paged pool: random cases, and what is right for them, in float64.
+"""Random cases of attention over a paged pool, and their expected results in float64.
 
-Whatever no sequence may read is NaN. The same cases run small in Triton's interpreter (tests/engine/cuda) and large on
-a GPU. Knows no kernel.
+Slots that no sequence may read hold NaN. The same cases run small in Triton's interpreter (tests/engine/cuda) and large
+on a GPU. Does not know the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.attention.base import Geometry, Span
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A pool of one layer."""
+    """Paged K and V of one layer."""
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
@@ -25,7 +25,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """A step: the tokens [start, end) of each sequence, whose earlier tokens are cached."""
+    """One step: the tokens [start, end) of each sequence; earlier tokens are cached."""
 
     spans: tuple[tuple[int, int], ...]
     dtype: torch.dtype = torch.float32
@@ -34,7 +34,7 @@ class AttentionCase:
     kv_heads: int = 2
     block_size: int = 16
     window: int | None = None
-    # Leading blocks that all sequences have in common, where they are that long.
+    # Number of leading blocks shared by all sequences with enough cached full blocks.
     shared_blocks: int = 0
     seed: int = 0
 
@@ -46,7 +46,7 @@ class AttentionCase:
         return replace(self, dtype=dtype)
 
     def build(self, device: torch.device) -> AttentionInputs:
-        """Its tensors on `device`."""
+        """Creates the tensors of the case on `device`."""
         generator = torch.Generator().manual_seed(self.seed)
         spans = self._spans()
         num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
@@ -58,13 +58,13 @@ class AttentionCase:
                 own = torch.from_numpy(self.slots(span))
                 slots[own] = torch.randn((span.end, *shape[2:]), generator=generator).to(self.dtype)
         num_tokens = sum(end - start for start, end in self.spans)
-        # As in the model: queries are a part of a wider tensor. Large, so that the softmax is far from flat.
+        # As in the model, queries are part of a wider tensor. Large values keep the softmax far from flat.
         wide = 2 * torch.randn(num_tokens, self.heads + 1, self.head_dim, generator=generator)
         queries = wide.to(self.dtype).to(device)[:, : self.heads]
         return AttentionInputs(self, spans, queries, Pool([keys.to(device)], [values.to(device)]))
 
     def _spans(self) -> list[Span]:
-        """Scattered blocks; block 0 belongs to nobody."""
+        """Assigns scattered blocks to the sequences; block 0 stays unused."""
         counts = [-(-end // self.block_size) for _, end in self.spans]
         rng = np.random.default_rng(self.seed)
         free = 1 + rng.permutation(self.shared_blocks + sum(counts))
@@ -79,7 +79,7 @@ class AttentionCase:
         return spans
 
     def slots(self, span: Span) -> np.ndarray:
-        """Where the sequence's tokens lie."""
+        """Returns the pool slots of a sequence's tokens."""
         tokens = np.arange(span.end)
         slots: np.ndarray = span.blocks[tokens // self.block_size] * self.block_size + tokens % self.block_size
         return slots
@@ -87,15 +87,15 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """A case's tensors; singles lie where the case has them."""
+    """The tensors of a case on one device."""
 
     case: AttentionCase
     spans: Sequence[Span]
-    queries: torch.Tensor  # [tokens, heads, head_dim], rows further apart than heads · head_dim
+    queries: torch.Tensor  # [tokens, heads, head_dim]; the row stride exceeds heads · head_dim
     pool: Pool
 
     def expected(self) -> torch.Tensor:
-        """[tokens, heads · head_dim], float64 on the CPU, by the definition."""
+        """Computes attention by its definition, in float64 on the CPU: [tokens, heads · head_dim]."""
         case = self.case
         keys, values = (piece[0].cpu().flatten(0, 1) for piece in (self.pool.keys, self.pool.values))
         lengths = [span.end - span.start for span in self.spans]
@@ -114,8 +114,8 @@ def dense_attention(
     window: int | None,
     first: int = 0,
 ) -> torch.Tensor:
-    """By the definition, in float64: queries [queries, heads, head_dim] at positions from `start` on, over K and V
-    [tokens, kv_heads, head_dim] at positions from `first` on → [queries, heads · head_dim]."""
+    """Computes attention by its definition in float64. Queries [queries, heads, head_dim] are at positions from `start`
+    on, K and V [tokens, kv_heads, head_dim] from `first` on. Returns [queries, heads · head_dim]."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
     positions = torch.arange(start, start + len(queries))[:, None]
@@ -129,10 +129,10 @@ def dense_attention(
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of ‖found - expected‖ / ‖expected‖: rounding of inputs' products and of the result, by dtype."""
+"""Largest ‖found - expected‖ / ‖expected‖ by dtype, for the rounding of the inputs' products and of the result."""
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖found - expected‖ / ‖expected‖ in float64; NaN where anything is."""
+    """Returns ‖found - expected‖ / ‖expected‖ in float64; NaN if either contains NaN."""
     difference = found.detach().cpu().double() - expected.detach().cpu().double()
     return float(difference.norm() / expected.detach().cpu().double().norm())

@@ -1,4 +1,4 @@
-"""Which checks there are, in their order, and what becomes of one that fails, or for which no time is left."""
+"""Lists the checks in their order and runs them. A failed check does not end the run; one without time is skipped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.gpu_check.rows import Row, failed, skipped
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Rows that belong together."""
+    """A named group of rows of the table."""
 
     name: str
-    needs_s: float  # not begun with less time left
+    needs_s: float  # skipped if less time is left
     rows: Callable[[Bench], Iterator[Row]]
 
 
@@ -35,7 +35,7 @@ CHECKS = (
 
 
 def run_checks(bench: Bench, only: str, deadline: float, checks: Sequence[Check] = CHECKS) -> Iterator[Row]:
-    """All rows of the checks whose name contains `only`; `deadline` by the monotonic clock."""
+    """Yields the rows of all checks whose name contains `only`. `deadline`: time of the monotonic clock."""
     for check in checks:
         if only not in check.name:
             continue
@@ -44,5 +44,5 @@ def run_checks(bench: Bench, only: str, deadline: float, checks: Sequence[Check]
             continue
         try:
             yield from check.rows(bench)
-        except Exception as error:  # the others still run
+        except Exception as error:  # the other checks still run
             yield failed(check.name, error)

@@ -1,4 +1,4 @@
-"""Captured decode steps beside the same steps without a graph: equal logits, batch by batch, while sequences grow."""
+"""Checks that captured decode steps give the logits of steps without a graph, over batch sizes and lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.cuda.graphs import CudaCapture, GraphedModel, Replay
 from engine.step import Step
 
 _BOUND = 1e-3
-"""Of the logits' relative difference: a padded batch may be multiplied in another order."""
+"""Largest relative difference of logits: products of a padded batch may be summed in another order."""
 
 
 def replays(bench: Bench) -> Iterator[Row]:
@@ -45,12 +45,12 @@ def _compare(name: str, bench: Bench) -> Row:
 
 
 def _again(work: Callable[[], torch.Tensor]) -> Replay:
-    """Without a GPU, a replay is the work itself."""
+    """Replaces capture without a GPU: a replay runs the work itself."""
     return work
 
 
 def _step(batch: int, length: int, blocks: int) -> Step:
-    """One token behind others for each of `batch` sequences of nearly `length` tokens."""
+    """Returns a decode step of `batch` sequences with slightly different lengths, at most `length` tokens."""
     tables = torch.randperm(batch * blocks).view(batch, blocks)
     ends = [max(1, length - row) for row in range(batch)]
     last = torch.tensor([end - 1 for end in ends])

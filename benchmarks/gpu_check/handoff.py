@@ -1,7 +1,7 @@
-"""A prompt is read in one process and continued in another. KV goes layer by layer through the host's memory while the
-prompt is still being read, or is copied on the GPU by way of CUDA IPC. Right when the tokens are those of one process.
+"""Checks the handoff of a prompt from one process to another. KV goes layer by layer through host memory during the
+prefill, or is copied on the GPU by CUDA IPC. The check passes if the tokens equal those of a single process.
 
-float32, so that tokens may be compared at all. The two processes have the same weights by the same seed.
+The dtype is float32, so that tokens are comparable. Both processes create the same weights from the same seed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NEEDED_BYTES = 16 * 2**30  # for two models of 1B in float32
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the other process is told; it is on this machine."""
+    """Parameters for the other process, which runs on the same machine."""
 
     shape: str
     device: str
     num_blocks: int
-    used_blocks: int  # of the prompt
+    used_blocks: int  # blocks of the prompt
     tokens: list[int]  # the prompt and the first token
     steps: int
 
@@ -70,7 +70,7 @@ def _processes(bench: Bench, path: Path, ways: tuple[str, ...]) -> Iterator[Row]
 
 
 def _read(own: Loaded, prompt: list[int], used: int, memory: memoryview) -> int:
-    """Reads the prompt while each layer leaves for the host's memory; the first token."""
+    """Prefills the prompt and stores each layer in host memory meanwhile. Returns the first token."""
     staging = HostStaging(own.pool, memory)
     stored: list[int] = []
 
@@ -86,7 +86,7 @@ def _read(own: Loaded, prompt: list[int], used: int, memory: memoryview) -> int:
 
 
 def _map(path: Path, loaded: Loaded) -> memoryview:
-    """A file that both processes have in memory, for a pool of this size."""
+    """Maps a file that both processes share, with the size of the pool."""
     size = loaded.pool.layout.pool_bytes(loaded.pool.num_blocks)
     with path.open("a+b") as file:
         file.truncate(size)
@@ -99,7 +99,7 @@ def _hand_over(name: str, work: _Work, sent: str | torch.Tensor, size: int, expe
     other = context.Process(target=_decode, args=(work, arriving, answers), daemon=True)
     other.start()
     try:
-        answers.get(timeout=_TIMEOUT_S)  # its model is ready
+        answers.get(timeout=_TIMEOUT_S)  # its model is loaded
         arriving.put(sent)
         taken_s, tokens = answers.get(timeout=_TIMEOUT_S)
     finally:
@@ -118,7 +118,7 @@ def _hand_over(name: str, work: _Work, sent: str | torch.Tensor, size: int, expe
 
 
 def _decode(work: _Work, arriving: Any, answers: Any) -> None:
-    """The other process."""
+    """Runs in the other process: fetches the KV and continues the prompt."""
     device = torch.device(work.device)
     own = _load(work.shape, work.num_blocks, device)
     answers.put("ready")
@@ -147,7 +147,7 @@ def _pieces(loaded: Loaded) -> list[torch.Tensor]:
 
 
 def _continue(loaded: Loaded, tokens: list[int], steps: int) -> list[int]:
-    """So many greedy tokens behind `tokens`, of which all but the last are in the pool."""
+    """Returns `steps` greedy tokens after `tokens`; the KV of all tokens but the last is in the pool."""
     everything = list(tokens)
     blocks = range(loaded.pool.num_blocks)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Each kernel against its definition, in float64 on the CPU, over shapes that are meant to break it."""
+"""Compares each kernel with its definition in float64 on the CPU, over shapes chosen to break it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu_check.rows import Row, at_most, guarded
 from engine.cuda.attention import TritonAttention
 
 FusedError = Callable[[torch.dtype, torch.device], float]
-"""Computes the relative error of one kernel."""
+"""Function that returns the relative error of one kernel."""
 
 _EPSILON = 1e-5
 
@@ -38,7 +38,7 @@ LARGE_CASES = (
 
 
 def attention(bench: Bench) -> Iterator[Row]:
-    """Decode and prefill in one step, by dtype."""
+    """Checks attention with decode and prefill in one step, by dtype."""
     cases = ATTENTION_CASES if bench.scale is REHEARSAL else ATTENTION_CASES + LARGE_CASES
     for dtype, bound in TOLERANCES.items():
         own = [case.with_dtype(dtype) for case in cases]
@@ -62,7 +62,7 @@ def _attention_error(case: AttentionCase, bench: Bench) -> float:
 
 
 def fused(bench: Bench) -> Iterator[Row]:
-    """Norm, SwiGLU, rotation and stores, by dtype."""
+    """Checks the kernels of norm, SwiGLU, and rotation with KV write, by dtype."""
     checks: dict[str, FusedError] = {
         "norm": _norm_error,
         "SwiGLU": _swiglu_error,
@@ -99,7 +99,7 @@ def _swiglu_error(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _rotation_error(dtype: torch.dtype, device: torch.device) -> float:
-    """The worst of queries, stored keys and stored values."""
+    """Returns the largest error of rotated queries and keys, stored keys and stored values."""
     from engine.cuda.kernels.fused import Positions, rotate_and_store
 
     heads, kv_heads, head_dim, block_size = 28, 4, 128, 16
@@ -129,7 +129,7 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _row(name: str, errors: list[float], bound: float) -> Row:
-    # max() would lose a NaN behind a number.
+    # max() can lose a NaN that follows a number.
     worst = float("nan") if any(error != error for error in errors) else max(errors)
     found = f"error {worst:.1e} in {len(errors)} case{'s' * (len(errors) > 1)}"
     return at_most(name, worst, bound, found, f"≤ {bound:.1e} of float64")

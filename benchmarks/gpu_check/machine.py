@@ -1,4 +1,4 @@
-"""What the machine is: for the head of the table."""
+"""Describes the machine, for the head of the table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Names and versions of what took part."""
+    """Returns the names and versions of hardware and software."""
     found = {
         "processor": _processor(),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Models with random weights, made on the device: as large as wanted without a file."""
+"""Models with random weights, created on the device, so that any size works without a file."""
 
 from __future__ import annotations
 
@@ -68,26 +68,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Llama 3.2 1B and Llama 3.1 8B, by their published configurations."""
+"""A tiny Llama, and the published configurations of Llama 3.2 1B and Llama 3.1 8B."""
 
 BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine and the sizes that its limits are computed from."""
+    """An engine, its parts, and the size from which its speed limits are computed."""
 
-    engine: Engine  # by graphs where there is a GPU
-    model: Model  # without them
+    engine: Engine  # with CUDA graphs on a GPU
+    model: Model  # without graphs
     pool: KvPool
-    product_weights: int  # numbers that every token is multiplied with
+    product_weights: int  # number of weights with which every token is multiplied
 
     def product_bytes(self) -> int:
         return self.product_weights * self.pool.keys[0].element_size()
 
 
 def json_config(shape: str) -> dict[str, Any]:
-    """What its config.json says."""
+    """Returns the content of the model's config.json."""
     return {**_LLAMA, **SHAPES[shape]}
 
 
@@ -100,7 +100,7 @@ def load(shape: str, dtype: str, num_blocks: int, device: torch.device) -> Loade
 
 
 def assemble(config: ModelConfig, weights: Weights, num_blocks: int, dtype: str) -> Loaded:
-    """An engine whose pool can be looked at."""
+    """Builds an engine and keeps access to its pool and model."""
     device = weights.embedding.device
     pool = KvPool(config.kv_layout(BLOCK_SIZE, dtype), num_blocks, None, device)
     geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
@@ -143,7 +143,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def one_slice(row: int, tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Slice:
-    """The rest of `tokens` behind `start`, then one greedy token."""
+    """Returns a slice that computes `tokens` from `start` on and samples one greedy token."""
     return Slice(
         request_id=RequestId(f"check-{row}"),
         token_ids=tokens,

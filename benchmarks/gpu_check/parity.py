@@ -1,4 +1,4 @@
-"""Greedy tokens of small random models in float32, beside those of transformers on the same device."""
+"""Compares greedy tokens of small random models in float32 with transformers on the same device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 1024,
-    # Large, so that greedy choices are not ties.
+    # Large, so that greedy choices are not nearly tied.
     "initializer_range": 0.2,
     "bos_token_id": 0,
     "eos_token_id": 1,

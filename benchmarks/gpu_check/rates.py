@@ -1,5 +1,5 @@
-"""How fast attention is: decode against the bandwidth of memory, prompts against the rate of matrix products and
-against torch's own attention, which needs its K and V in one piece. One layer of an 8B model, bfloat16."""
+"""Measures the speed of attention: decode against memory bandwidth, prefill against the rate of matrix products and
+against torch's own attention, which needs contiguous K and V. One layer of an 8B model, bfloat16."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.gpu_check.rows import Row, at_least, guarded
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 32
 DECODE_BAR = 0.5
-"""Least share of the copy's bandwidth, where K and V are far larger than any cache. No GPU has been asked yet."""
+"""Least share of copy bandwidth if K and V are far larger than any cache. Not yet measured on a GPU."""
 PREFILL_BAR = 0.25
-"""Least share of the matrix product's rate, for prompts of thousands of tokens. No GPU has been asked yet."""
+"""Least share of the matrix product's rate for prompts of thousands of tokens. Not yet measured on a GPU."""
 _LARGE_BYTES = 512 * 2**20
 _LARGE_TOKENS = 2048
 
@@ -77,7 +77,7 @@ def _torch_seconds(bench: Bench, queries: torch.Tensor) -> float:
 
 
 def _pool(device: torch.device, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K, V and scattered block tables of sequences that are equally long."""
+    """Returns K, V and scattered block tables of sequences of equal length."""
     per_row = -(-context // BLOCK_SIZE)
     shape = (rows * per_row, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     tables = torch.randperm(rows * per_row).view(rows, per_row).int().to(device)

@@ -1,4 +1,4 @@
-"""The table, for people, and the document, for programs."""
+"""Formats the results as a table for people and as a JSON document for programs."""
 
 from __future__ import annotations
 

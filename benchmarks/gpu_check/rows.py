@@ -1,4 +1,4 @@
-"""What the table consists of: rows that passed, failed or were skipped, each with its figure and its reason."""
+"""Rows of the table: passed, failed or skipped, each with its figure and its reason."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Status = Literal["pass", "fail", "skipped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One thing that was verified."""
+    """Result of one verification."""
 
     name: str
     status: Status
     found: str = ""
-    asked: str = ""  # what it had to be
+    asked: str = ""  # the requirement
     reason: str = ""  # of a failure or a skip
     figures: Mapping[str, float] = field(default_factory=dict)
 
@@ -31,21 +31,21 @@ def failed(name: str, error: Exception) -> Row:
 
 
 def guarded(name: str, verify: Callable[[str], Row]) -> Row:
-    """What `verify(name)` finds; whatever it raises is a failed row of that name, and the others still run."""
+    """Returns the row of `verify(name)`. An exception becomes a failed row of that name, and the others still run."""
     try:
         return verify(name)
-    except Exception as error:  # also that of a compiler, a driver or a device: each has its own
+    except Exception as error:  # compilers, drivers and devices have exceptions of their own
         return failed(name, error)
 
 
 def at_least(name: str, value: float, bar: float, found: str, asked: str) -> Row:
-    """Passed when `value` reaches `bar`."""
+    """Returns a row that passes if `value` is at least `bar`."""
     reason = "" if value >= bar else f"{value:.3g} is below {bar:.3g}"
     return _compared(name, value, bar, found, asked, reason)
 
 
 def at_most(name: str, value: float, bar: float, found: str, asked: str) -> Row:
-    """Passed when `value` stays within `bar`; NaN does not."""
+    """Returns a row that passes if `value` is at most `bar`; NaN fails."""
     reason = "" if value <= bar else f"{value:.3g} is above {bar:.3g}"
     return _compared(name, value, bar, found, asked, reason)
 

@@ -1,4 +1,4 @@
-"""Tokens per second of whole models, against what memory and matrix units allow and against transformers."""
+"""Compares tokens/s of whole models with the limits of memory and matrix units, and with transformers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.gpu_check.models import BLOCK_SIZE, Loaded, json_config, load, o
 from benchmarks.gpu_check.rows import Row, at_least, failed, skipped
 
 PEER_BAR = 1.0
-"""Least ratio to transformers' tokens per second."""
-_SPARE_BYTES = 4 * 2**30  # for activations and whatever else the process keeps
+"""Least ratio to the tokens per second of transformers."""
+_SPARE_BYTES = 4 * 2**30  # for activations and other memory of the process
 
 
 def models(bench: Bench) -> Iterator[Row]:
-    """Prefill and decode of each model."""
+    """Measures prefill and decode of each model."""
     for shape in bench.scale.models:
         lacking = _lacks_memory(bench, shape)
         if lacking:
@@ -32,13 +32,13 @@ def models(bench: Bench) -> Iterator[Row]:
         except Exception as error:  # the other models still run
             yield failed(f"{shape} model", error)
             continue
-        # How fast an interpreter is says nothing.
+        # The speed of Triton's interpreter is meaningless.
         bar = PEER_BAR if bench.device.type == "cuda" else 0.0
         yield from (_row(f"{shape}: {what}", *own[what], peer.get(what), bar) for what in own)
 
 
 def _row(name: str, tokens: int, taken: float, least: float, peer: Any, bar: float) -> Row:
-    """`peer`: its seconds, or why there are none."""
+    """Returns the row of one measurement. `peer`: seconds of transformers, or the reason why there are none."""
     found = f"{tokens / taken:,.0f} tokens/s, {least / taken:.0%} of the limit"
     if isinstance(peer, str):
         return at_least(name, 0, 0, f"{found}; {peer}", "")
@@ -76,7 +76,7 @@ def _forget() -> None:
 
 
 def _own_times(bench: Bench, shape: str) -> dict[str, tuple[int, float, float]]:
-    """(tokens, seconds, least seconds) by what was done."""
+    """Returns (tokens, seconds, least possible seconds) by name of the measurement."""
     loaded = load(shape, "bfloat16", _pool_blocks(bench), bench.device)
     times = {_prefill_name(bench): _own_prefill(bench, loaded)}
     for batch, context in bench.scale.model_decode:
@@ -121,7 +121,7 @@ def _decode_name(batch: int, context: int) -> str:
 
 
 def _peer_times(bench: Bench, shape: str) -> dict[str, float | str]:
-    """Seconds for the same work, or why there are none."""
+    """Returns the seconds of transformers for the same work, or the reason why there are none."""
     names = [_prefill_name(bench), *(_decode_name(*one) for one in bench.scale.model_decode)]
     try:
         model = _peer(bench, shape)
@@ -152,7 +152,7 @@ def _peer(bench: Bench, shape: str) -> Any:
 
 
 def _peer_step(model: Any, batch: int, context: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """One decode step and its greedy tokens, at a context that stays as it is."""
+    """Returns a function that runs one greedy decode step; the context keeps its length."""
     tokens = torch.tensor([_tokens(context - 1)] * batch, device=device)
     cache = model(tokens, use_cache=True, logits_to_keep=1).past_key_values
     last = tokens[:, -1:]

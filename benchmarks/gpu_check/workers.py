@@ -1,7 +1,7 @@
-"""A whole cluster, as users start it, whose workers compute on the device: prompts go from worker to worker through the
-host's memory. Right when answers are those of one engine on the same device, computed and with a prefix from the cache.
+"""Checks a whole cluster, started as by users, with workers on the device and handoffs through host memory. It passes
+if answers equal those of one engine on the same device, both computed and with a prefix from the cache.
 
-The demo model in float32, so that tokens may be compared at all.
+It uses the demo model in float32, so that tokens are comparable.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from benchmarks.gpu_check.bench import REHEARSAL, Bench
 from benchmarks.gpu_check.rows import Row, guarded, skipped
 
 _BLOCK_SIZE = 32
-_START_S = 300.0  # beside whatever else the machine does
+_START_S = 300.0  # allows for other load on the machine
 _TIMEOUT_S = 180.0
 _UNHURRIED = (
     *("--store-reads", "always"),
     *("--ttft-slo", "10000", "--tbt-slo", "10000"),
 )
-"""Tokens are compared, not times: nothing is rejected or computed again for being slow."""
+"""Options that prevent rejections and recomputation because of slowness: only tokens are compared."""
 
 
 def cluster(bench: Bench) -> Iterator[Row]:
     name = "prefill and decode worker: tokens of one engine"
     try:
-        import deploy.serve  # noqa: F401 - whether it can be started
+        import deploy.serve  # noqa: F401 - fails if packages are missing
     except ImportError as error:
         yield skipped(name, f"the cluster's packages are not installed: {error}")
         return
@@ -76,7 +76,7 @@ def _alone(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _answers(bench: Bench, prompts: list[list[int]]) -> list[list[tuple[list[int], int]]]:
-    """To every prompt, twice: tokens, and how many of the prompt's were cached."""
+    """Sends all prompts twice. Returns per pass and prompt the tokens and the number of cached prompt tokens."""
     from deploy.local import running
 
     rehearses = bench.device.type != "cuda"

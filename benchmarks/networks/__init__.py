@@ -1,4 +1,4 @@
-"""Hosts as network namespaces of one machine, with links between them that are slow, lossy and cut at will.
+"""Hosts as network namespaces of one machine, with links that can be made slow or lossy, or cut.
 
-`python -m benchmarks.networks` measures on them what docs/networks.md shows.
+`python -m benchmarks.networks` measures the figures of docs/networks.md on them.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.networks bandwidth|outages`: the tables of docs/networks.md."""
+"""`python -m benchmarks.networks bandwidth|outages`: measures and prints the tables of docs/networks.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How much of a shaped link the tcp transport fills: links by delay, loss and rate, connections from one to several.
+"""Measures how much of a shaped link the tcp transport uses, by delay, loss, rate and number of connections.
 
-Beside it one plain connection over the same link: what is lost there is the kernel's and the link's, not ours.
+The baseline is one plain TCP connection over the same link: its losses are due to the kernel and the link, not to us.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _GBIT = 125e6
 class Case:
     title: str
     link: Link
-    """Both ways."""
+    """Link properties in both directions."""
     congestion_control: str | None = None
-    """None: the machine's own. A namespace may only choose reno besides (tcp_allowed_congestion_control)."""
+    """None: the machine's default. The only other choice in a namespace is reno (tcp_allowed_congestion_control)."""
     mtu: int = 1500
 
 
@@ -61,7 +61,7 @@ STREAMS = (1, 4)
 
 
 def rows(cases: Sequence[Case], seconds: float, rounds: int) -> Iterator[list[Any]]:
-    """Per case: share of the link's rate by a plain connection, then by WRITE and READ over so many connections."""
+    """Yields per case the shares of the link's rate: of a plain connection, then of WRITE and READ by connections."""
     for case in cases:
         with network(2, mtu=case.mtu, congestion_control=case.congestion_control) as net:
             for host in (0, 1):
@@ -73,7 +73,7 @@ def rows(cases: Sequence[Case], seconds: float, rounds: int) -> Iterator[list[An
 
 
 def _measured(net: Network, seconds: float, rounds: int) -> Iterator[float]:
-    """Bytes per second, in the order of the table's columns; medians of rounds."""
+    """Yields bytes per second in the order of the table's columns; medians of rounds."""
     for number, streams in enumerate(STREAMS):
         serving = net.start(
             1,

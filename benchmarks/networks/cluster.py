@@ -1,6 +1,6 @@
-"""A cluster over three hosts: conductor and gateway, store and prefill worker, decode worker.
+"""A cluster on three hosts: conductor and gateway; store and prefill worker; decode worker.
 
-Clients live on the gateway's host, so that what they see is the cluster's doing and never a cut between them and it.
+Clients run on the gateway's host, so that an outage never cuts them off from the gateway itself.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _MEMORY = ("--kv-cache-memory", "64MiB")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got. `text` is None unless all of it came."""
+    """A client's result. `text` is None unless the whole answer arrived."""
 
     status: int
-    """Of HTTP; 0 when the connection failed or the time was over."""
+    """HTTP status; 0 if the connection failed or the request timed out."""
     text: str | None
     seconds: float
     problem: str = ""
 
 
 class HostsCluster:
-    """Processes started one by one, each on its host, as an operator would."""
+    """Cluster whose processes are started one by one, each on its host, as by an operator."""
 
     def __init__(self, net: Network, log_dir: Path) -> None:
         self.net = net
@@ -56,7 +56,7 @@ class HostsCluster:
         self._conductor = f"{net.address(FRONT)}:7100"
 
     def start(self, *flags: str) -> None:
-        """All processes, until the gateway takes requests; `flags`: of every one."""
+        """Starts all processes and waits until the gateway serves requests. `flags`: passed to every process."""
         joined = ("--conductor", self._conductor, *flags)
         self._wait([self._begin(FRONT, "conductor", "--port", "7100", *flags)])
         store = ("--instance-id", "store-0", "--dram", "128MiB")
@@ -81,7 +81,7 @@ class HostsCluster:
             time.sleep(0.2)
 
     def ask(self, prompt: str, *, max_tokens: int, timeout_s: float, salt: str | None = None) -> Answer:
-        """One greedy completion, from the gateway's host; never raises. `salt`: shares no KV with others' blocks."""
+        """Requests one greedy completion from the gateway's host; never raises. `salt`: prevents reuse of other KV."""
         body = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -94,12 +94,12 @@ class HostsCluster:
         return self.net.within(FRONT, lambda: _answer(request, timeout_s))
 
     def tracebacks(self) -> list[str]:
-        """Names of the logs that tell of an exception that nobody expected."""
+        """Returns the names of the logs that contain a traceback."""
         files = sorted(self.log_dir.glob("*.log"))
         return [path.name for path in files if "Traceback" in path.read_text()]
 
     def alive(self) -> bool:
-        """Every process that was started still runs."""
+        """Returns True if every started process still runs."""
         return all(process.poll() is None for process in self._processes)
 
     def stop(self) -> None:
@@ -113,7 +113,7 @@ class HostsCluster:
                 process.wait()
 
     def _begin(self, host: int, module: str, *flags: str) -> int:
-        """Gives its status pipe."""
+        """Starts a process; returns the read end of its status pipe."""
         read_fd, write_fd = os.pipe()
         if "--instance-id" not in flags:
             flags = ("--instance-id", module, *flags)
@@ -152,7 +152,7 @@ def _answer(request: urllib.request.Request, timeout_s: float) -> Answer:
 
 @contextlib.contextmanager
 def hosts_cluster(log_dir: Path, *flags: str) -> Iterator[HostsCluster]:
-    """Ready to serve, on hosts of its own with perfect links."""
+    """Starts a cluster on new hosts with perfect links, and waits until it serves requests."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with network(len(HOST_NAMES)) as net:
         cluster = HostsCluster(net, log_dir)

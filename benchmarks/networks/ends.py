@@ -1,4 +1,4 @@
-"""The two ends of a long link, as processes of two hosts: `target` serves memory, `initiator` and `raw` load the link.
+"""Processes at both ends of a link, on two hosts: `target` serves memory, `initiator` and `raw` load the link.
 
 Each prints one JSON line. The target ends with its stdin.
 """
@@ -19,13 +19,13 @@ TOKEN = "networks"
 POOL_BYTES = 64 << 20
 BATCH_BYTES = 8 << 20
 IN_FLIGHT = 4
-"""Batches that wait for each other's place, as a worker's do."""
+"""Batches in flight at a time, as from a worker."""
 DEADLINE_S = 120.0
 RAW_PORT = 6000
 
 
 def target(host: str, streams: str) -> None:
-    """Offers a segment to read and to write, and swallows what raw connections send."""
+    """Offers a segment for reads and writes, and discards the data of raw connections."""
     options = TransferOptions(host=host, transports=("tcp",), streams=int(streams))
     with (
         TransferEngine(cluster_token=TOKEN, options=options) as engine,
@@ -39,7 +39,7 @@ def target(host: str, streams: str) -> None:
 
 
 def initiator(host: str, streams: str, address: str, segment: str, window: str, op: str, seconds: str) -> None:
-    """Keeps batches in flight for so long, after a beginning that fills the link; bytes per second."""
+    """Keeps batches in flight for `seconds` and prints bytes per second; the start-up phase does not count."""
     options = TransferOptions(host=host, transports=("tcp",), streams=int(streams))
     with TransferEngine(cluster_token=TOKEN, options=options) as engine:
         local = engine.allocate(POOL_BYTES)
@@ -62,7 +62,7 @@ def initiator(host: str, streams: str, address: str, segment: str, window: str, 
 
 
 def raw(host: str, address: str, seconds: str) -> None:
-    """The same by one plain connection, as what the link and the kernel can do."""
+    """Does the same over one plain connection, as the limit of the link and the kernel."""
     chunk = bytes(1 << 20)
     with socket.create_connection((address, RAW_PORT), source_address=(host, 0)) as sock:
 
@@ -73,8 +73,8 @@ def raw(host: str, address: str, seconds: str) -> None:
 
 
 def _steady(begin: Callable[[int], Callable[[], None]], num_bytes: int, seconds: float) -> float:
-    """Bytes per second once a quarter of the time is over, until then the sender looks for the link's rate; from one
-    end of a batch to another, since a slow link has few."""
+    """Returns bytes per second after the first quarter of the time, in which the sender finds the link's rate. The time
+    is measured between ends of batches, because a slow link completes few."""
     started_at = time.monotonic()
     waiting = deque(begin(number) for number in range(IN_FLIGHT))
     number, done = IN_FLIGHT, 0

@@ -1,7 +1,7 @@
-"""Network namespaces that are hosts to whatever runs in them, and the wires between them (`wires.c`).
+"""Creates network namespaces that act as hosts, and the links between them (`wires.c`).
 
-Its rule: nothing of it is left when the block ends, neither namespaces nor devices. Links are made in user space, since
-not every kernel has sch_netem; what TCP sees is the same: delay, loss, a rate with a queue before it, and silence.
+Its rule: no namespace or device remains when the block ends. Links are simulated in user space, because not every
+kernel has sch_netem. TCP sees the same effects: delay, loss, a rate limit with a queue, and silence.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """All that one host sends goes through it."""
+    """Properties of the link through which a host sends all its packets."""
 
     delay_s: float = 0.0
-    """One way."""
+    """One-way delay."""
     loss: float = 0.0
-    """Share of packets, drawn one by one."""
+    """Share of packets that are lost, independently of each other."""
     bytes_per_s: float = 0.0
-    """0: without limit."""
+    """0 = unlimited."""
     queue_s: float = 0.05
-    """What waits for the link, in seconds of its rate; beyond it packets are dropped."""
+    """Length of the queue before the link, in seconds of its rate; further packets are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Packets that a host has sent, and what became of some."""
+    """Numbers of packets that a host sent, and of those that were lost, cut off or dropped by the queue."""
 
     sent: int
     lost: int
@@ -57,7 +57,7 @@ class Counts:
 
 
 class Network:
-    """Hosts 0, 1, … that reach each other at `address(host)`."""
+    """Hosts 0, 1, … that reach each other at `address(host)`; links can be shaped and cut."""
 
     def __init__(self, names: Sequence[str], wires: subprocess.Popen[str]) -> None:
         self.names = names
@@ -68,11 +68,11 @@ class Network:
         return f"{NETWORK}.{host + 1}"
 
     def start(self, host: int, command: Sequence[str], **of_popen: Any) -> subprocess.Popen[Any]:
-        """A process of that host; its pid is the command's own."""
+        """Starts a process on the host. Its pid is the pid of the command itself."""
         return subprocess.Popen(["ip", "netns", "exec", self.names[host], *command], **of_popen)
 
     def within(self, host: int, call: Callable[[], T]) -> T:
-        """`call` in a thread of that host: sockets that it opens are the host's. Raises what it raises."""
+        """Runs `call` in a thread on the host, so that its sockets belong to the host. Exceptions are passed on."""
         outcome: list[T] = []
         failure: list[BaseException] = []
 
@@ -91,20 +91,20 @@ class Network:
         return outcome[0]
 
     def shape(self, host: int, link: Link) -> None:
-        """From now on, what the host sends goes through `link`."""
+        """Routes all further packets from the host through `link`."""
         rate = int(link.bytes_per_s)
         queue = int(link.queue_s * rate)
         self._tell(f"link {host} {link.delay_s * 1e6:.0f} {link.loss * 1e6:.0f} {rate} {queue}")
 
     def cut(self, source: int, target: int) -> None:
-        """Nothing that `source` sends reaches `target` any more; the other direction stays."""
+        """Drops all packets from `source` to `target`; the other direction stays open."""
         self._tell(f"cut {source} {target}")
 
     def heal(self, source: int, target: int) -> None:
         self._tell(f"heal {source} {target}")
 
     def isolate(self, host: int) -> None:
-        """Both directions, from and to everybody."""
+        """Cuts both directions between `host` and all other hosts."""
         for other in self._others(host):
             self.cut(host, other)
             self.cut(other, host)
@@ -133,7 +133,7 @@ class Network:
 
 
 def why_not() -> str | None:
-    """What this machine lacks for it; None when it has all."""
+    """Returns the missing requirement of this machine; None if networks can be created."""
     if shutil.which("ip") is None:
         return "needs ip of iproute2 (.ci/system-packages)"
     if not any(map(shutil.which, COMPILERS["C"])):
@@ -151,7 +151,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def network(num_hosts: int, *, mtu: int = 1500, congestion_control: str | None = None) -> Iterator[Network]:
-    """Hosts for as long as the block lasts, with perfect links. Whatever runs in them must have ended by then."""
+    """Creates hosts with perfect links for the duration of the block. Their processes must end before it does."""
     names = [f"moon-{os.getpid()}-{host}" for host in range(num_hosts)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -176,7 +176,7 @@ def network(num_hosts: int, *, mtu: int = 1500, congestion_control: str | None =
 
 
 def _end(wires: subprocess.Popen[str]) -> None:
-    wires.communicate()  # the end of its stdin is its own
+    wires.communicate()  # closes its stdin, which ends it
 
 
 def _compiled(folder: Path) -> Path:
@@ -186,7 +186,7 @@ def _compiled(folder: Path) -> Path:
 
 
 def _plug_in(host: int, name: str, mtu: int) -> int:
-    """The host's only device, as a descriptor of what it sends and receives."""
+    """Creates the host's only network device; returns its descriptor, for the packets in both directions."""
     device = f"mw{os.getpid()}x{host}"
     fd = _open_tun(device)
     try:

@@ -1,7 +1,7 @@
-"""What clients see while hosts do not reach each other, and how soon they are served again afterwards.
+"""Measures the results of clients while hosts cannot reach each other, and the time until they are served again.
 
-Its rule: what is right is known beforehand, from the same cluster when nothing was wrong; each request has a salt of
-its own, so that its KV really goes from host to host.
+Its rule: right answers are known in advance, from the same cluster without an outage. Each request has a unique salt,
+so that its KV is really transferred between hosts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROMPTS = tuple(
 _EVERY_S = 0.4
 _CLIENT_S = 40.0
 _STEADY = 5
-"""So many right answers one after the other, in the order in which they were asked for, are called served again."""
+"""Number of consecutive right answers, in order of request, that count as recovered service."""
 _GIVE_UP_S = 60.0
 
 _salts = itertools.count()
@@ -63,18 +63,18 @@ DEGRADED = (
 
 @dataclass(slots=True)
 class Report:
-    """Of one outage. Answers are those of requests begun during it."""
+    """Result of one outage. `outcomes` and `longest_s` cover the requests that began during it."""
 
     title: str
     outcomes: Counter[str] = field(default_factory=Counter)
-    """right, wrong, refused (an error of HTTP, with its reason), cut (no whole answer within the client's time)."""
+    """right, wrong, refused (an HTTP error with its reason), cut (no complete answer within the client's timeout)."""
     longest_s: float = 0.0
     recovered_s: float = 0.0
-    """From the end of the outage to the end of the first of `_STEADY` right answers in a row."""
+    """Time from the end of the outage to the first of `_STEADY` consecutive right answers."""
 
 
 def known_answers(cluster: HostsCluster) -> Mapping[str, str]:
-    """Of every prompt, while nothing is wrong. Raises RuntimeError when the cluster does not answer then."""
+    """Returns the right answer to each prompt, without an outage. Raises RuntimeError if the cluster fails."""
     return {prompt: _calm(cluster, prompt) for prompt in _PROMPTS}
 
 
@@ -86,7 +86,7 @@ def _calm(cluster: HostsCluster, prompt: str) -> str:
 
 
 def play(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], seconds: float) -> Report:
-    """The outage for so long, with requests before, during and after it. Raises RuntimeError without recovery."""
+    """Runs an outage of `seconds`, with requests during and after it. Raises RuntimeError if it does not recover."""
     report = Report(outage.title)
     outage.begin(cluster.net)
     try:
@@ -104,14 +104,14 @@ def play(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], second
 
 
 def judged(answer: Answer, right: str) -> str:
-    """What a client makes of it."""
+    """Returns the verdict on an answer: right, wrong, refused or cut."""
     if answer.text is not None:
         return "right" if answer.text == right else "wrong"
     return "refused" if answer.status else "cut"
 
 
 class _Asking:
-    """Asks again and again, each time in a thread of its own, until stopped."""
+    """Sends requests at intervals, each from its own thread, until stopped."""
 
     def __init__(self, cluster: HostsCluster, known: Mapping[str, str]) -> None:
         self._cluster = cluster
@@ -127,7 +127,7 @@ class _Asking:
         self._asker.join()
 
     def outcomes(self) -> Iterator[tuple[Answer, str]]:
-        """Of all that were asked, once they have ended."""
+        """Yields the answer and verdict of every request, after all have ended."""
         for thread in self._threads:
             thread.join()
         for prompt, answer in self._answers:
@@ -146,7 +146,7 @@ class _Asking:
 
 
 def _recovered_at(cluster: HostsCluster, known: Mapping[str, str]) -> float:
-    """When the first of several right answers in a row came."""
+    """Returns the time of the first of `_STEADY` consecutive right answers. Raises RuntimeError on a wrong one."""
     give_up_at = time.monotonic() + _GIVE_UP_S
     in_a_row: list[float] = []
     for prompt in itertools.cycle(known):
@@ -167,7 +167,7 @@ def _recovered_at(cluster: HostsCluster, known: Mapping[str, str]) -> float:
 def degraded(
     cluster: HostsCluster, link: Link, known: Mapping[str, str], prompts: Sequence[str] = _PROMPTS
 ) -> Counter[str]:
-    """Verdicts on requests one after the other while every host sends through `link`."""
+    """Counts the verdicts on consecutive requests while every host sends through `link`."""
     hosts = (FRONT, PREFILL, DECODE)
     for host in hosts:
         cluster.net.shape(host, link)

@@ -1,1 +1,1 @@
-"""`make bench-store`: the store beside other stores and the machine's limits, its restart, and how its cost grows."""
+"""`make bench-store`: compares the store with other stores and the machine's limits; measures restart and growth."""

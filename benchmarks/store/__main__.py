@@ -1,7 +1,7 @@
-"""`make bench-store`: what the store does and costs, one table per part, the JSON beside it.
+"""`make bench-store`: measures the store's speed and cost; prints one table per part and writes JSON.
 
-Parts: speed (beside Mooncake Store, Redis and memcpy), disk (beside fio), restart, hits (eviction policies on a trace),
-blocks, nodes and directory (how cost grows). Exit status 1 when a bar is missed or a part failed.
+Parts: speed (against Mooncake Store, Redis and memcpy), disk (against fio), restart, hits (eviction policies on a
+trace), blocks, nodes and directory (growth of cost). The exit status is 1 if a bar is missed or a part fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
         document[name] = part.figures
         document["bars"] += part.bars
         print(f"## {part.title}\n\n{part.table}\n", flush=True)
-        write_json(arguments.json, document)  # a part that takes long must not cost the others
+        write_json(arguments.json, document)  # a later failure must not lose these figures
     print(bars_report(document["bars"]))
     return 0 if _good(document) else 1
 
@@ -51,7 +51,7 @@ def _good(document: Mapping[str, Any]) -> bool:
 
 
 def _parts(*, quick: bool) -> list[str]:
-    """A quick run leaves out the disk, which takes a minute to say little."""
+    """Returns the default parts. A quick run omits the disk, which takes a minute and says little."""
     return [name for name in PARTS if not (quick and name == "disk")]
 
 

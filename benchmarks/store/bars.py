@@ -1,4 +1,4 @@
-"""The bars of every part: what is claimed, what was reached. Pure; works on the JSON's figures."""
+"""Bars of every part: the claims and the measured values. Pure; works on the JSON's figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.measure import median
 
 Bar = dict[str, Any]
-"""`met` is None where there was nothing to compare with."""
+"""Keys claim, measured, bar, met. `met` is None if there is nothing to compare with."""
 Figures = Mapping[str, Mapping[str, Any]]
 
 TCP, COPIED, IN_PLACE = "moonserve tcp", "moonserve same host, unchecked", "moonserve in place"
@@ -21,9 +21,9 @@ RATIOS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], float], ...] = (
     (COPIED, MEMCPY, ("get",), 0.8),
     (COPIED, LOCAL_PEERS, ("get",), 1.0),
 )
-"""Who, the best of whom, at what, at least how much of it."""
+"""(contestant, rivals of which the best counts, operations, least ratio)."""
 IN_PLACE_GROWTH = 1.25
-"""Independent of size: 256 times the bytes may cost so much more, which is noise."""
+"""A get in place should not depend on size: this factor for 256 times the bytes allows for noise."""
 EXISTS_P50_US = 50.0
 METADATA_BYTES = 200
 LRU_HIT_RATIOS = {3_000_000: 0.138, 10_000_000: 0.291, 30_000_000: 0.366, None: 0.373}
@@ -54,7 +54,7 @@ def speed_bars(results: Figures, sizes: Sequence[str]) -> list[Bar]:
 def _ratio_bars(results: Figures, sizes: Sequence[str]) -> Iterator[Bar]:
     for who, others, ops, least in RATIOS:
         if who not in results or not any(other in results for other in others):
-            continue  # not asked for
+            continue  # not selected for this run
         for size in sizes:
             for op in ops:
                 best, reached = _ratio(results, who, others, size, op)
@@ -62,7 +62,7 @@ def _ratio_bars(results: Figures, sizes: Sequence[str]) -> Iterator[Bar]:
 
 
 def _ratio(results: Figures, who: str, others: Sequence[str], size: str, op: str) -> tuple[str, float | None]:
-    """The best of the others and the median over rounds of the ratio to it; None without both."""
+    """Returns the best rival and the median over rounds of the ratio to it; None if either was not measured."""
     ours = _cell(results, who, size, op)
     rivals = {other: cell for other in others if (cell := _cell(results, other, size, op))}
     if not rivals or ours is None:
@@ -95,7 +95,7 @@ def _exists_bars(results: Figures) -> Iterator[Bar]:
 
 
 def metadata_bars(points: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Of the largest store that was measured."""
+    """Returns the bar of the largest measured store."""
     largest = max((p for p in points if "failed" not in p), key=lambda p: p["blocks"], default=None)
     if largest is None:
         return [at_most("metadata, bytes per block", None, METADATA_BYTES)]
@@ -127,7 +127,7 @@ def restart_bars(restart: Mapping[str, Any]) -> list[Bar]:
 
 
 def hit_ratio_bars(points: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """How far LRU is from the published figures; by how much the best policy beats it. Shares of prompt tokens."""
+    """Compares LRU with published hit ratios, and the best policy with LRU. Ratios are shares of prompt tokens."""
     ratios = {(p["policy"], p["capacity_tokens"]): p["token_hit_ratio"] for p in points}
     bars = []
     for capacity, published in LRU_HIT_RATIOS.items():

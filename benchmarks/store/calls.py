@@ -1,4 +1,4 @@
-"""Questions to this project's processes that the store's client does not ask. Each opens a connection of its own."""
+"""RPCs to this project's processes that the store's client lacks. Each call opens its own connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def node_stats(address: str) -> kvstore_pb2.StoreStatsReply:
-    """Raises PeerLost."""
+    """Returns a node's statistics. Raises PeerLost."""
 
     async def ask(channels: Channels) -> kvstore_pb2.StoreStatsReply:
         stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
@@ -26,7 +26,7 @@ def node_stats(address: str) -> kvstore_pb2.StoreStatsReply:
 
 
 def directory_view(address: str) -> directory_pb2.GetNodesReply:
-    """Raises PeerLost."""
+    """Returns the directory's view of the nodes. Raises PeerLost."""
 
     async def ask(channels: Channels) -> directory_pb2.GetNodesReply:
         stub = directory_pb2_grpc.DirectoryStub(channels.to(address))

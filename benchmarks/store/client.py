@@ -1,7 +1,7 @@
-"""What a store's client implements to be measured, and how its calls are timed.
+"""Interface of the store clients to be measured, and the timing of their calls.
 
-Its rule: whatever a user would do once (connect, register memory, make addresses of offsets) is not timed, and neither
-is removing what was put. Every call is timed by itself. Needs numpy only.
+Its rule: one-time work of a user (connecting, registering memory, computing addresses) and the removal of values are
+not timed. Every call is timed separately. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from benchmarks.transfer.contestant import touched
 from benchmarks.transfer.workload import Bytes
 
 STOCK, FRESH = "stock", "fresh"
-"""Values that stay, to be got; values that are put, removed and put again."""
+"""Kinds of values: permanent ones for gets; ones that are put, removed and put again."""
 MIN_CALLS = 4
 REMOVED_AT_ONCE = 512
 
 
 def private_pool() -> Bytes:
-    """Anonymous memory with huge pages where the kernel has them: what suits most stores best."""
+    """Allocates anonymous memory, with huge pages if the kernel has them, which suits most stores best."""
     memory = mmap.mmap(-1, POOL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return touched(memory)
 
 
 class Client:
-    """`facts` is what the servers' start told: addresses. `pool` is the memory that values come from and go to."""
+    """Base class of clients. `facts`: addresses from the servers. `pool`: memory for the values of puts and gets."""
 
     pool: Bytes
 
@@ -40,18 +40,18 @@ class Client:
         self.facts, self.options = facts, options
 
     def modes(self, load: Load) -> Sequence[str]:
-        """Ways to do the same; the best one is shown."""
+        """Returns alternative ways to run a load; the best one is reported."""
         return ("",)
 
     def prepared(self, batch: Batch, load: Load, mode: str) -> Any:
-        """The call's arguments as the store wants them."""
+        """Converts a batch to the arguments of the store's call."""
         return batch
 
     def put(self, call: Any) -> None:
         raise NotImplementedError
 
     def get(self, call: Any) -> Sequence[Any] | None:
-        """None when the bytes are in the pool now, else something with each value's bytes."""
+        """Reads a batch. Returns None if the bytes are in the pool, otherwise a buffer per value."""
         raise NotImplementedError
 
     def exists(self, call: Any) -> bool:
@@ -61,7 +61,7 @@ class Client:
         raise NotImplementedError
 
     def got(self, call: Any, batch: Batch) -> None:
-        """Untimed: gets, and sees to it that the bytes are in the pool."""
+        """Reads a batch and ensures that its bytes are in the pool; not timed."""
         values = self.get(call)
         for value, offset in zip(values or (), batch.offsets, strict=values is not None):
             self.pool[offset : offset + batch.length] = np.frombuffer(value, np.uint8)
@@ -71,7 +71,7 @@ class Client:
 
 
 class Work:
-    """One load in one mode, ready to run for a while, again and again; goes on where it stopped."""
+    """One load in one mode, prepared for repeated runs. Runs of gets continue where the previous one ended."""
 
     def __init__(self, client: Client, load: Load, mode: str) -> None:
         self._client, self._load = client, load
@@ -83,7 +83,7 @@ class Work:
         self._next = 0
 
     def run(self, min_s: float) -> dict[str, Any]:
-        """Calls that take at least that long together; their bytes, seconds and percentiles."""
+        """Makes calls for at least `min_s` in total; returns their number, seconds and percentiles."""
         step: Callable[[Any], Any] = getattr(self._client, self._load.op)
         took: list[float] = []
         spent = 0.0
@@ -103,7 +103,7 @@ class Work:
         }
 
     def verify(self) -> int:
-        """One sweep; how many values differ from what was put."""
+        """Runs one sweep; returns the number of wrong or missing values."""
         if self._load.op == "exists":
             return sum(not self._client.exists(call) for call in self._calls)
         if self._load.op == "put":
@@ -133,7 +133,7 @@ class Work:
             self._clean()
 
     def _clean(self) -> None:
-        """A put ends with the store as it was; the other calls go round."""
+        """Removes the values that were put; the other operations start over after the last call."""
         if self._load.op == "put":
             self._remove(self._batches[: self._next])
         if self._load.op == "put" or self._next == len(self._calls):
@@ -146,7 +146,7 @@ class Work:
 
 
 def stock(client: Client, load: Load) -> None:
-    """Puts what gets of this size will ask for."""
+    """Puts the values that gets of this size will read."""
     one_by_one = Load("put", load.value_bytes)
     mode = client.modes(one_by_one)[0]
     for batch in workload.source_batches(one_by_one, STOCK):

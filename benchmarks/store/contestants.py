@@ -1,4 +1,4 @@
-"""The list of stores that are measured, each a server's start and a client."""
+"""The list of measured stores, each with a function that starts its servers and a client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OURS = "benchmarks.store.moonserve:"
 MEMCPY = "benchmarks.store.memcpy:Client"
 MOONCAKE = "benchmarks.store.peers.mooncake:Client"
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""redis-py makes new `bytes` of each value: without this it maps and unmaps memory for each."""
+"""redis-py creates new `bytes` for each value. Without these settings, each one maps and unmaps memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The speed part's figures: medians over rounds, the best mode of each store. Pure."""
+"""Computes the figures of the speed part: medians over rounds, with the best mode of each store. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.store.workload import EXISTS, OPS, SIZES, Load, describe
 
 
 def figures(result: Result, sizes: Sequence[str]) -> dict[str, Any]:
-    """One store's part of the JSON."""
+    """Returns one store's part of the JSON."""
     return {
         "group": result.contestant.group,
         "absent": result.absent,

@@ -1,7 +1,7 @@
-"""Part 5, blocks: what one node's metadata costs in time and in resident memory, from 10⁴ to 10⁷ blocks.
+"""Part 5, blocks: measures the time and resident memory of one node's metadata, from 10⁴ to 10⁷ blocks.
 
-The node's state is driven without its shell: no bytes move. Each point is a process of its own, because memory that
-another point gave back would hide what this one takes.
+The node's state is driven directly, without RPC, and no bytes are moved. Each point runs in its own process, because
+memory freed by another point would hide the memory that this one takes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from protocol.keys import KEY_BYTES, BlockKey
 
 CHAIN = 16
 LENGTH = 200
-"""Bytes of an object: each takes one unit of the segment, which exists on paper only."""
+"""Bytes of an object: it takes one unit of the segment, for which no memory is allocated."""
 SAMPLES = 5
 OPERATIONS = 2_000
 LOOKUP_BATCH = 64
 PUT_S = 1e-3
-"""Between puts, on the state's clock."""
+"""Time between puts on the state's clock."""
 POINT_TIMEOUT_S = 1_200.0
 KNOWN_CHAINS = 4_096
-"""So many are asked for again."""
+"""Number of chains that lookups and leases use."""
 
 Point = dict[str, Any]
 Chain = list[BlockKey]
 
 
 class Silence:
-    """Nobody wants to know what the catalog holds."""
+    """Listener that ignores all announcements of the catalog."""
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None: ...
 
@@ -55,12 +55,12 @@ class Silence:
 
 
 def measure(points: Sequence[tuple[int, str]]) -> list[Point]:
-    """One after the other: (blocks, policy)."""
+    """Measures (blocks, policy) points one after the other."""
     return [_in_process(blocks, policy) for blocks, policy in points]
 
 
 def choice(*, quick: bool, full: bool) -> list[tuple[int, str]]:
-    """All policies at a million blocks; LRU, which is the default, at every size."""
+    """Returns the points: all policies at a million blocks, and LRU, the default, at every size."""
     if quick:
         return [(10_000, "lru"), (100_000, "lru"), (1_000_000, "lru")]
     sizes = [10_000, 100_000, 1_000_000, 5_000_000, *([10_000_000] if full else [])]
@@ -83,7 +83,7 @@ def _in_process(blocks: int, policy: str) -> Point:
 
 
 def point(blocks: int, policy: str) -> Point:
-    """Measured in this process, which must be new."""
+    """Measures a point in this process, which must be new."""
     catalog = Catalog(
         blocks * 6 // 5 * ALIGNMENT,
         index=KeyIndex(),
@@ -109,7 +109,7 @@ def point(blocks: int, policy: str) -> Point:
 
 
 def _fill(state: StoreState, blocks: int) -> float:
-    """Seconds. Keeps no key: it would be counted as metadata."""
+    """Puts all blocks; returns the seconds. Keeps no keys, because they would count as metadata."""
     spent = 0.0
     for number in range(blocks // CHAIN):
         keys = _chain(number)
@@ -153,7 +153,7 @@ def _batch_rate(state: StoreState, keys: Sequence[BlockKey]) -> float:
 
 
 def _rate(call: Callable[[Any], object], arguments: Sequence[Any]) -> float:
-    """Calls per second, the median of several samples; each goes through other arguments."""
+    """Returns calls per second, the median of several samples with different arguments."""
     rng = random.Random(2)
     rates = []
     for _ in range(SAMPLES):
@@ -166,7 +166,7 @@ def _rate(call: Callable[[Any], object], arguments: Sequence[Any]) -> float:
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Returns the current resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,7 +1,7 @@
-"""Part 5, nodes: one client of 1 … 64 nodes and a directory, all real processes of this machine.
+"""Part 5, nodes: measures one client of 1 … 64 nodes and a directory, all real processes on one machine.
 
-Small values, so that what is measured is finding and asking, not copying. All processes share this machine's cores:
-with 64 nodes their own idling takes part in the figures.
+Values are small, so that lookups and requests are measured rather than copies. All processes share the machine's cores:
+with 64 nodes, their idle load affects the figures.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ COUNTS, QUICK_COUNTS = (1, 4, 16, 64), (1, 4)
 VALUE_BYTES = 4_096
 DRAM_BYTES = 32 << 20
 NUM_VALUES = 2_000
-"""The same for every number of nodes; they fit into one."""
+"""The same for every number of nodes; all fit into one node."""
 SAMPLES = 5
 CONNECT_TIMEOUT_S = 60.0
 TOGETHER = 4
-"""Nodes that start at the same time: more would wait for each other."""
+"""Nodes that start at the same time; more would delay each other."""
 KNOWN_S = 60.0
 POLL_S = 0.1
 
@@ -86,7 +86,7 @@ def _start_nodes(group: Group, address: str, count: int) -> None:
 
 
 def _cold(address: str, count: int) -> tuple[list[float], list[float]]:
-    """Seconds that a new client needs to know the cluster, and then for a first (missing) key."""
+    """Measures the seconds in which a new client connects, and then looks up a first (missing) key."""
     connects, first_gets = [], []
     for number in range(SAMPLES):
         begin = time.perf_counter()
@@ -100,12 +100,12 @@ def _cold(address: str, count: int) -> tuple[list[float], list[float]]:
 
 
 def _until_known(store: KvStore, count: int) -> None:
-    """Raises ContestantError."""
+    """Waits until the client knows `count` nodes. Raises ContestantError on timeout."""
     _until(lambda: len(store.nodes()) == count, f"the client does not see {count} nodes")
 
 
 def _until_indexed(address: str) -> Any:
-    """The directory's view once it has heard of all values. Raises ContestantError."""
+    """Returns the directory's view once it knows all values. Raises ContestantError on timeout."""
     _until(lambda: calls.directory_view(address).num_keys >= NUM_VALUES, "the directory lacks values")
     return calls.directory_view(address)
 
@@ -119,7 +119,7 @@ def _until(holds: Callable[[], bool], complaint: str) -> None:
 
 
 def _operations(store: KvStore) -> Point:
-    """One at a time, each key once per sweep; values stay those of the last sweep."""
+    """Measures single calls, each key once per sweep. Only the values of the latest sweep stay in the store."""
     value = bytes(VALUE_BYTES)
     sweeps = [[b"%d-%d" % (sweep, n) for n in range(NUM_VALUES)] for sweep in range(SAMPLES)]
     puts, gets, exists = [], [], []
@@ -142,7 +142,7 @@ def _operations(store: KvStore) -> Point:
 
 
 def _timed(call: Callable[[bytes], object], keys: Sequence[bytes]) -> list[float]:
-    """Seconds of each."""
+    """Returns the seconds of each call."""
     took = []
     for key in keys:
         begin = time.perf_counter()

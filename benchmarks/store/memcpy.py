@@ -1,4 +1,4 @@
-"""No store at all: a plain copy in memory, of the same sizes in the same pattern. The limit of a copied get."""
+"""Plain memory copies of the same sizes in the same pattern, as the limit of a get that copies."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.transfer.workload import Bytes
 
 
 class Client(client.Client):
-    """`options["shared"]`: the "store" is a shared mapping, as a store's segment must be; else memory of its own with
-    huge pages."""
+    """Copies to and from memory in place of a store. `options["shared"]`: this memory is a shared mapping, as a store's
+    segment must be; otherwise private memory with huge pages."""
 
     def __init__(self, facts: dict[str, Any], options: dict[str, Any]) -> None:
         super().__init__(facts, options)

@@ -1,6 +1,6 @@
-"""This project's store through its public client: values copied into registered memory, and values in place.
+"""This project's store through its public client: values copied into registered memory, and values read in place.
 
-A call during which the node had no turn of the processor is a slow call, not a failed one."""
+A call that fails because the node got no processor time is retried and counts as slow, not as failed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Call = tuple[list[bytes], list[int], list[int]]
 
 
 class Client(client.Client):
-    """`options`: "transport" that both ends use, "verify" = compare what is read with its writer's checksum."""
+    """`options`: "transport" of both ends; "verify": compare read values with their writer's checksum."""
 
     def __init__(self, facts: dict[str, Any], options: dict[str, Any]) -> None:
         super().__init__(facts, options)
-        # As `connect` by itself, but for the transport.
+        # The defaults of `connect`, except for the transport.
         transfers = TransferOptions(transports=(options["transport"],), checksums=False)
         self._store = connect(facts["url"], cluster_token=facts["token"], options=transfers)
         self._verify: bool = options.get("verify", True)
@@ -60,7 +60,7 @@ class Client(client.Client):
 
 
 class InPlace(Client):
-    """A get is a lease on values where they lie: nothing is copied, so nothing is compared either."""
+    """A get is a lease on values in place: nothing is copied, and no checksum is compared."""
 
     def get(self, call: Call) -> None:
         with patiently(partial(self._store.lease, call[0], timeout_s=PATIENCE_S, verify=False)) as lease:

@@ -1,7 +1,7 @@
-"""The parts of `make bench-store` by name: each gives its figures, its table and its bars.
+"""Runs the parts of `make bench-store` by name. Each returns its figures, its table and its bars.
 
-A part that fails says why and leaves the others alone. Parts that are benchmarks of their own run as such, in a process
-of their own; here is only how they are asked and read.
+A failed part reports the reason and does not affect the others. Parts that are separate benchmarks run in their own
+process; this module passes their options and reads their results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUICK_DISK_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """Options from the command line."""
 
     quick: bool
     full: bool
@@ -54,11 +54,11 @@ class Part:
 
 
 def run(name: str, options: Options) -> Part:
-    """Whatever goes wrong in it is what it says."""
+    """Runs a part. An exception becomes the content of the returned part."""
     begin = time.monotonic()
     try:
         return PARTS[name](options)
-    except Exception as error:  # a part must not cost the others their figures
+    except Exception as error:  # the other parts keep their figures
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
         return Part(title=name, figures={"failed": why}, table=f"Failed: {why}")
@@ -97,7 +97,7 @@ def _hits(options: Options) -> Part:
     if not options.trace.exists():
         raise FileNotFoundError(f"no trace at {options.trace} (moonserve traces fetch)")
     arguments = [str(options.trace)]
-    if options.quick:  # so few tell nothing about the bars
+    if options.quick:  # too few requests to judge the bars
         arguments += ["--limit", "2000", "--capacities", "3000000"]
     if options.plots:
         arguments += ["--plot", str(options.plots / "store-hit-ratio.png")]
@@ -140,7 +140,7 @@ PARTS: dict[str, Callable[[Options], Part]] = {
 
 
 def _other(module: str, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """A benchmark of its own: its table and its JSON. Missed bars are no failure of the run."""
+    """Runs a separate benchmark; returns its table and its JSON. Missed bars do not count as a failed run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         command = [sys.executable, "-m", module, *arguments, "--json", str(path)]

@@ -1,7 +1,7 @@
-"""Processes of one contestant: start, wait until ready, end.
+"""Starts the processes of one contestant, waits until they are ready, and ends them.
 
-Its rules: every process is ended by its id and never outlives the driver; every wait has a limit. Nobody is stopped
-between turns: stores' processes know each other by heartbeats, and all that are measured are idle when not asked (less
+Its rules: every process is ended by its id and never outlives the driver. Every wait has a timeout. No process is
+stopped between turns, because stores' processes exchange heartbeats; all measured ones are idle without requests (less
 than 1 % of a core).
 """
 
@@ -34,7 +34,7 @@ class Child:
         return self.process.pid
 
     def require_alive(self) -> None:
-        """Raises ContestantError with its last words."""
+        """Raises ContestantError with the last log line if the process has ended."""
         if (code := self.process.poll()) is not None:
             raise ContestantError(f"died: {self.last_words() or f'exit code {code}'}")
 
@@ -43,7 +43,7 @@ class Child:
         return lines[-1][:200] if lines else ""
 
     def stop(self, timeout_s: float) -> float:
-        """Ends it in order; the seconds that it took. Raises ContestantError."""
+        """Ends the process by SIGTERM; returns the seconds taken. Raises ContestantError on timeout."""
         begin = time.monotonic()
         self.process.terminate()
         try:
@@ -58,7 +58,7 @@ class Child:
 
 
 class Group:
-    """Processes with a common folder for their logs."""
+    """Processes with a common folder for their logs, ended together."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Group:
         return self._children[-1]
 
     def close(self) -> None:
-        """In order where they let themselves be ended so."""
+        """Sends SIGTERM to all processes, and kills those that do not end in time."""
         for child in self._children:
             child.process.terminate()
         give_up_at = time.monotonic() + STOP_S
@@ -107,7 +107,7 @@ class Group:
 def start_reporting(
     start: Callable[[Sequence[str], Sequence[int]], Child], command: Sequence[str]
 ) -> tuple[Child, int]:
-    """A process whose last argument is a descriptor to report on; and where its reports are read."""
+    """Starts a process whose last argument is a descriptor for reports; returns it and the descriptor to read from."""
     read_fd, write_fd = os.pipe()
     try:
         return start([*command, str(write_fd)], [write_fd]), read_fd
@@ -116,7 +116,7 @@ def start_reporting(
 
 
 def ready(child: Child, reports: int, timeout_s: float = READY_S) -> dict[str, str]:
-    """What a process tells when it serves; closes `reports`. Raises ContestantError."""
+    """Waits until a process serves; returns the facts it reports. Closes `reports`. Raises ContestantError."""
     try:
         return asyncio.run(asyncio.wait_for(until_ready(reports), timeout_s))
     except NotReady as error:
@@ -126,7 +126,7 @@ def ready(child: Child, reports: int, timeout_s: float = READY_S) -> dict[str, s
 
 
 def until_listening(child: Child, port: int, timeout_s: float = READY_S) -> None:
-    """For servers that report nothing. Raises ContestantError."""
+    """Waits until a server without reports listens. Raises ContestantError."""
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         child.require_alive()

@@ -1,5 +1,5 @@
-"""A conversation trace against a store: a first part of it fills the store, then the share of hits of the whole is
-counted, without changing anything."""
+"""Replays a conversation trace against a store. The first part of the trace fills the store. Then the hits of the whole
+trace are counted, without changing the store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from protocol.keys import KEY_BYTES, BlockKey
 from traces.format import read_trace
 
 VALUE_BYTES = 4_096
-"""Blocks of a trace stand for much more; what counts is which of them are there."""
+"""Small stand-in for the much larger blocks of a trace: only their presence counts."""
 FILLING_SHARE = 0.5
 SYNTHETIC_PROMPTS = 2_000
 
 
 def prompts(trace: Path | None, limit: int) -> tuple[str, list[Prompt]]:
-    """A name, and the first prompts of the trace, or of one that is made up when there is none."""
+    """Returns a name and the first prompts of the trace, or of a synthetic one if there is none."""
     if trace is not None and trace.exists():
         return f"{trace.name}, {limit:,} requests", prompts_of(read_trace(trace, limit))
     made_up = synthetic(min(limit, SYNTHETIC_PROMPTS))
@@ -30,7 +30,7 @@ def prompts(trace: Path | None, limit: int) -> tuple[str, list[Prompt]]:
 
 
 def synthetic(count: int) -> list[Prompt]:
-    """Conversations: each request repeats an earlier one and goes on, or begins anew."""
+    """Returns synthetic conversations: each request continues an earlier one or starts a new one."""
     rng = random.Random(1)
     numbers = itertools.count(1)
     made: list[Prompt] = []
@@ -43,7 +43,7 @@ def synthetic(count: int) -> list[Prompt]:
 
 
 def fill(store: KvStore, prompts: Sequence[Prompt]) -> None:
-    """Each of the first half reads what is there of its chain and puts the rest behind it."""
+    """Puts the missing blocks of each prompt of the first half, behind the leading blocks that are present."""
     for prompt in prompts[: int(len(prompts) * FILLING_SHARE)]:
         blocks = chain(prompt.keys)
         missing = blocks[_num_leading(store, blocks) :]
@@ -53,7 +53,7 @@ def fill(store: KvStore, prompts: Sequence[Prompt]) -> None:
 
 
 def hit_rate(store: KvStore, prompts: Sequence[Prompt]) -> float:
-    """The share of all blocks that are leading ones that are there."""
+    """Returns the share of all blocks that are hits: leading blocks of a prompt that are present."""
     hits = sum(_num_leading(store, chain(prompt.keys)) for prompt in prompts)
     return hits / sum(len(prompt.keys) for prompt in prompts)
 

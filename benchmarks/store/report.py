@@ -1,4 +1,4 @@
-"""The tables, as Markdown: one per part, and the list of bars."""
+"""Formats the Markdown tables: one per part, and the list of bars."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def speed_report(speed: Mapping[str, Any]) -> str:
 
 
 def _speed_table(results: Mapping[str, Any], sizes: Sequence[str], figure: str, unit: str, form: str) -> str:
-    """A row per store, a column per size and one for `exists`, which moves no bytes."""
+    """Returns a table with a row per store, a column per size, and one for `exists`, except for GB/s."""
     rows = []
     for name, result in results.items():
         cells = [_both(result["cells"][size], figure, form) for size in sizes]

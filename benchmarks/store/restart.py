@@ -1,6 +1,6 @@
-"""Part 3: a node whose disk is full of values is stopped and started again: how soon it hits, and what it still has.
+"""Part 3: restarts a node with a full disk; measures the time to the first hit and counts the values that remain.
 
-The node has little memory, so nearly everything is on disk only. Seconds count from the start of the process.
+The node has little memory, so nearly all values are only on disk. Seconds count from the start of the process.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ VALUE_BYTES = MIB
 MOST_GIB = 20.0
 DRAM_BYTES = GIB
 SPARE = 1.3
-"""The disk has room for the log's own needs: compaction never begins."""
+"""Disk space per byte of values. It leaves room for the log, so that compaction never starts."""
 MORE_BYTES = 2 * GIB
-"""For the trace."""
+"""Disk space for the trace's values."""
 FLUSH_S = 300.0
 RECOVERY_S = 300.0
 POLL_S = 0.01
 PROBES = 64
-"""Values, spread evenly, of which any may be the first hit."""
+"""Number of evenly spread values, any of which may be the first hit."""
 READ_AGAIN = 2_048
 ASKED_AT_ONCE = 1_024
 
@@ -46,12 +46,12 @@ Part = dict[str, Any]
 
 
 def default_gib(folder: Path) -> float:
-    """20, or half the free disk."""
+    """Returns 20, or half of the free disk space if that is less."""
     return min(MOST_GIB, shutil.disk_usage(folder).free / 2 / GIB)
 
 
 def measure(folder: Path, gib: float, named: tuple[str, Sequence[Prompt]]) -> tuple[Part, list[Bar]]:
-    """`folder` is on the disk to use; `named` is a trace's name and its prompts."""
+    """Runs the part. `folder`: on the disk to use. `named`: a trace's name and its prompts."""
     num_values = max(1, int(gib * GIB) // VALUE_BYTES)
     trace, prompts = named
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-store-") as place:
@@ -76,7 +76,7 @@ def measure(folder: Path, gib: float, named: tuple[str, Sequence[Prompt]]) -> tu
 
 
 class Node:
-    """A node with a disk that outlives its processes."""
+    """A node whose disk outlives its processes."""
 
     def __init__(self, folder: Path, gib: float) -> None:
         self._group = Group(folder)
@@ -89,7 +89,7 @@ class Node:
         self.address = ""
 
     def start(self) -> KvStore:
-        """Returns as soon as it serves; what the disk holds may not be known yet."""
+        """Starts the node and returns as soon as it serves. Its index of the disk may still be incomplete."""
         self._child, reports = launched_node(self._group, all_cores(), "restarted", *self._flags)
         self.address = ready(self._child, reports)["rpc"]
         return connect(f"node://{self.address}", cluster_token=TOKEN, timeout_s=PATIENCE_S)
@@ -103,8 +103,8 @@ class Node:
 
 
 def _filled(node: Node, num_values: int, prompts: Sequence[Prompt]) -> tuple[float, int, float]:
-    """GB/s of putting; of all values those that are there then, since a store may drop what is cold; the trace's hit
-    rate then."""
+    """Fills the node. Returns the GB/s of puts, the number of values then present (a store may drop cold ones), and the
+    trace's hit rate."""
     with node.start() as store:
         replay.fill(store, prompts)
         source = Values(store, VALUE_BYTES)
@@ -139,7 +139,7 @@ def _come_back(node: Node, num_values: int, prompts: Sequence[Prompt]) -> Part:
 
 
 def _until_recovered(address: str) -> float:
-    """The instant. Raises ContestantError."""
+    """Waits until the index is full; returns the time. Raises ContestantError on timeout."""
     give_up_at = time.monotonic() + RECOVERY_S
     while time.monotonic() < give_up_at:
         if calls.node_stats(address).recovered >= 1.0:
@@ -149,7 +149,7 @@ def _until_recovered(address: str) -> float:
 
 
 def _until_hit(store: KvStore, num_values: int) -> None:
-    """Raises ContestantError."""
+    """Waits for the first hit. Raises ContestantError on timeout."""
     numbers = range(0, num_values, max(1, num_values // PROBES))
     give_up_at = time.monotonic() + RECOVERY_S
     while time.monotonic() < give_up_at:
@@ -169,7 +169,7 @@ def _num_found(store: KvStore, num_values: int) -> int:
 
 
 def _read_again(store: KvStore, num_values: int) -> dict[str, int]:
-    """A random choice of the values, every byte of it compared."""
+    """Reads a random sample of the values and compares every byte."""
     numbers = random.Random(1).sample(range(num_values), min(READ_AGAIN, num_values))
     target = Values(store, VALUE_BYTES)
     num_read = num_wrong = 0

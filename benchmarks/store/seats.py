@@ -1,7 +1,7 @@
-"""The order of the speed part: everything verified once, then rounds in which all stores take turns at each load.
+"""Runs the speed part: verifies every load once, then measures rounds in which all stores take turns at each load.
 
-Neighbours in time are compared with each other, so that noise hits all alike. A store that fails is a row that says
-why, never the end of the run. Owns the results.
+Compared measurements are close in time, so that noise affects all stores equally. A failed store becomes a row with the
+reason and does not end the run. Owns the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.turns import in_turns, tell
 START_S = 90.0
 ANSWER_S = 30.0
 STARTS = 4
-"""A store that had to be killed is started again, so often in all."""
+"""Most starts of a store, including restarts after a kill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +50,36 @@ class Sample:
 class Result:
     contestant: Contestant
     samples: dict[tuple[Load, str], list[Sample]] = field(default_factory=dict)
-    """By load and mode, one sample per round."""
+    """One sample per round, by load and mode."""
     errors: dict[Load, str] = field(default_factory=dict)
     absent: str | None = None
-    """Why it does not take part (any more)."""
+    """Reason why it does not take part, or no longer does."""
 
 
 class Running:
-    """A store's servers and its client, connected. Raises ContestantError from every method."""
+    """A store's running servers and connected client. Every method may raise ContestantError."""
 
     def __init__(self, contestant: Contestant, folder: Path, placement: Placement) -> None:
         self._group = Group(folder, contestant.environment)
         self._connection, theirs = socket.socketpair()
         self._control = Control(self._connection)
         try:
-            with theirs:  # the client's alone then, so that its death is noticed
+            with theirs:  # only the client keeps its end, so that its death is noticed
                 cores = placement.cores("target")
                 facts = contestant.servers(self._group, cores, contestant.options)
                 self._child = _client(contestant, self._group, facts, placement, theirs)
             self._answer(START_S)
-        except BaseException:  # interrupted too: no process is left behind
+        except BaseException:  # also on interruption: leaves no process behind
             self.kill()
             raise
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        with contextlib.suppress(OSError):  # who has died does not answer either
+        with contextlib.suppress(OSError):  # a dead process is noticed by the missing answer
             self._control.send({"do": do, **arguments})
         return self._answer(ANSWER_S)
 
     def close(self) -> None:
-        """In peace, so that what the processes made ends with them."""
+        """Ends the processes in order, so that they clean up their resources."""
         with contextlib.suppress(ContestantError):
             self.call("close")
         self._group.close()
@@ -116,7 +116,7 @@ def _client(
 
 
 class Seat:
-    """One store's place in the run: its processes, as long as they live, and its results."""
+    """One store in the run: its processes, while they live, and its results."""
 
     def __init__(self, contestant: Contestant, folder: Path, placement: Placement) -> None:
         self.result = Result(contestant)
@@ -133,7 +133,7 @@ class Seat:
         return result.contestant.can(load) and result.absent is None and load not in result.errors
 
     def call(self, do: str, load: Load, **arguments: Any) -> dict[str, Any] | None:
-        """None when it failed: the reason is in the result, and the load is not tried again."""
+        """Calls the client. Returns None on failure: the reason is in the result, and the load is not retried."""
         try:
             running = self._started()
         except ContestantError as error:
@@ -149,7 +149,7 @@ class Seat:
         self.result.errors[load] = why
         print(f"  {self.result.contestant.name}, {describe(load)}: {why}", file=sys.stderr)
         if self._running is not None:
-            self._running.kill()  # who knows what state it is in
+            self._running.kill()  # its state is unknown
             self._running = None
 
     def _started(self) -> Running:
@@ -176,7 +176,7 @@ def seated(contestants: Sequence[Contestant], folder: Path, placement: Placement
 
 
 def verify(seats: Sequence[Seat], loads: Sequence[Load]) -> None:
-    """Learns each store's modes for each load, then compares what they move, byte for byte."""
+    """Gets each store's modes for each load, then compares the moved bytes in each mode."""
     for load in loads:
         tell(f"verify {describe(load)}")
         for seat in seats:

@@ -1,4 +1,4 @@
-"""The servers of each store, on loopback: how they are started and what their client must know."""
+"""Starts the servers of each store on loopback; returns the facts that their client needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def none(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
 
 
 def node(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
-    """One node of this project's store."""
+    """Starts one node of this project's store."""
     flags = ["--dram", str(SEGMENT_BYTES), "--transports", options["transport"]]
     flags += options.get("node_flags", ())
     _, facts = store_node(group, cores, "node", *flags)
@@ -40,18 +40,18 @@ def node(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
 
 
 def store_node(group: Group, cores: set[int], name: str, *flags: str) -> tuple[Child, Facts]:
-    """A node with any flags, ready; `facts["rpc"]` is its address."""
+    """Starts a node with the given flags and waits until it is ready; `facts["rpc"]` is its address."""
     child, reports = launched_node(group, cores, name, *flags)
     return child, ready(child, reports)
 
 
 def launched_node(group: Group, cores: set[int], name: str, *flags: str) -> tuple[Child, int]:
-    """Not waited for: see `processes.ready`."""
+    """Starts a node without waiting for it (see `processes.ready`)."""
     return launched(group, cores, "kvstore", name, *flags)
 
 
 def launched(group: Group, cores: set[int], module: str, name: str, *flags: str) -> tuple[Child, int]:
-    """One of this project's processes."""
+    """Starts one of this project's processes; returns it and the descriptor of its status reports."""
     command = python(module, "--instance-id", name, "--log-level", "warning", *flags)
     environment = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
     return start_reporting(
@@ -73,7 +73,7 @@ def redis(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
 
 
 def mooncake(group: Group, cores: set[int], options: dict[str, Any]) -> Facts:
-    """A master, and whoever holds the segment where it is not the client itself."""
+    """Starts a master and, unless the client holds the segment itself, the process that does."""
     master = _master(group, cores)
     if options["path"] == "tcp":
         command = python(
@@ -99,7 +99,7 @@ def _master(group: Group, cores: set[int]) -> str:
 
 
 def _real_client(group: Group, cores: set[int], master: str) -> str:
-    """The process that shares its segment's memory with the clients of this host."""
+    """Starts the process that shares its segment's memory with the clients of this host."""
     port = free_port()
     flags = [
         "--host=127.0.0.1",

@@ -1,4 +1,4 @@
-"""The inside of a client's process: does what the driver says, one message at a time. Knows no store."""
+"""Main program of a client process, which executes the driver's messages one at a time. Does not know the stores."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def main() -> None:
         control.send({})
     except EOFError:
         return
-    except Exception as error:  # told to the process that measures
+    except Exception as error:  # reported to the driver
         _fail(control, error)
 
 
 def _obey(control: Control, side: Side) -> None:
-    """Until told to close."""
+    """Executes messages until "close"."""
     while (message := control.receive())["do"] != "close":
         try:
             control.send(side.do(**message))

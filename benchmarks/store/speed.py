@@ -1,4 +1,4 @@
-"""Part 1: put, get and exists, beside other stores and a plain copy."""
+"""Part 1: compares put, get and exists with other stores and a plain copy."""
 
 from __future__ import annotations
 

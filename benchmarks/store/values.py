@@ -1,4 +1,4 @@
-"""Large values that tell which they are, and calls that wait while the store makes room or does not answer."""
+"""Large values that contain their number, and calls that are retried while the store is full or does not answer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 BATCH_BYTES = 16 << 20
 RETRY_S = 0.02
-"""Shorter than what the store asks for, since here it is the only work."""
+"""Shorter than the store requests, because there is no other load."""
 PATIENCE_S = 60.0
-"""A store that has no room, or does not answer, for so long is broken."""
+"""A store that has no room, or does not answer, for this long is broken."""
 
 
 class Values:
-    """Values 0, 1, 2, … of `length` bytes, which differ in the first eight; put and compared in batches."""
+    """Values 0, 1, 2, … of `length` bytes, which differ in the first eight bytes; put and compared in batches."""
 
     def __init__(self, store: KvStore, length: int) -> None:
         self._store, self._length = store, length
@@ -34,7 +34,7 @@ class Values:
         self._offsets = [place * length for place in range(self.batch)]
 
     def put(self, numbers: Sequence[int]) -> None:
-        """At most a batch. Raises Overloaded when the store stays full."""
+        """Puts at most one batch. Raises Overloaded if the store stays full."""
         self._rows[:, 8:] = self._tail
         for row, number in zip(self._rows, numbers, strict=False):
             row[:8] = np.frombuffer(number.to_bytes(8, "little"), np.uint8)
@@ -47,7 +47,7 @@ class Values:
         )
 
     def num_wrong(self, numbers: Sequence[int]) -> tuple[int, int]:
-        """How many of at most a batch are there, and how many of these are not what was put."""
+        """Reads at most one batch; returns how many values are present, and how many of these have wrong bytes."""
         self._rows[:] = 0
         keys = [key(number) for number in numbers]
         offsets = self._offsets[: len(keys)]
@@ -73,8 +73,8 @@ def key(number: int) -> bytes:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Again and again while the store makes room, or a node rests that was slow. Raises Overloaded, PeerLost in the
-    end."""
+    """Retries while the store makes room, or while a node rests after it was slow. Raises Overloaded or PeerLost after
+    `PATIENCE_S`."""
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -1,8 +1,8 @@
-"""What every store is asked to do: which values, in which calls, from and into which memory, and how that is verified.
+"""Workload of every store: the values, the calls, the memory they use, and the verification.
 
-Its rule: all stores touch memory in the same pattern. The client's pool has two halves, each several times larger than
-the last-level cache: values are put from random places of the first and got into random places of the second.
-Knows no store. Needs numpy only: it runs in the peers' environment too.
+Its rule: all stores access memory in the same pattern. The client's pool has two halves, each several times larger than
+the last-level cache. Values are put from random places of the first half and got into random places of the second.
+Does not know the stores. Needs numpy only, because it also runs in the peers' environment.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Load:
 
     @property
     def num_values(self) -> int:
-        """So many values fill half of the pool."""
+        """Number of values that fill half of the pool."""
         return HALF_BYTES // self.value_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call: these values, at these offsets of the pool."""
+    """Values of one call, and their offsets in the pool."""
 
     keys: tuple[str, ...]
     offsets: tuple[int, ...]
     length: int
-    """Of each value."""
+    """Bytes of each value."""
 
 
 SIZES: dict[str, tuple[int, int]] = {
@@ -56,7 +56,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "16×1 MiB": (MIB, MAX_BATCH_BYTES // MIB),
     "16 MiB": (16 * MIB, 1),
 }
-"""Bytes per value and values per call by the name in the table."""
+"""Bytes per value and values per call, by the name in the table."""
 OPS = ("put", "get")
 EXISTS = Load("exists", 64 * KIB)
 
@@ -71,12 +71,12 @@ def describe(load: Load) -> str:
 
 
 def source_batches(load: Load, kind: str) -> list[Batch]:
-    """All values of the pool's first half once; `kind` is a part of their keys."""
+    """Returns batches with every value of the pool's first half once. `kind`: part of their keys."""
     return list(_batches(load, kind, base=0, seed=1))
 
 
 def landing_batches(load: Load, kind: str) -> list[Batch]:
-    """The same values in another order, into places of the second half."""
+    """Returns batches of the same values in another order, with places in the second half."""
     return list(_batches(load, kind, base=HALF_BYTES, seed=2))
 
 
@@ -84,7 +84,7 @@ def _batches(load: Load, kind: str, *, base: int, seed: int) -> Iterator[Batch]:
     values = np.random.default_rng(seed).permutation(load.num_values).tolist()
     places = np.random.default_rng(seed + 2).permutation(load.num_values).tolist()
     if not base:
-        places = values  # a value's bytes are what lies in its place of the source
+        places = values  # a value's bytes are those at its place in the source half
     for at in range(0, load.num_values, load.batch):
         yield Batch(
             tuple(f"{kind}-{load.value_bytes}-{value}" for value in values[at : at + load.batch]),
@@ -94,13 +94,13 @@ def _batches(load: Load, kind: str, *, base: int, seed: int) -> Iterator[Batch]:
 
 
 def fill(pool: Bytes) -> None:
-    """Sources get their content, landings none."""
+    """Fills the source half with the pattern and the landing half with zeros."""
     pool[:HALF_BYTES] = pattern()[:HALF_BYTES]
     pool[HALF_BYTES:] = 0
 
 
 def num_differing(pool: Bytes, batches: Sequence[Batch]) -> int:
-    """How many of these landed values are not what was put, byte for byte."""
+    """Returns the number of landed values that differ from the values that were put."""
     wrong = 0
     for batch in batches:
         for key, offset in zip(batch.keys, batch.offsets, strict=True):

@@ -1,5 +1,5 @@
-"""`make bench-transfer`: the transfer engine beside the machine's limits and other engines, in one run.
+"""`make bench-transfer`: compares the transfer engine with the machine's limits and other engines, in one run.
 
-`python -m benchmarks.transfer` is the table, `python -m benchmarks.transfer.scaling` the scaling. Each
-contestant is two processes of its own (`side`), told what to do by the driver (`pair`, `rounds`).
+`python -m benchmarks.transfer` prints the table, `python -m benchmarks.transfer.scaling` measures scaling. Each
+contestant consists of two processes (`side`), controlled by the driver (`pair`, `rounds`).
 """

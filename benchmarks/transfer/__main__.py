@@ -1,7 +1,7 @@
-"""`make bench-transfer`: one table of moonserve, the machine's limits and other engines.
+"""`make bench-transfer`: compares moonserve with the machine's limits and other engines in one table.
 
-Every contestant is two processes, initiator and target; medians over rounds in which all take turns;
-everything moved is compared byte for byte once. Exit status 1 when a bar is missed.
+Every contestant consists of two processes, initiator and target. All take turns; figures are medians over the rounds.
+All moved bytes are compared once. The exit status is 1 if a bar is missed.
 """
 
 from __future__ import annotations

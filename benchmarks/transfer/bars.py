@@ -1,4 +1,4 @@
-"""The bars: which ratios are claimed, what was reached. Pure; works on the JSON's figures."""
+"""Bars: the claimed ratios and the measured ones. Pure; works on the JSON's figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIOS: tuple[tuple[str, tuple[str, ...], float, int], ...] = (
     (f"{TCP} + checksums", (TCP,), 0.8, MIB),
     (f"{SHM} + checksums", (SHM,), 0.6, MIB),
 )
-"""Who, the best of whom, at least how much of it, from which size on."""
+"""(contestant, rivals of which the best counts, least ratio, least block size)."""
 LATENCIES_US = {SHM: 25.0, TCP: 90.0}
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -33,7 +33,7 @@ def _ratio_bars(results: Results, sizes: Sequence[str]) -> Iterator[dict[str, An
     for who, others, bar, from_bytes in RATIOS:
         others = tuple(other for other in others if other in results)
         if who not in results or not others:
-            continue  # not asked for
+            continue  # not selected for this run
         for size in sizes:
             block_bytes, blocks = SIZES[size]
             applies = blocks == 1 and block_bytes >= from_bytes
@@ -57,12 +57,12 @@ def _latency_bars(results: Results) -> Iterator[dict[str, Any]]:
 
 
 def _bar(claim: str, reached: float | None, asked: str, met: bool | None) -> dict[str, Any]:
-    """`met` is None where nothing is asked: the ratio is for information."""
+    """Returns one bar. `met` is None if nothing is required and the ratio is only informative."""
     return {"claim": claim, "measured": reached, "bar": asked, "met": met}
 
 
 def _ratio(results: Results, who: str, others: Sequence[str], size: str, op: str) -> float | None:
-    """The median over rounds of the ratio to the best of the others; None without both."""
+    """Returns the median over rounds of the ratio to the best rival; None if either was not measured."""
     ours = _cell(results, who, size, op)
     rivals = [cell for other in others if (cell := _cell(results, other, size, op))]
     if ours is None or not rivals:

@@ -1,7 +1,7 @@
-"""What a contestant implements.
+"""Interface of a contestant.
 
-A contestant is a module with two classes, `Target` and `Initiator`, each the inside of one process.
-Its rule: whatever a user would do once (connect, register, prepare descriptors) is not timed.
+A contestant is a module with two classes, `Target` and `Initiator`, each of which runs in its own process.
+Its rule: one-time work of a user (connecting, registering, preparing descriptors) is not timed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from benchmarks.transfer.workload import POOL_BYTES, Bytes, Load, Offsets
 
 SYNC = "sync"
-"""The mode in which batches come one after the other, each a blocking call."""
+"""Mode with one batch after the other, each as a blocking call."""
 ASYNC_OR_SYNC = ("async", SYNC)
 
 
 def private_pool() -> Bytes:
-    """Anonymous memory with huge pages where the kernel has them: what suits most contestants best."""
+    """Allocates anonymous memory, with huge pages if the kernel has them, which suits most contestants best."""
     memory = mmap.mmap(-1, POOL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return touched(memory)
@@ -37,7 +37,7 @@ def touched(memory: mmap.mmap) -> Bytes:
 
 
 class Side:
-    """One of the two processes. `pool` is its registered memory."""
+    """Base class of both processes of a contestant. `pool`: its registered memory."""
 
     pool: Bytes
 
@@ -45,19 +45,19 @@ class Side:
         self.options = options
 
     def hello(self) -> dict[str, Any]:
-        """What the other side needs to know; JSON."""
+        """Returns the facts that the other side needs, as JSON values."""
         return {}
 
     def fill(self, source: Bytes) -> None:
-        """The pool's content from now on."""
+        """Sets the pool's content."""
         self.pool[:] = source
 
     def landed(self) -> Bytes:
-        """The pool's content now."""
+        """Returns the pool's current content."""
         return self.pool
 
     def connect(self, other: dict[str, Any]) -> None:
-        """Both sides are called at the same time, each with the other's hello."""
+        """Connects to the other side, given its hello. Called on both sides at the same time."""
 
     def close(self) -> None:
         pass
@@ -65,29 +65,29 @@ class Side:
 
 class Target(Side):
     def serve(self, load: Load, mode: str, stopped: Callable[[], bool]) -> None:
-        """While the initiator works; returns at once where the contestant's threads serve."""
+        """Serves while the initiator works. Returns at once if the contestant's own threads serve."""
 
 
 class Initiator(Side):
-    """A contestant with requests that are posted and waited for; others replace `sweep`."""
+    """Base class for contestants that post requests and wait for them; others override `sweep` or `run`."""
 
     def prepare(self, load: Load, mode: str) -> None:
         self.load, self.mode, self.outstanding = load, mode, load.outstanding
         self.batches = [self.prepared(batch) for batch in load.batches()]
 
     def prepared(self, batch: Offsets) -> Any:
-        """The batch as the contestant's own objects."""
+        """Converts a batch to the contestant's own objects."""
         return batch
 
     def post(self, batch: Any) -> Any:
-        """Begins the batch; who has nothing to post has a `sweep` of its own."""
+        """Starts a batch. Raises TypeError unless the contestant overrides it."""
         raise TypeError(f"{type(self).__module__} neither posts nor sweeps")
 
     def wait(self, posted: Any) -> None:
         pass
 
     def once(self, batch: Any) -> None:
-        """One batch and nothing else, as fast as the contestant's interface can."""
+        """Moves a single batch by the contestant's fastest call."""
         self.wait(self.post(batch))
 
     def sweep(self) -> None:
@@ -104,7 +104,7 @@ class Initiator(Side):
             self.wait(posted)
 
     def run(self, min_s: float) -> dict[str, Any]:
-        """Whole sweeps for at least that long."""
+        """Runs whole sweeps for at least `min_s`; returns the bytes moved and the seconds."""
         moved, elapsed = 0, 0.0
         begin = time.perf_counter()
         while elapsed < min_s:
@@ -114,7 +114,7 @@ class Initiator(Side):
         return {"bytes": moved, "seconds": elapsed}
 
     def latencies(self) -> list[float]:
-        """Seconds of each batch, one at a time."""
+        """Moves the batches one at a time; returns the seconds of each."""
         took = []
         for batch in self.batches:
             begin = time.perf_counter()
@@ -123,7 +123,7 @@ class Initiator(Side):
         return took
 
     def done(self) -> None:
-        """Untimed, after each run."""
+        """Called after each measurement; not timed."""
         self.batches = []
 
 
@@ -137,7 +137,7 @@ class Contestant:
     environment: dict[str, str] = field(default_factory=dict)
     in_peers_environment: bool = False
     modes: tuple[str, ...] = ("",)
-    """Ways to do the same; the best few by size compete in the rounds, the best one is shown."""
+    """Alternative ways to run a load. The best few per load take part in the rounds; the best one is reported."""
     largest_block: int = POOL_BYTES
     scatter: bool = True
     latency: bool = True
@@ -145,7 +145,7 @@ class Contestant:
     ops: tuple[str, ...] = ("read", "write")
 
     def process_environment(self) -> dict[str, str]:
-        """One thread for numpy and torch: they only copy."""
+        """Returns the environment, with one thread for numpy and torch, which only copy."""
         return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
 
     def can(self, load: Load) -> bool:

@@ -1,4 +1,4 @@
-"""The list of contestants."""
+"""List of the contestants of the transfer benchmark."""
 
 from __future__ import annotations
 

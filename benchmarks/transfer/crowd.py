@@ -1,7 +1,7 @@
 """moonserve with many peers, many batches or several rails: the contestants of `scaling`.
 
-The target process has `peers` engines that share the pool's size among them, so that memory and caches
-are the same for any number. A batch goes to one peer; the next one to the next.
+The target process has `peers` engines that divide the pool's size, so that the amount of memory and the cache effects
+do not depend on their number. Each batch goes to one peer; batches go to the peers in turn.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Initiator(contestant.Initiator):
 
 
 def by_peer(requests: Offsets, share: int, per_batch: int) -> Offsets:
-    """The requests of a sweep in batches of one peer each, the peers taking turns."""
+    """Groups the requests of a sweep into batches of one peer each, with the peers in turn."""
     peers = POOL_BYTES // share
     order = np.argsort(requests[:, 0, REMOTE] // share, kind="stable")
     batches = requests[order].reshape(peers, -1, per_batch, *requests.shape[1:])

@@ -1,5 +1,5 @@
-"""This project's transfer engine. "async": batches submitted, as many in flight as for everybody;
-"sync": `run`, one batch after the other in the caller's thread.
+"""This project's transfer engine. Mode "async" submits batches, with as many in flight as for every contestant; "sync"
+calls `run` for one batch after the other in the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A contestant's two processes, seen from the driver: start, ask, pause, kill.
+"""Driver's side of a contestant's two processes: starts them, sends requests, pauses and kills them.
 
-Its rules: every answer has a time limit, and a pair that misses it is killed, by process id; a pair is
-stopped (SIGSTOP) while it is not its turn, so that nobody's idle threads cost the others anything.
+Its rules: every answer has a timeout, and a pair that misses it is killed by process id. A pair is stopped (SIGSTOP)
+outside its turn, so that idle threads do not disturb other contestants.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from benchmarks.transfer.workload import Load, as_json
 START_S = 90.0
 ANSWER_S = 30.0
 CPUCLOCK_SCHED = 2
-"""Linux's clock id of another process is made of its id and this (`clock_getcpuclockid`)."""
+"""Linux forms the clock id of another process from its pid and this constant (`clock_getcpuclockid`)."""
 
 
 class ContestantError(Exception):
-    """The contestant said no, did not answer in time, died, or moved other bytes than it should."""
+    """A contestant reported an error, missed a timeout, died, or moved wrong bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Sample:
     nbytes: int
     seconds: float
     cpu_s: float
-    """Of both processes."""
+    """Processor time of both processes."""
 
     @property
     def gb_s(self) -> float:
@@ -50,10 +50,10 @@ class Sample:
 
 
 class Placement(StrEnum):
-    """APART: each side has half of the cores to itself. FREE: the kernel decides.
+    """Assignment of cores. APART: each side has its own half of the cores. FREE: the kernel decides.
 
-    Where the two ends share a core or not is worth a factor of two, and the kernel's choice is a
-    lottery, so APART makes figures that can be compared.
+    It makes a factor of two whether both ends share a core, and the kernel's choice is random. So only APART gives
+    comparable figures.
     """
 
     APART = "apart"
@@ -68,10 +68,10 @@ class Placement(StrEnum):
 
 
 def settled(command: Sequence[str], cores: set[int]) -> list[str]:
-    """The command on its cores, and never outliving the thread that starts it.
+    """Wraps a command so that it runs on `cores` and is killed when the thread that starts it ends.
 
-    By util-linux, not between fork and exec: the copy of a process that speaks gRPC starts gRPC's threads, and
-    `subprocess` closes their descriptors under them (one copy in thirty dies of it).
+    Uses util-linux rather than code between fork and exec: the fork of a process with gRPC starts gRPC's threads, and
+    `subprocess` then closes their descriptors (one fork in thirty dies of it).
     """
     placed = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
     return ["setpriv", "--pdeathsig", "KILL", *placed, *command]
@@ -97,11 +97,11 @@ class SideProcess:
         self._cpu_clock = (~self._process.pid << 3) | CPUCLOCK_SCHED
 
     def ask(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # who has died does not answer either
+        with contextlib.suppress(OSError):  # a dead process is noticed by the missing answer
             self._control.send(message)
 
     def answer(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Raises ContestantError."""
+        """Returns the next answer. Raises ContestantError on an error, a timeout or a dead process."""
         timeout_s = timeout_s or ANSWER_S
         try:
             if not self._control.pending(timeout_s):
@@ -134,7 +134,7 @@ class SideProcess:
 
 
 class Pair:
-    """Both sides of one contestant, connected. Raises ContestantError from every method."""
+    """Both connected sides of one contestant. Every method may raise ContestantError."""
 
     def __init__(self, contestant: Contestant, python: Path, log_dir: Path, placement: Placement) -> None:
         self.contestant = contestant
@@ -146,7 +146,7 @@ class Pair:
                 self._sides.append(SideProcess(contestant, role, python, log, placement))
             hellos = [side.answer(START_S)["hello"] for side in self._sides]
             self._both("connect", [{"other": hello} for hello in reversed(hellos)])
-        except BaseException:  # interrupted too: no process is left behind
+        except BaseException:  # also on interruption: leaves no process behind
             self.kill()
             raise
         self._target, self._initiator = self._sides
@@ -166,7 +166,7 @@ class Pair:
             self.pause()
 
     def verify(self, load: Load, mode: str) -> None:
-        """One sweep, every byte of it compared."""
+        """Runs one sweep and compares every byte."""
         ends = [self._target, self._initiator]
         source, destination = ends if load.op == "read" else reversed(ends)
         source.call("fill")
@@ -190,7 +190,7 @@ class Pair:
         return took
 
     def close(self) -> None:
-        """In peace, so that what the sides have started ends with them."""
+        """Ends both sides in order, so that they can end processes of their own."""
         with contextlib.suppress(ContestantError), self.turn():
             self._both("close", [{}, {}])
         self.kill()
@@ -203,7 +203,7 @@ class Pair:
     def _working(self, load: Load, mode: str) -> Iterator[None]:
         self._target.call("serve", load=as_json(load), mode=mode)
         self._initiator.call("prepare", load=as_json(load), mode=mode)
-        yield  # after an error the pair is killed: nothing to tidy up
+        yield  # after an error the pair is killed, so no clean-up
         self._initiator.call("done")
         self._target.call("stop")
 

@@ -1,4 +1,4 @@
-"""How quiet the machine was: what processes other than the benchmark's used meanwhile."""
+"""Measures the processor use of processes outside the benchmark."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import psutil
 
 
 class Quiet:
-    """From its making on."""
+    """Processor use of other processes since the creation of this object."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
         self._others_s = _others_s()
 
     def others_cores(self) -> float:
-        """On average. Call it when all of the benchmark's processes have ended."""
+        """Returns their mean number of busy cores. Call it after all of the benchmark's processes have ended."""
         return (_others_s() - self._others_s) / (time.monotonic() - self._since)
 
 

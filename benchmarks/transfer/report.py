@@ -1,4 +1,4 @@
-"""The table and the list of bars, as Markdown."""
+"""Formats the table and the list of bars as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From samples to figures: medians over rounds, the best mode of each contestant. Pure."""
+"""Computes figures from samples: medians over rounds, with the best mode of each contestant. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPS = ("read", "write")
 
 
 def figures(result: Result, sizes: Sequence[str]) -> dict[str, Any]:
-    """One contestant's part of the JSON."""
+    """Returns one contestant's part of the JSON."""
     return {
         "group": result.contestant.group,
         "absent": result.absent,

@@ -1,6 +1,6 @@
-"""The order of a run: everything verified once, then rounds in which all take turns at each load.
+"""Runs a benchmark: verifies every load once, then measures rounds in which all contestants take turns at each load.
 
-Neighbours in time are compared with each other, so that noise hits all alike. Owns the results.
+Compared measurements are close in time, so that noise affects all contestants equally. Owns the results.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.turns import in_turns, tell
 MODES_KEPT = 3
 CALIBRATION_S = 0.04
 STARTS = 6
-"""A pair that had to be killed is started again, so often in all."""
+"""Most starts of a pair, including restarts after a kill."""
 
 Outcome = TypeVar("Outcome")
 Step = Callable[[Pair, Load, str], Outcome]
 Key = tuple[Load, str]
-"""What was done, and in which mode."""
+"""(load, mode)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,14 +34,14 @@ class Result:
     contestant: Contestant
     samples: dict[Key, list[Sample]] = field(default_factory=dict)
     latencies: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By mode: seconds, one list per round."""
+    """One list of seconds per round, by mode."""
     errors: dict[Load, str] = field(default_factory=dict)
     absent: str | None = None
-    """Why it does not take part (any more)."""
+    """Reason why it does not take part, or no longer does."""
 
 
 class Seat:
-    """One contestant's place in the run: its pair, as long as it lives, and its results."""
+    """One contestant in the run: its pair, while it lives, and its results."""
 
     def __init__(self, contestant: Contestant, python: Path, log_dir: Path, placement: Placement) -> None:
         self.result = Result(contestant)
@@ -60,7 +60,7 @@ class Seat:
         return able and result.absent is None and load not in result.errors
 
     def turn(self, step: Step[Outcome], load: Load, mode: str) -> Outcome | None:
-        """None when it failed; the reason is in the result, and the load is not tried again."""
+        """Runs a step. Returns None on failure: the reason is in the result, and the load is not retried."""
         try:
             pair = self._living_pair()
         except ContestantError as error:
@@ -72,7 +72,7 @@ class Seat:
         except ContestantError as error:
             self.result.errors[load] = str(error)
             print(f"  {self.contestant.name}, {describe(load)}: {error}", file=sys.stderr)
-            pair.kill()  # who knows what state it is in
+            pair.kill()  # its state is unknown
             self._pair = None
             return None
 
@@ -110,7 +110,7 @@ def seated(
 
 
 def verify(seats: Sequence[Seat], loads: Sequence[Load]) -> None:
-    """Chooses each contestant's modes for each load, then compares what they move, byte for byte."""
+    """Chooses each contestant's modes for each load, then compares the moved bytes in each mode."""
     for load in loads:
         tell(f"verify {describe(load)}")
         for seat in seats:

@@ -1,8 +1,8 @@
-"""How moonserve's cost per byte changes with the number of peers, of concurrent batches and of rails.
+"""Measures how moonserve's cost per byte depends on the number of peers, of concurrent batches and of rails.
 
-One initiator; batches of 4 × 64 KiB over the same 128 MiB. Peers: two batches in flight for each of
-them. Batches: that many in flight to one peer. Rails: loopback addresses. Flat means: at the far end of a
-series a GB costs at most `FLAT` times the CPU seconds that it costs at the cheapest point.
+One initiator moves batches of 4 × 64 KiB over the same 128 MiB. Peers: two batches are in flight per peer. Batches:
+this many are in flight to one peer. Rails: loopback addresses. A series is flat if a GB at its last point costs at most
+`FLAT` times the CPU seconds of its cheapest point.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _series(dimension: str, transport: str, arguments: argparse.Namespace) -> list[Point]:
-    """All points of one line, measured in turns."""
+    """Measures all points of one series, in turns."""
     contestants = [_contestant(dimension, count, transport, arguments.checksums) for count in COUNTS[dimension]]
     loads = [Load(op, BLOCK_BYTES, requests=REQUESTS) for op in OPS]
     with (

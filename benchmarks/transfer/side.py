@@ -1,6 +1,6 @@
-"""The inside of one contestant's process: does what the driver says, one message at a time.
+"""Main program of a contestant's process, which executes the driver's messages one at a time.
 
-Messages are JSON lines over a socket of its own, because libraries print. Knows no other contestant.
+Messages are JSON lines over a separate socket, because libraries print. Does not know the contestants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.transfer.workload import POOL_BYTES, Load, differing_blocks, pat
 
 
 class Control:
-    """The socket to the driver; one JSON value per line, both ways."""
+    """Socket between process and driver, with one JSON value per line in both directions."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -30,7 +30,7 @@ class Control:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
-        """Raises EOFError when the other side has gone."""
+        """Returns the next message. Raises EOFError if the other side has closed the socket."""
         line = self._reader.readline()
         if not line:
             raise EOFError("the control connection is closed")
@@ -58,7 +58,7 @@ def main() -> None:
         _obey(control, side)
     except EOFError:
         return
-    except Exception as error:  # told to the process that measures
+    except Exception as error:  # reported to the driver
         traceback.print_exc()
         control.send(_failure(error))
 
@@ -99,7 +99,7 @@ def _done(control: Control, side: Side, do: str, **arguments: Any) -> dict[str, 
 
 
 def _serve(control: Control, side: Target, load: Load, mode: str) -> None:
-    """Was answered as it began; "stop", which ends it, is answered when it has ended."""
+    """Serves until "stop". "serve" is already answered; "stop" is answered after serving has ended."""
     try:
         side.serve(load, mode, control.pending)
     finally:

@@ -1,10 +1,9 @@
-"""What every contestant does: which blocks move where, in what order, and how that is verified.
+"""Workload of every contestant: which blocks move where, in which order, and the verification.
 
-Its rule: all contestants touch memory in the same pattern. Both ends own a pool several times larger than
-the last-level cache; blocks travel between two fixed random permutations of its places, so every
-transfer is cold, none are adjacent (nothing to coalesce), and a copy in memory is measured under the
-same cache and TLB misses as a transfer. Knows no contestant. Needs numpy only: it runs in the peers'
-environment too.
+Its rule: all contestants access memory in the same pattern. Both ends have a pool several times larger than the
+last-level cache. Blocks move between two fixed random permutations of its places. So every transfer is cold, none are
+adjacent (nothing can be coalesced), and memory copies are measured with the same cache and TLB misses as transfers.
+Does not know the contestants. Needs numpy only, because it also runs in the peers' environment.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
-"""Shape (requests, blocks, 2): remote and local offset of each block of one batch."""
+"""Remote and local offset of each block of one batch; shape (requests, blocks, 2)."""
 
 REMOTE, LOCAL = 0, 1
 KIB, MIB = 1 << 10, 1 << 20
 POOL_BYTES = 128 * MIB
 REQUESTS_PER_BATCH = 16
 BATCH_BYTES = 32 * MIB
-"""A batch has 16 requests, or as many as fit into this."""
+"""Largest size of a batch: it has 16 requests, or as many as fit."""
 OUTSTANDING = 2
 BLOCKS_PER_SWEEP = 8192
-"""4 KiB blocks: a random quarter of the pool, or slow contestants would take seconds."""
+"""Limits 4 KiB blocks to a random quarter of the pool, because slow contestants would take seconds."""
 PATTERN_BYTES = MIB + 4099
-"""No multiple of any block size, so that neighbouring blocks differ."""
+"""Not a multiple of any block size, so that neighbouring blocks differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One kind of work: `op` of requests of `blocks` blocks of `block_bytes` each."""
+    """One kind of work: `op` on requests of `blocks` blocks of `block_bytes` each."""
 
     op: str
     """"read" or "write", seen from the initiator."""
     block_bytes: int
     blocks: int = 1
     requests: int = 1
-    """Per batch."""
+    """Requests per batch."""
     outstanding: int = OUTSTANDING
     """Batches in flight."""
     sweep_blocks: int = BLOCKS_PER_SWEEP
@@ -51,7 +50,7 @@ class Load:
         return self.requests * self.blocks * self.block_bytes
 
     def batches(self) -> list[Offsets]:
-        """One sweep over the pool."""
+        """Returns the batches of one sweep over the pool."""
         places = POOL_BYTES // self.block_bytes
         per_batch = self.requests * self.blocks
         used = min(places, self.sweep_blocks) // per_batch * per_batch
@@ -62,7 +61,7 @@ class Load:
 
 
 def throughput(op: str, block_bytes: int, blocks: int = 1) -> Load:
-    """Several requests in flight: as many for everybody."""
+    """Returns a load with several requests in flight, the same number for every contestant."""
     fit = BATCH_BYTES // (block_bytes * blocks)
     return Load(op, block_bytes, blocks, 1 if blocks > 1 else max(1, min(REQUESTS_PER_BATCH, fit)))
 
@@ -77,17 +76,17 @@ SIZES: dict[str, tuple[int, int]] = {
     "64 MiB": (64 * MIB, 1),
     "1000×16 KiB": (16 * KIB, 1000),
 }
-"""Block size and blocks per request by the name in the table."""
+"""Block size and blocks per request, by the name in the table."""
 
 
 def pattern() -> Bytes:
-    """What the source pool holds while a transfer is verified; the same in both processes."""
+    """Returns the content of the source pool during verification; the same in both processes."""
     base = np.random.default_rng(1).integers(0, 256, PATTERN_BYTES, dtype=np.uint8)
     return np.resize(base, POOL_BYTES)
 
 
 def differing_blocks(landed: Bytes, load: Load) -> int:
-    """How many blocks of one sweep are not what the source held, byte for byte."""
+    """Returns the number of blocks of one sweep that differ from the source."""
     source = pattern().reshape(-1, load.block_bytes)
     target = landed.reshape(-1, load.block_bytes)
     come_from, go_to = (REMOTE, LOCAL) if load.op == "read" else (LOCAL, REMOTE)

@@ -1,1 +1,1 @@
-"""Ways to share a pool of blocks, beside each other on the same requests (engine.lookahead)."""
+"""Compares the policies that share a pool of blocks (`engine.lookahead`) on the same requests."""

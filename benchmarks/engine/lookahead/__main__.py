@@ -1,11 +1,11 @@
-"""`python -m benchmarks.engine.lookahead [--trace FILE]`: who gets which blocks, replayed in virtual time.
+"""`python -m benchmarks.engine.lookahead [--trace FILE]`: compares admission policies in a replay in virtual time.
 
-On-demand admission (two kinds), room for the worst case and lookahead, over the pool that workers use, on equal
-requests: drawn ones, on which every constant was chosen, and with --trace the published conversation lengths, on which
-none was. The worker is one decode machine of the Mooncake paper's testbed with as much of its memory as the table says;
-it is always contended. `--frontier` adds the knobs of both sides: what on-demand keeps free, and lookahead's margin.
-Nothing here is measured but the CPU time of admissions and growth (`µs/look`, in the middle of a replay); all else is
-equal for equal seeds.
+The policies are on-demand admission (two kinds), reservation for the worst case, and lookahead. They run over the
+workers' block pool, on equal requests: random ones, on which every constant was chosen, and with --trace the published
+conversation lengths, on which none was. The worker is one decode machine of the Mooncake paper's testbed with the
+memory that the table states; it is always contended. `--frontier` varies the parameters: the blocks that on-demand
+keeps free, and lookahead's margin. Only the CPU time of admissions and growth is measured (`µs/look`, within a replay);
+everything else is deterministic for a seed.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ MARGINS = (0.0, 1.0, 2.0, 2.5, 3.0)
 FRONTIER: Mapping[str, Callable[[], Policy]] = {
     **{f"on-demand, {kept:.0%} kept": partial(OnDemand, kept) for kept in KEPT},
     **{f"lookahead, {each:g} σ": partial(Lookahead, margin=each) for each in MARGINS},
-    # As decode workers do it: nobody waits for what nobody knows yet.
+    # As in decode workers: until lengths are known, requests are admitted on demand.
     "lookahead, on demand until known": partial(Lookahead, costs=COSTS, until_known=OnDemand()),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests, and the pool that they share."""
+    """Requests, and the size of the pool that they share."""
 
     name: str
     wishes: Sequence[Wish]
     pool_tokens: int
 
 
-# Tokens such that some dozens to some hundreds of sequences fit.
+# Sizes in tokens, with room for some dozens to some hundreds of sequences.
 POOLS = {
     "chat": 200_000,
     "documents": 700_000,
@@ -79,22 +79,22 @@ def replay(load: Load, policy: Policy) -> dict[str, float]:
 
 
 def synthetic_loads(count: int, seed: int) -> list[Load]:
-    """All at once: whoever ends is followed by another."""
+    """Returns the synthetic loads. All requests arrive at once, so the next one waits whenever a request ends."""
     return [
         Load(name, synthetic(lengths, count, ALL_AT_ONCE, seed), POOLS[name]) for name, lengths in SYNTHETIC.items()
     ]
 
 
 def trace_loads(path: Path, limit: int | None, seed: int) -> list[Load]:
-    """At its own speed, which the whole machine can just keep up with; smaller ones cannot."""
+    """Returns the trace at its own speed, once per pool size. Only the largest pool can keep up with it."""
     wishes = of_trace(path, limit, seed)
     return [Load(f"conversation, {tokens:,} tokens", wishes, tokens) for tokens in TRACE_POOLS]
 
 
 def verdict(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Lookahead beside each of the others, and whether it has fewer preemptions than on-demand allocation at no less
-    throughput, and more throughput than the worst case. The block that our worker's admission keeps for each sequence
-    is beyond on-demand allocation: it has its line, and no part in the answer."""
+    """Compares lookahead with each other policy. It dominates if it has fewer preemptions than on-demand allocation at
+    no less throughput, and more throughput than the worst case. On-demand with a block kept for each sequence, as in
+    our workers, goes beyond plain on-demand allocation: it has a line, but does not count for dominance."""
     ours = rows["lookahead"]
     lines = [
         f"lookahead ÷ {name}: {ours['tokens_per_s'] / rows[name]['tokens_per_s']:.3f} tokens/s"

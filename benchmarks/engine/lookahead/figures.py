@@ -1,7 +1,7 @@
-"""What a replay came to: one row of figures, the same for every policy, and rows as a table.
+"""Computes the figures of a replay, one row per policy, and formats rows as a table.
 
-`pool`: tokens held ÷ tokens that the pool has room for, a mean over the time in which some request ran. Waiting is all
-the time in which a request held nothing, preemptions included. `µs/look`: processor time per attempt to admit.
+`pool`: tokens held ÷ capacity of the pool in tokens, the mean over the time in which requests ran. Waiting: the total
+time in which a request held no blocks, also after preemptions. `µs/look`: processor time per attempt to admit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADERS = (
 
 
 def figures(replay: Replay) -> dict[str, float]:
-    """Of one that has run."""
+    """Returns the figures of a finished replay."""
     sums, tables = replay.sums, replay.tables
     waits = [sequence.waited_s for sequence in replay.ended]
     pool_tokens = tables.pool.num_blocks * tables.block_size

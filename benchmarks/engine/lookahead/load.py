@@ -1,7 +1,7 @@
-"""Requests whose lengths are known to the replay and to nobody else: of a trace, or drawn.
+"""Requests from a trace or from random distributions. Only the replay knows their lengths in advance.
 
-What clients allow (`max_tokens`) is drawn too: 2,048 or 4,096, as most send, or four times what will come, as if
-somebody had measured; never less than what comes. Equal seeds give equal loads.
+`max_tokens` is random too: 2,048 or 4,096, as most clients send, or four times the output, as if the client had
+measured; never less than the output. Equal seeds give equal loads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LIMITS = (2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One request as it comes to a decode worker: its prompt is there, and the first of its tokens."""
+    """One request as it arrives at a decode worker, with its prompt computed and its first token generated."""
 
     arrived_s: float
     prompt: int
-    output: int  # tokens in all, two at least
+    output: int  # total tokens, at least two
     limit: int
     tenant: str = ""
 
@@ -32,12 +32,12 @@ class Wish:
 
 
 def limit_of(output: int, draw: random.Random) -> int:
-    """`max_tokens` of a request that will generate so many."""
+    """Returns a random `max_tokens` for a request that will generate `output` tokens."""
     return max(draw.choice((*LIMITS, 4 * output)), output)
 
 
 def of_trace(path: Path, limit: int | None = None, seed: int = 0) -> list[Wish]:
-    """Those of the trace that reach a decode worker, at their instants."""
+    """Returns the requests of a trace that reach a decode worker (more than one token), at their arrival times."""
     draw = random.Random(seed)
     return [
         Wish(each.arrived_s, each.input_length, each.output_length, limit_of(each.output_length, draw), each.tenant)
@@ -47,7 +47,7 @@ def of_trace(path: Path, limit: int | None = None, seed: int = 0) -> list[Wish]:
 
 
 Lengths = Callable[[random.Random, float], tuple[int, int, str]]
-"""(prompt, output, tenant) of a request, by how much of the load came before it (0 … 1)."""
+"""Draws (prompt, output, tenant) of a request. The second argument is the share of the load before it (0 … 1)."""
 
 
 def _lognormal(draw: random.Random, median: float, sigma: float, most: int) -> int:
@@ -55,27 +55,27 @@ def _lognormal(draw: random.Random, median: float, sigma: float, most: int) -> i
 
 
 def chat(draw: random.Random, done: float) -> tuple[int, int, str]:
-    """Prompts of some hundred tokens, answers about as long."""
+    """Prompts of some hundred tokens, with answers of similar length."""
     return _lognormal(draw, 500, 1.0, 16_384), _lognormal(draw, 250, 0.9, 4096), ""
 
 
 def documents(draw: random.Random, done: float) -> tuple[int, int, str]:
-    """Long prompts and short answers: what gives way is dear to compute again."""
+    """Long prompts and short answers: a preempted sequence is expensive to recompute."""
     return _lognormal(draw, 8000, 1.0, 120_000), _lognormal(draw, 250, 0.8, 2048), ""
 
 
 def reasoning(draw: random.Random, done: float) -> tuple[int, int, str]:
-    """Short prompts and long answers with a long tail: almost all of a sequence grows here."""
+    """Short prompts and long answers with a long tail: almost all of a sequence is generated."""
     return _lognormal(draw, 200, 0.7, 4096), _lognormal(draw, 1200, 0.9, 4096), ""
 
 
 def drifting(draw: random.Random, done: float) -> tuple[int, int, str]:
-    """Answers become four times as long in the middle, all at once."""
+    """Answers that suddenly become four times as long in the middle of the load."""
     return _lognormal(draw, 400, 0.8, 8192), _lognormal(draw, 150 if done < 0.5 else 600, 0.7, 4096), ""  # fmt: skip
 
 
 def tenants(draw: random.Random, done: float) -> tuple[int, int, str]:
-    """Three of them, with prompts alike and answers that are not."""
+    """Three tenants with equal prompts and different lengths of answers."""
     name, median = draw.choice((("labels", 8), ("chat", 250), ("writers", 1500)))
     return _lognormal(draw, 800, 0.8, 16_384), _lognormal(draw, median, 0.5, 4096), name
 
@@ -84,7 +84,7 @@ SYNTHETIC: dict[str, Lengths] = {each.__name__: each for each in (chat, document
 
 
 def synthetic(lengths: Lengths, count: int, per_s: float, seed: int) -> list[Wish]:
-    """`count` requests of a Poisson process."""
+    """Returns `count` requests of a Poisson process with `per_s` arrivals per second."""
     return list(_synthetic(lengths, count, per_s, seed))
 
 

@@ -1,11 +1,10 @@
-"""A decode worker in virtual time, over the pool and the admission that workers use: continuous batching, as
-`decode_worker.schedule` does it.
+"""Simulates a decode worker in virtual time, over the workers' block pool and admission, with continuous batching.
 
-Prompts come with their KV (the prefill worker's work is not seen here) and wait, first come first served, until the
-policy admits them. A preempted sequence goes before all who were never admitted and computes its tokens again, in
-chunks beside the decoding ones. Steps take what the profiles say. Between events (an end, a table that is full, an
-arrival, a new look at the queue) all sequences get a token a step, so that a run of steps is an arithmetic series.
-Does not know how long a request will be before it ends; the sequences do.
+Batching works as in `decode_worker.schedule`. Requests arrive with the KV of their prompt (prefill is not simulated)
+and wait in order of arrival until the policy admits them. A preempted sequence has precedence over requests that were
+never admitted. It recomputes its tokens in chunks, while other sequences decode. Profiles give the duration of steps.
+Between events (an end, a full block table, an arrival, another look at the queue) all sequences get a token per step,
+so that a run of steps is an arithmetic series. The policy does not know the length of a request before it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from protocol.profile import DecodeProfile, PrefillProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """What is simulated."""
+    """Parameters of the simulated worker."""
 
     decode: DecodeProfile
     prefill: PrefillProfile
@@ -39,7 +38,7 @@ class Worker:
 
 
 class WorstCase(OnDemand):
-    """Lets a request in only with room for its prompt and all that it may generate, so that none ever gives way."""
+    """Admits a request only with room for its prompt and its `max_tokens`, so that none is ever preempted."""
 
     def admits(self, request: Growing, books: Books) -> bool:
         requests = [*(holder.request for holder in books.holders.values()), request]
@@ -48,7 +47,7 @@ class WorstCase(OnDemand):
 
 
 class Tables:
-    """Who holds which blocks of a worker's pool, as its policy lets them."""
+    """Block tables of all admitted sequences over one pool, under a policy."""
 
     def __init__(self, num_blocks: int, block_size: int, policy: Policy) -> None:
         self.block_size = block_size
@@ -84,7 +83,7 @@ class Tables:
         return -(-sequence.num_tokens // self.block_size)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Makes room for its tokens; False when another has to give way first."""
+        """Allocates blocks for the sequence's tokens. Returns False if a sequence must be preempted first."""
         missing = self._blocks_for(sequence) - len(sequence.blocks)
         blocks = self.pool.allocate(missing) if missing > 0 else []
         sequence.blocks += blocks or []
@@ -112,7 +111,7 @@ class Tables:
 
 
 class Clock:
-    """Steps so far; decoding sequences read their lengths from it."""
+    """Virtual time, and the number of steps so far, from which decoding sequences derive their lengths."""
 
     __slots__ = ("now_s", "step")
 
@@ -122,7 +121,7 @@ class Clock:
 
 
 class Sequence:
-    """One request. While it decodes it has a token more with every step of the clock."""
+    """One request. While it decodes, it grows by one token with every step of the clock."""
 
     __slots__ = (
         "_clock", "arrived_s", "base", "base_step", "blocks", "first_wait_s", "max_tokens", "missing",
@@ -140,9 +139,9 @@ class Sequence:
         self.waited_s = 0.0
         self.first_wait_s: float | None = None
         self.base = wish.prompt + 1  # tokens at base_step
-        self.base_step: int | None = None  # None: it does not decode
-        self.missing = 0  # tokens to compute again
-        self.turn = 0  # of its event in the heap; older ones are void
+        self.base_step: int | None = None  # None: not decoding
+        self.missing = 0  # tokens to recompute
+        self.turn = 0  # version of its event in the heap; older events are void
         self.blocks: list[int] = []
         self._clock = clock
 
@@ -165,18 +164,18 @@ class Sequence:
 
 @dataclass(slots=True)
 class Sums:
-    """Integrals over time, of seconds in which somebody runs."""
+    """Totals of a replay. `tokens` and `sequences` are integrals over the seconds in which requests run."""
 
     busy_s: float = 0.0
     steps: int = 0
-    tokens: float = 0.0  # in tables
+    tokens: float = 0.0  # in block tables
     sequences: float = 0.0
     generated: int = 0
     recomputed: int = 0
 
 
 class Replay:
-    """`run` once."""
+    """Replay of a load on one worker with one policy; `run` may be called once."""
 
     def __init__(self, wishes: Seq[Wish], worker: Worker, policy: Policy) -> None:
         self.tables = Tables(worker.num_blocks, worker.block_size, policy)
@@ -192,11 +191,11 @@ class Replay:
         self._waiting: deque[Sequence] = deque()  # never admitted
         self._preempted: list[Sequence] = []  # by rank
         self._running: dict[RequestId, Sequence] = {}
-        self._behind: list[Sequence] = []  # of them, those who compute tokens again, by rank
+        self._behind: list[Sequence] = []  # the running ones that recompute tokens, by rank
         self._num_decoding = 0
-        self._context = 0  # tokens of those who decode
+        self._context = 0  # tokens of decoding sequences
         self._events: list[tuple[int, int, int, Sequence]] = []  # (step, number, turn, …)
-        self._look_at = 0  # step of the next look at the queue, unless something happens
+        self._look_at = 0  # step of the next look at the queue, if no event comes first
 
     @property
     def now_s(self) -> float:
@@ -211,7 +210,7 @@ class Replay:
             pass
 
     def advance(self) -> bool:
-        """On to the next event; False when all is done."""
+        """Advances to the next event. Returns False if all requests have ended."""
         if not (self._running or self._preempted or self._waiting):
             if not self._arrivals:
                 return False
@@ -265,7 +264,7 @@ class Replay:
         self._expect(sequence)
 
     def _expect(self, sequence: Sequence) -> None:
-        """Its next event: it ends, or the next step would not fit into its table."""
+        """Schedules the next event of a sequence: its end, or the step for which its block table is too short."""
         generated = sequence.num_tokens - sequence.num_prompt_tokens
         room = len(sequence.blocks) * self._worker.block_size - sequence.num_tokens
         steps = min(sequence.output - generated, room + 1)
@@ -291,7 +290,7 @@ class Replay:
                 self._expect(sequence)
 
     def _due(self) -> list[Sequence]:
-        """Those whose event is now, best rank first; ends are taken already."""
+        """Returns the sequences whose event is due, best rank first; ended ones are already removed."""
         found = []
         while self._events and self._events[0][0] <= self.clock.step:
             _, _, turn, sequence = heapq.heappop(self._events)
@@ -326,7 +325,7 @@ class Replay:
         return max(until, 1)
 
     def _steps_within(self, seconds: float) -> int:
-        """Steps until one ends so many seconds or later from now: the root of s·n + c2·b·n(n−1)/2 = seconds."""
+        """Returns the least number of steps that take `seconds` or more: the root of s·n + c2·b·n(n−1)/2 = seconds."""
         growth = self._worker.decode.c2 * self._num_decoding / 2
         first = self._step_s() - growth
         if growth <= 0.0:
@@ -337,7 +336,7 @@ class Replay:
         return self._worker.decode.step_s(self._num_decoding, self._context)
 
     def _steps(self, count: int, longer_s: float = 0.0) -> None:
-        """All who decode get a token in each of `count` steps, which take so much longer in all."""
+        """Runs `count` steps with a token for each decoding sequence. `longer_s`: extra seconds in total."""
         num, first_s = self._num_decoding, self._step_s() if self._num_decoding else 0.0
         pairs = count * (count - 1) / 2
         seconds = count * first_s + self._worker.decode.c2 * num * pairs + longer_s

@@ -1,1 +1,1 @@
-"""Other engines beside ours, each in its own process and, but for transformers, in an environment of its own."""
+"""Other engines as contestants. All but transformers run in a separate Python environment."""

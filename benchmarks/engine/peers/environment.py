@@ -1,4 +1,4 @@
-"""Where the peers are installed (`make .venv-peers/.installed`), and what their processes find in their environment."""
+"""Locates the peers' installation (`make .venv-peers/.installed`) and sets their processes' environment variables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.engine.contestants import LLAMA_CPP, VLLM
 _ROOT = Path(__file__).parent.parent.parent.parent
 _PYTHON = _ROOT / ".venv-peers" / "bin" / "python"
 _NEEDED = {VLLM: ("vllm",), LLAMA_CPP: ("llama_cpp", "gguf", "safetensors")}
-# What vLLM asks for on x86 (its warning at start): Intel's OpenMP, which comes with it, and tcmalloc, where the system
-# has it (Debian: libtcmalloc-minimal4).
+# vLLM recommends on x86 (in a warning at start): Intel's OpenMP, which it brings along, and tcmalloc, if installed
+# (Debian: libtcmalloc-minimal4).
 _OPENMP = _PYTHON.parent.parent / "lib" / "libiomp5.so"
 _TCMALLOC = "libtcmalloc_minimal.so.4"
 
@@ -25,7 +25,7 @@ def interpreter(contestant: str) -> Path:
 
 
 def is_installed(contestant: str) -> bool:
-    """Finds the modules without importing them."""
+    """True if the contestant's modules are installed; does not import them."""
     if contestant not in _NEEDED:
         return True
     if not _PYTHON.exists():
@@ -42,7 +42,7 @@ def environment(contestant: str, cores: Sequence[int]) -> Mapping[str, str]:
     if contestant == VLLM:
         own |= {
             "LD_PRELOAD": f"{_OPENMP}:{_TCMALLOC}" if _has(_TCMALLOC) else str(_OPENMP),
-            "KMP_BLOCKTIME": "5",  # ms; what vLLM sets for its workers
+            "KMP_BLOCKTIME": "5",  # ms; vLLM sets it for its workers
             "KMP_TPAUSE": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, no messages
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

@@ -1,7 +1,7 @@
-"""A Llama as llama.cpp reads it: `write(folder, path, kind)`, with no vocabulary, since only token ids are exchanged.
+"""Converts a Llama to a GGUF file for llama.cpp, without a vocabulary, because only token ids are exchanged.
 
-Rotary positions there are of neighbouring elements, those of Hugging Face of the two halves of a head: rows of the
-queries' and keys' weights change places (convert_hf_to_gguf.py of llama.cpp, `permute`).
+llama.cpp applies rotary positions to neighbouring elements, Hugging Face to the two halves of a head. So the rows of
+the query and key weights are permuted (`permute` in llama.cpp's convert_hf_to_gguf.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAMES = {
 
 
 def write(folder: Path, path: Path, kind: str) -> None:
-    """Norms stay in float32, as llama.cpp wants them."""
+    """Writes the model to `path`. Norms stay in float32, as llama.cpp requires."""
     config = json.loads((folder / "config.json").read_text())
     unfinished = path.with_suffix(".unfinished")
     writer = GGUFWriter(unfinished, "llama")

@@ -1,8 +1,8 @@
-"""llama.cpp as a contestant, through the C interface that llama-cpp-python brings.
+"""llama.cpp as a contestant, through the C interface of llama-cpp-python.
 
-Best of several: weights of 16 bits are tried as bfloat16 and as float16, attention both ways, and each shape goes on
-with whatever was the fastest at its preparation. One sequence's KV is computed and copied for the others of a batch,
-each into memory of its own.
+Several variants are tried: 16-bit weights as bfloat16 and as float16, each with and without flash attention. Each shape
+is measured with the variant that was fastest during its preparation. The KV of one sequence is computed and copied for
+the other sequences of a batch, each into its own memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from benchmarks.engine.turn import Turn, Watch
 
 _WEIGHTS = {"bfloat16": ("bf16", "f16"), "float32": ("f32",)}
 _FLASH = (api.LLAMA_FLASH_ATTN_TYPE_ENABLED, api.LLAMA_FLASH_ATTN_TYPE_DISABLED)
-_ROOM = 256  # tokens of a sequence beyond the longest context
-_AT_ONCE = 2048  # tokens in one call
+_ROOM = 256  # tokens per sequence beyond the longest context
+_AT_ONCE = 2048  # tokens per call
 _TRIED_STEPS = 4
 _SILENT = api.llama_log_callback(lambda _level, _text, _data: None)
 
@@ -53,7 +53,7 @@ class LlamaCpp:
 
 
 class _Way:
-    """One model with one kind of attention."""
+    """One variant: a model with one kind of attention."""
 
     def __init__(self, model: api.llama_model_p, flash: int, threads: int) -> None:
         params = api.llama_context_default_params()
@@ -62,7 +62,7 @@ class _Way:
         params.n_batch = _AT_ONCE
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = flash
-        params.kv_unified = False  # a sequence looks at its own KV only
+        params.kv_unified = False  # a sequence reads its own KV only
         self._context = api.llama_init_from_model(model, params)
         if self._context is None:
             raise RuntimeError("llama.cpp refused the context")
@@ -103,7 +103,7 @@ class _Way:
         return watch.done()
 
     def _prefill(self, length: int) -> Turn:
-        """In the last row: the others keep their KV."""
+        """Times a prompt in the last row, so that the other rows keep their KV."""
         row = max(BATCHES) - 1
         prompt = prompt_tokens(0, length, self._vocab_size)
         self._cut(row, 0)
@@ -113,7 +113,7 @@ class _Way:
         return watch.done()
 
     def _extend(self, length: int) -> None:
-        """Sequence 0 to so many tokens."""
+        """Extends sequence 0 to `length` tokens."""
         known = int(api.llama_memory_seq_pos_max(self._memory, 0)) + 1
         if known < length:
             prompt = prompt_tokens(0, length, self._vocab_size)
@@ -123,11 +123,11 @@ class _Way:
         api.llama_memory_seq_rm(self._memory, row, length, -1)
 
     def _decode(self, wanted: Sequence[tuple[int, int, int]]) -> list[int]:
-        """The best next token of each row's last one; (row, place, token) in order of place."""
+        """Computes (row, place, token) entries, sorted by place; returns the greedy next token of each row."""
         return self._next(self._fill(wanted))
 
     def _fill(self, wanted: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Which of the batch's tokens are their rows' last."""
+        """Fills the batch; returns the indices of the last token of each row."""
         batch = self._batch
         last = {row: index for index, (row, _, _) in enumerate(wanted)}
         for index, (row, place, token) in enumerate(wanted):

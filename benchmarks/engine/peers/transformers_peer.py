@@ -1,4 +1,4 @@
-"""`transformers` generate as a contestant, over a cache of the context's length that holds zeros."""
+"""`generate` of transformers as a contestant, over a zero-filled cache of the context's length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.engine.turn import Turn, Watch
 
 
 class _Steps(StoppingCriteria):
-    """Starts the watch when the first token is there, and tells it of each later one. A prompt's is the first."""
+    """Starts the watch at the first token and records each later one as a step. With a given watch, also the first."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         self.watch = watch

@@ -1,8 +1,8 @@
-"""vLLM's engine as a contestant, in this process: no server and no messages, which is what favours it most.
+"""vLLM's engine as a contestant, within this process: without server and messages, the most favourable setup for it.
 
-Requests of a batch stay alive from turn to turn, so a context begins a little shorter than it is called and ends a
-little longer. Prefix caching is on, so that a longer context is not computed from its beginning; prompts that are timed
-are always new.
+Requests of a batch continue from turn to turn, so a context starts slightly shorter than its nominal length and ends
+slightly longer. Prefix caching is on, so that a longer context reuses the KV of a shorter one; timed prompts are always
+new.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.engine.shapes import BATCHES, CONTEXTS, Shape, prompt_tokens
 from benchmarks.engine.turn import Turn, Watch
 
 _HALF_OF_STEPS = 40
-"""Of a shape, all turns together: by so much a context begins shorter."""
+"""Half of the steps of a shape over all turns: a context starts this many tokens shorter."""
 _MAX_LENGTH = 2 * max(CONTEXTS)
 _FIRST_NEW_SEED = 1_000
 
@@ -79,11 +79,11 @@ class Vllm:
         return watch.done()
 
     def _step(self) -> int:
-        """Tokens of one step: each output tells of one more."""
+        """Runs one step; returns its number of tokens, one per output."""
         return len(self._engine.step())
 
     def _add(self, prompt: Sequence[int], count: int) -> str:
-        """Its internal name."""
+        """Adds a request; returns its internal id."""
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         given = f"request-{next(self._names)}"
         name: str = self._engine.add_request(given, {"prompt_token_ids": list(prompt)}, params)

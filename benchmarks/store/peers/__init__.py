@@ -1,1 +1,1 @@
-"""Other stores. Their modules run in an environment of their own (.venv-bench)."""
+"""Other stores as contestants. Their modules run in a separate environment (.venv-bench)."""

@@ -1,8 +1,8 @@
-"""Mooncake Store: get_into and put_from registered memory, or get_buffer into the store's own buffers.
+"""Mooncake Store: get_into and put_from with registered memory, or get_buffer into the store's own buffers.
 
-The ways a client can reach the bytes (`options["path"]`): "tcp" = the segment is another process's, reached by the
-transfer engine; "shm" = another process's, shared memory; "inside" = the client's process holds the segment itself.
-Run as a program it is the process that holds a segment and does nothing else.
+`options["path"]` is the client's path to the bytes: "tcp" = another process has the segment, reached by the transfer
+engine; "shm" = another process has it, in shared memory; "inside" = the client's process has the segment itself.
+Run as a program, this module is a process that only holds a segment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.transfer.workload import MIB
 from protocol import status
 
 LOCAL_BUFFER_BYTES = 64 * MIB
-"""What get_buffer allocates from."""
+"""Memory from which get_buffer allocates."""
 INTO, BUFFER = "into", "buffer"
 
 Call = tuple[str, list[str], list[int], list[int]]
@@ -87,7 +87,7 @@ class Client(client.Client):
         return bool(self._store.is_exist(call[1][0]) == 1)
 
     def remove(self, keys: Sequence[str]) -> None:
-        results = self._store.batch_remove(list(keys), True)  # whether or not it was just read
+        results = self._store.batch_remove(list(keys), True)  # True: also values that were just read
         if any(results):
             raise OSError(f"remove gave {min(results)}")
 

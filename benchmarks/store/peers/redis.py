@@ -1,4 +1,4 @@
-"""Redis through redis-py over TCP. Values come as new `bytes`: redis-py has no way to get into memory that exists."""
+"""Redis through redis-py over TCP. Values arrive as new `bytes`: redis-py cannot read into existing memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the machine can do: memory copies, reads across processes, raw sockets."""
+"""Limits of the machine: memory copies, reads across processes, raw sockets and iperf3."""

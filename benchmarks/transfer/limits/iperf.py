@@ -1,4 +1,4 @@
-"""iperf3, one stream. It sends one small buffer again and again, so its memory is never cold."""
+"""iperf3 with one stream. It sends the same small buffer repeatedly, so its memory is never cold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.transfer import contestant
 from benchmarks.transfer.workload import MIB, Load
 
 LARGEST_BLOCK = MIB
-"""iperf3's own bound of --length."""
+"""iperf3's limit of --length."""
 BYTES = {4096: 256 * MIB}
 DEFAULT_BYTES = 1024 * MIB
 

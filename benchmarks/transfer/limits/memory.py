@@ -1,4 +1,4 @@
-"""memcpy between shared mappings, and process_vm_readv / writev from the other process's memory."""
+"""memcpy between shared mappings, and process_vm_readv / process_vm_writev on the other process's memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.transfer.contestant import private_pool, touched
 from benchmarks.transfer.workload import LOCAL, POOL_BYTES, REMOTE, Bytes, Load, Offsets
 
 PR_SET_PTRACER = 0x59616D61
-"""prctl(2): who may read this process where Yama restricts it to descendants."""
+"""prctl(2): process that may access this one if Yama restricts access to ancestors."""
 PR_SET_PTRACER_ANY = -1
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CopyTarget(contestant.Target):
-    """Only owns memory, in a file that the initiator maps."""
+    """Target that only owns memory, in a file that the initiator maps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(options)
@@ -66,7 +66,7 @@ def _mapped(file: int, *, huge: bool) -> Bytes:
 
 
 class IoVector(ctypes.Structure):
-    """struct iovec."""
+    """The C type `struct iovec`."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 

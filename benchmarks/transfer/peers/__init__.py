@@ -1,1 +1,1 @@
-"""Other transfer engines, each used as its documentation says, from Python."""
+"""Other transfer engines as contestants, used from Python according to their documentation."""

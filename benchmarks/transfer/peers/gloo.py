@@ -1,4 +1,4 @@
-"""torch.distributed over gloo: isend / irecv, one per block; a READ is the target's isend."""
+"""torch.distributed over gloo: one isend / irecv per block. For a READ, the target calls isend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _join(port: int, rank: int) -> None:
 
 
 class _Ends:
-    """One process's end of the messages of a sweep."""
+    """One process's end of a sweep's messages."""
 
     def __init__(self, pool: torch.Tensor, peer: int, end: int) -> None:
         self._pool, self._peer, self._end = pool, peer, end
@@ -60,7 +60,7 @@ class Target(contestant.Target):
 
     def serve(self, load: Load, mode: str, stopped: Callable[[], bool]) -> None:
         batches = [self._ends.tensors(batch, load.block_bytes) for batch in load.batches()]
-        # One at a time means one per request of the initiator; otherwise it asks for a whole sweep.
+        # With one batch in flight, the initiator requests each batch; otherwise it requests a whole sweep.
         asked = cycle([[batch] for batch in batches] if load.outstanding == 1 else [batches])
         while _told():
             self._answer(load, next(asked))

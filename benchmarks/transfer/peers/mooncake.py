@@ -1,4 +1,4 @@
-"""Mooncake Transfer Engine over TCP: batches of transfers by address, posted ("async") or blocking ("sync")."""
+"""Mooncake Transfer Engine over TCP: batches of transfers by address, asynchronous ("async") or blocking ("sync")."""
 
 from __future__ import annotations
 

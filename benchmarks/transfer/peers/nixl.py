@@ -1,7 +1,7 @@
-"""NIXL over UCX: prepared descriptor lists, one transfer request per batch, all prepared beforehand.
+"""NIXL over UCX: descriptor lists and one transfer request per batch, all prepared in advance.
 
-The progress thread is off on both sides (on shared cores it costs milliseconds per operation), so the
-target polls while it serves. `UCX_TLS` chooses the path; over shared memory UCX needs error handling off.
+The progress thread is off on both sides, because on shared cores it costs milliseconds per operation. So the target
+polls while it serves. `UCX_TLS` selects the path; over shared memory, UCX needs error handling off.
 """
 
 from __future__ import annotations
