@@ -12,7 +12,7 @@ from protocol.config import EXIT_CONFIG
 # verb → (module with `main(arguments after the verb) -> exit code`, one line of help)
 VERBS = {
     "fetch": ("traces.fetch", "download the public traces: fetch [--into FOLDER]"),
-    "analyze": ("traces.analysis.command", "measure a trace: analyze TRACE [--json F] [--plot F]"),
+    "analyze": ("traces.analysis.command", "measure a trace: analyze TRACE [--json F]"),
     "synthesize": ("traces.synthesis.command", "make one: synthesize --out FILE [--like TRACE]"),
 }
 

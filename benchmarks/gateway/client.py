@@ -34,15 +34,14 @@ class StreamReader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
-        data = self._tail + data
-        count = data.count(self._text)
+        data, before = self._tail + data, self._tail
+        count = data.count(self._text) - before.count(self._text)
         if count:
             self.arrived_at += [now] * count
         self.num_events += data.count(_EVENT)
         if _END in data:
             self._finish()
-        keep = len(_EVENT) - 1
-        self._tail = data[-keep:] if _EVENT not in data[-keep - 1 :] else b""
+        self._tail = data[1 - len(_EVENT) :]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._finish()
