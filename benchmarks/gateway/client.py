@@ -24,7 +24,7 @@ class StreamReader(asyncio.Protocol):
 
     def __init__(self, request: bytes, text: bytes) -> None:
         self._request, self._text = request, text
-        self._tail = b""  # end of the bytes so far, shorter than `_EVENT`
+        self._tail = b""  # end of the bytes so far, shorter than `_END`
         self.arrived_at: list[float] = []
         self.num_events = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,10 +38,10 @@ class StreamReader(asyncio.Protocol):
         count = data.count(self._text) - before.count(self._text)
         if count:
             self.arrived_at += [now] * count
-        self.num_events += data.count(_EVENT)
+        self.num_events += data.count(_EVENT) - before.count(_EVENT)
         if _END in data:
             self._finish()
-        self._tail = data[1 - len(_EVENT) :]
+        self._tail = data[1 - len(_END) :]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._finish()
