@@ -1,1 +1,1 @@
-"""One script per claim; each prints a table and writes JSON. Claims are ratios measured side by side in one run."""
+"""Benchmarks: one script per claim. Each prints a table and writes JSON. Claims are ratios measured in one run."""

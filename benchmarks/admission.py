@@ -1,10 +1,10 @@
-"""`python -m benchmarks.admission --trace FILE [--quick]`: whom each admission turns away under overload, simulated.
+"""`python -m benchmarks.admission --trace FILE [--quick]`: simulates how many requests each admission rejects.
 
-Claim (arXiv 2407.00079, §7): early rejection by the decode load of now rejects fewer than the baseline, which looks at
-the decode load when the prompt is computed, and rejection by the predicted load rejects fewer still. Rows are loads,
-objectives and traces; columns are admissions: requests rejected on arrival and at the handoff, seconds of prefill that
-the latter had taken, and requests that kept both objectives. Prints a table and writes JSON below out/; simulations are
-kept there, so that a run that was stopped goes on.
+Claim (arXiv 2407.00079, §7): early rejection by the current decode load rejects fewer requests than the baseline, which
+checks the decode load after prefill, and rejection by the predicted load rejects fewer still. Rows are loads,
+objectives and traces. Columns are admissions: requests rejected in total and at the handoff, the share of prefill time
+wasted on requests rejected at the handoff, and requests that kept both objectives. Prints a table and writes JSON below
+out/. Finished simulations are kept there, so that an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PER = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A column."""
+    """A column of the table: a way of admission."""
 
     name: str
     admission: str
@@ -48,7 +48,7 @@ NOBODY = Way(name="none", admission="none")
 BASELINE = Way(name="baseline", admission=LATE)
 EARLY = Way(name="early", admission="current", double_check=True)
 PREDICTIVE = Way(name="predictive", admission="predicted", double_check=True)
-# As live machines, which take what was placed.
+# Like live machines, which accept every placed request.
 EARLY_UNCHECKED = Way(name="early, unchecked", admission="current")
 PREDICTIVE_UNCHECKED = Way(name="predictive, unchecked", admission="predicted")
 WAYS = (NOBODY, BASELINE, EARLY, PREDICTIVE, EARLY_UNCHECKED, PREDICTIVE_UNCHECKED)
@@ -56,16 +56,16 @@ WAYS = (NOBODY, BASELINE, EARLY, PREDICTIVE, EARLY_UNCHECKED, PREDICTIVE_UNCHECK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A row."""
+    """A row of the table."""
 
     trace: str = PUBLISHED
     speedup: float = 2.0
-    dear: float = 6.0  # times the published decode cost, per sequence and its context
+    dear: float = 6.0  # factor on the published decode cost per sequence and context
     ttft_slo_s: float = 30.0
     tbt_slo_s: float = 0.1
     num_prefill: int = 8
     num_decode: int = 8
-    num_requests: int | None = None  # only the first ones
+    num_requests: int | None = None  # None = the whole trace
 
     def run(self, way: Way, limit: int | None) -> Run:
         run = pooled(
@@ -110,7 +110,7 @@ SETTINGS = tuple(
 
 
 def figures(result: SimulationResult) -> dict[str, float]:
-    """Of 1,000 requests, but for `wasted`: a share of all prefill seconds."""
+    """Returns figures per 1,000 requests, except `wasted_s` and `wasted`: a share of all prefill seconds."""
     late = sum(each.reason == "tbt_slo_at_handoff" for each in result.outcomes)
     at_handoff = late / len(result.outcomes)
     return {
@@ -126,7 +126,7 @@ def figures(result: SimulationResult) -> dict[str, float]:
 def rows_of(
     settings: Sequence[Setting], traces: Traces, folder: Path, limit: int | None, processes: int
 ) -> Iterator[tuple[Setting, dict[str, dict[str, float]]]]:
-    """A row's figures by the names of its ways."""
+    """Yields each setting with its figures by name of the way."""
     for setting in settings:
         runs = [setting.run(way, limit) for way in WAYS]
         results = simulated(runs, traces.file(setting.trace), folder, processes)
@@ -134,7 +134,7 @@ def rows_of(
 
 
 def in_order(row: Mapping[str, Mapping[str, float]]) -> str:
-    """Whether early rejects fewer than the baseline, and predictive fewer than early."""
+    """Returns the verdict on the claim: early rejects fewer than the baseline, and predictive fewer than early."""
     baseline, early, predictive = (row[way.name]["rejected"] for way in (BASELINE, EARLY, PREDICTIVE))
     if baseline > early > predictive:
         return "holds"
@@ -142,7 +142,7 @@ def in_order(row: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def as_table(rows: Sequence[tuple[Setting, Mapping[str, Mapping[str, float]]]]) -> str:
-    """Per way: rejected (of them at the handoff), share of prefill that was for nothing, effective."""
+    """Returns the table. Per way: rejected (of them at the handoff), wasted share of prefill, effective."""
     headers = ("setting", *(way.name for way in WAYS), "order")
     body = [
         [

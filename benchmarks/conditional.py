@@ -1,9 +1,9 @@
-"""`python -m benchmarks.conditional --trace FILE [--quick]`: decode machines that prefill where that is sooner, or not.
+"""`python -m benchmarks.conditional --trace FILE [--quick]`: simulates decode machines that prefill if that is sooner.
 
-The conversation trace on 8 prefill and 8 decode machines, simulated, at its own speed and at twice that, under both
-placement policies, each without and with conditional disaggregation; and what a step with chunks may take of the TBT
-objective, on the first requests. Nobody is rejected. Whatever comes out is printed and becomes
-docs/conditional-disaggregation.md's tables; simulations are kept below out/, so that a run that was stopped goes on.
+Simulates the conversation trace on 8 prefill and 8 decode machines, at its own speed and at twice its speed, with both
+placement policies, each without and with conditional disaggregation. On the first requests it also varies the share of
+the TBT objective that a step with chunks may take. No request is rejected. The printed tables are the ones of
+docs/conditional-disaggregation.md. Simulations are kept below out/, so that an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from traces.simulator.spec import ClusterSpec
 SPEEDUPS = (1.0, 2.0)
 POLICIES = ("global-cache-aware", "moonserve")
 SHARES = (0.95, 0.65, CHUNK_SHARE, 0.4)  # of the TBT objective; decode steps alone may take 0.95
-SOME = 2_000  # requests, for the shares
+SOME = 2_000  # requests that are simulated for each share
 HEADERS = (
     "policy", "speed", "decode machines prefill", "TTFT mean, s", "p50", "p90", "TBT p90, ms", "effective, %",
     "prefilled there",
@@ -34,7 +34,7 @@ HEADERS = (
 
 
 def run_of(policy: str, speedup: float, share: float | None, num_requests: int | None = None) -> Run:
-    """`share`: None = decode machines do not prefill."""
+    """Returns a simulation run. `share`: None = decode machines do not prefill."""
     spec = ClusterSpec(
         model=LLAMA3_70B_8XA800,
         num_prefill=8,
@@ -61,7 +61,7 @@ def share_runs() -> list[Run]:
 
 
 def figures(result: SimulationResult) -> dict[str, float]:
-    """Seconds; `effective`: the share of requests that kept 30 s and 0.1 s."""
+    """Returns figures in seconds; `effective`: share of requests with TTFT and TBT within 30 s and 0.1 s."""
     ttfts = sorted(each.ttft_s for each in result.outcomes if each.ttft_s is not None)
     tbts = sorted(each.tbt_s for each in result.outcomes if each.tbt_s is not None)
     effective = (

@@ -1,16 +1,15 @@
-"""How many requests per second the conductor places, and how long one waits: by instances and by indexed blocks.
+"""Measures the conductor's placements per second and their latency, by number of instances and of indexed blocks.
 
-`ConductorState.handle` is fed a script in virtual time on one core: placements as a Poisson process, for each of them
-the reports of its first token and of its end, from every instance a heartbeat per second with load and block changes.
-Half of the instances prefill, half decode, and every prefill instance has a store node beside it. Prompts are of 128
-blocks and one token: the leading blocks of an indexed chain (8 of them common to all chains) and then blocks that
-nobody has. `told` is how many new blocks each placed prompt brings into its instance's device cache and store, as many
-being evicted: told in heartbeats of those two, or 256 changes per heartbeat where it is 0.
+`ConductorState.handle` processes a script of events in virtual time on one core: placements as a Poisson process, for
+each of them the reports of its first token and of its end, and a heartbeat per second of every instance with load and
+block changes. Half of the instances prefill, half decode, and every prefill instance has a store node on its host.
+Prompts have 128 blocks and one token: the leading blocks of an indexed chain (8 of them common to all chains), then
+new blocks. `told` is the number of new blocks that each placed prompt adds to its instance's device cache and store,
+with as many evictions: heartbeats of the two report them. If `told` is 0, each heartbeat reports 256 changes.
 
-Rate: placements ÷ CPU seconds in `handle`, of all events, which come at about that rate themselves. Latency: the
-waiting (behind whatever was handled before) and the handling of a placement at half of that rate, the events arriving
-in virtual time and each taking the CPU time that it took, so that other processes of the machine count as little as
-they can. Medians over rounds.
+Rate: placements ÷ CPU seconds of `handle` for all events, which arrive at about the same rate. Latency: queueing
+(behind events handled before) and handling of a placement at half of the rate. Events arrive in virtual time, and each
+takes its measured CPU time, so that other processes of the machine have little influence. Medians over rounds.
 `python -m benchmarks.conductor --json out/conductor.json`
 """
 
@@ -91,11 +90,11 @@ def _growth_row(scenario: Scenario, arguments: argparse.Namespace) -> Row:
 
 
 def _measured(load: Load, arguments: argparse.Namespace, policy: str) -> dict[str, float]:
-    """Medians over the rounds, of one cluster that goes on from round to round."""
+    """Returns medians over the rounds of one cluster, which keeps its state from round to round."""
     state = load.cluster(policy)
     rows = [_round(state, load, arguments) for _ in range(arguments.rounds + 1)]
     state.validate()
-    return medians(rows[1:])  # the first warms caches and fills the ring of decisions
+    return medians(rows[1:])  # the first round warms caches and fills the ring of decisions
 
 
 def _round(state: ConductorState, load: Load, arguments: argparse.Namespace) -> dict[str, float]:
@@ -103,7 +102,7 @@ def _round(state: ConductorState, load: Load, arguments: argparse.Namespace) -> 
     script = load.script(num_placements, load.rate)
     took_ns = sum(_handled(state, script))
     rate = num_placements / took_ns * 1e9
-    load.rate = rate  # heartbeats take a share of every second: the next round comes nearer to what is left
+    load.rate = rate  # heartbeats take a share of every second; the estimate improves with each round
     script = load.script(num_placements, arguments.latency_rate or rate / 2)
     waits_us = _latencies_us(script, _handled(state, script))
     return {
@@ -115,10 +114,10 @@ def _round(state: ConductorState, load: Load, arguments: argparse.Namespace) -> 
 
 
 def _handled(state: ConductorState, script: list[tuple[float, Event]]) -> list[int]:
-    """CPU nanoseconds of each event. A placement that is not placed would make the figures mean something else."""
+    """Returns the CPU nanoseconds of each event. Raises RuntimeError if a request is not placed."""
     clock = time.thread_time_ns
     took = []
-    with seldom_collected():  # as the conductor's process
+    with seldom_collected():  # as in the conductor's process
         for now, event in script:
             begun = clock()
             actions = state.handle(event, now)
@@ -129,7 +128,7 @@ def _handled(state: ConductorState, script: list[tuple[float, Event]]) -> list[i
 
 
 def _latencies_us(script: list[tuple[float, Event]], took_ns: list[int]) -> list[float]:
-    """Of placements: from their arrival to their answer, by one server in order of arrival."""
+    """Returns the latency of placements from arrival to answer; one server handles events in order of arrival."""
     free_at, found = 0.0, []
     for (now, event), ns in zip(script, took_ns, strict=True):
         free_at = max(free_at, now) + ns / 1e9

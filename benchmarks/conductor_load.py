@@ -1,7 +1,7 @@
-"""A cluster and what happens to it, as events for `ConductorState`: the load of `benchmarks.conductor`.
+"""The load of `benchmarks.conductor`: a cluster, and scripts of events for `ConductorState`.
 
-It owns the keys and a script of events per round. Everything is drawn from one seed. It does not look at decisions, so
-that a script can be made before the clock runs: loads in heartbeats are those of an even spread.
+It owns the block keys and a script of events per round, all drawn from one seed. It does not depend on decisions, so
+that a script exists before time is measured: heartbeats report the load of evenly spread requests.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint
 
 PROMPT_BLOCKS = 128
-COMMON_BLOCKS = 8  # of every chain
-IDLE_CHANGES = 256  # of a heartbeat where placed prompts tell nothing
-KEPT_BLOCKS = 512  # of those that an instance told last; few, so that the index soon stops growing
+COMMON_BLOCKS = 8  # first blocks of every chain
+IDLE_CHANGES = 256  # per heartbeat if placed prompts add no blocks
+KEPT_BLOCKS = 512  # latest blocks that an instance keeps; few, so that the index soon stops growing
 HEARTBEAT_S = 1.0
 LAYOUT = KvLayout(num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-PREFILL = PrefillProfile(c0=5e-4, c1=2e-7, c2=1e-13)  # fast, so that what is measured is not overload
+PREFILL = PrefillProfile(c0=5e-4, c1=2e-7, c2=1e-13)  # fast, so that the benchmark does not measure overload
 DECODE = DecodeProfile(c0=0.005, c1=1e-5, c2=1e-9)
 TTFT_S, LIFE_S = 0.05, 1.0
 POOL_BLOCKS = 2**24
@@ -47,9 +47,9 @@ POOL_BLOCKS = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    num_instances: int  # prefill and decode, half each
+    num_instances: int  # half of them prefill, half decode
     num_blocks: int  # in the stores' index
-    told_blocks: int = 0  # new ones of each placed prompt
+    told_blocks: int = 0  # new blocks that each placed prompt adds
 
     @property
     def num_prefills(self) -> int:
@@ -58,13 +58,13 @@ class Scenario:
 
 @dataclass(slots=True, eq=False)
 class _Teller:
-    """One instance's numbered changes."""
+    """Sequence of one instance's block changes."""
 
     next_seq: int = 1
-    held: deque[BlockKey] | None = None  # what it told last, oldest first
+    held: deque[BlockKey] | None = None  # reported blocks that are not removed, oldest first
 
     def changes(self, keys: list[BlockKey], num_kept: int) -> BlockChanges:
-        """New blocks, and the removal of as many as it held beyond `num_kept`."""
+        """Returns changes that add new blocks and remove the oldest ones beyond `num_kept`."""
         held = self.held if self.held is not None else deque()
         self.held = held
         held.extend(keys)
@@ -77,7 +77,7 @@ class _Teller:
 
 
 class Load:
-    """Makes the cluster and, round by round, what happens to it."""
+    """Creates the cluster and, round by round, its events."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -91,14 +91,14 @@ class Load:
         self._now = 0.0
         self._num_placed = 0
         self._tellers: dict[str, _Teller] = {}
-        self._due: list[tuple[float, int, Event]] = []  # heap
+        self._due: list[tuple[float, int, Event]] = []  # heap by time
 
     @property
     def _half(self) -> int:
         return self._scenario.num_prefills
 
     def cluster(self, policy: str) -> ConductorState:
-        """With all instances and blocks; a fresh start also for the script."""
+        """Returns a state with all instances and blocks, and resets the script."""
         limits = Limits(ttft_slo_s=1e6, tbt_slo_s=1e6, heartbeat_interval_s=HEARTBEAT_S)
         state = ConductorState(make_policy(policy, 1.25), limits)
         self._tellers = {name: _Teller() for name in self._names}
@@ -114,7 +114,7 @@ class Load:
         return state
 
     def script(self, num_placements: int, rate: float) -> list[tuple[float, Event]]:
-        """So many placements at this rate, and all that happens meanwhile, in order of time."""
+        """Returns `num_placements` placements at this rate and all other events meanwhile, in order of time."""
         arrivals = self._now + np.cumsum(self._rng.exponential(1 / rate, num_placements))
         prompts = self._prompts(num_placements)
         events: list[tuple[float, Event]] = []
@@ -135,7 +135,7 @@ class Load:
             events.append((at, event))
 
     def _follow(self, at: float, place: Place) -> None:
-        """What a placement brings about."""
+        """Schedules the events that a placement causes."""
         self._num_placed += 1
         order = len(self._names) + 4 * self._num_placed
         request_id = place.request_id
@@ -189,7 +189,8 @@ class Load:
         )
 
     def _inventories(self) -> Iterator[Heartbeat]:
-        """Each chain on one store and its prefill instance, as deep as it goes; every eighth on a second store."""
+        """Yields heartbeats that report each chain on one store, every eighth also on a second store, and every fourth
+        on its prefill instance."""
         common = list(iter_keys(self._common))
         for name in self._names:
             yield self._heartbeat(name, common)

@@ -1,9 +1,9 @@
-"""The conductor's rate through RPC on loopback: part of `benchmarks.conductor`.
+"""Measures the conductor's rate through RPC on loopback, for `benchmarks.conductor`.
 
-A server process holds the same cluster and index; the client, another process, keeps so many requests going, each a
-`Place` and then, where there are reports, `Report` of its first token and of its end. Rates are placements per second
-of the clock, with both processes at work, and per CPU second of the server, which is what one core would bear. By
-`host:port`, as the gateway does it, which is the lean transport after the first call; and through gRPC alone.
+A server process holds the same cluster and index. The client, another process, keeps WIDTH requests in flight: a
+`Place` and, in rows with reports, a `Report` of its first token and of its end. Rates are placements per wall-clock
+second, with both processes at work, and per CPU second of the server, which is the capacity of one core. Transports are
+`host:port`, as in the gateway, which is the lean transport after the first call, and gRPC alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def rpc_rows(scenario: Scenario, rounds: int) -> list[Row]:
-    """Place alone and with both reports, through either transport."""
+    """Measures `Place` alone and with both reports, through each transport."""
     rows: list[Row] = []
     with _served(scenario) as server:
         for transport, address in server.addresses.items():
@@ -52,7 +52,7 @@ def rpc_rows(scenario: Scenario, rounds: int) -> list[Row]:
 
 
 class _Server:
-    """The process, and how much CPU time it has used."""
+    """Handle of the server process: its addresses and CPU time."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
@@ -101,7 +101,7 @@ async def _calls(server: _Server, address: str, reports: bool) -> dict[str, floa
 
 
 def _wishes(round_number: int) -> Iterator[conductor_pb2.PlaceRequest]:
-    load = Load(Scenario(num_instances=2, num_blocks=10_000))  # other chains: common blocks only
+    load = Load(Scenario(num_instances=2, num_blocks=10_000))  # other chains: only the common blocks match
     for number, (_, event) in enumerate(load.script(NUM_PLACEMENTS, load.rate)):
         if isinstance(event, Place):
             yield conductor_pb2.PlaceRequest(
@@ -135,7 +135,7 @@ async def _client(
 @contextlib.asynccontextmanager
 async def _serving(scenario: Scenario) -> AsyncIterator[dict[str, str]]:
     state = Load(scenario).cluster(PUBLISHED_POLICY)
-    # Its clock stands still: instances that send no heartbeats must not fall silent meanwhile.
+    # The clock stands still, so that instances, which send no heartbeats, do not time out.
     service = ConductorService(state, SchedulerMetrics(CollectorRegistry()), clock=lambda: 1.0)
     server = RpcServer(TOKEN)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
@@ -148,7 +148,7 @@ async def _serving(scenario: Scenario) -> AsyncIterator[dict[str, str]]:
 
 
 async def _serve(scenario: Scenario) -> None:
-    """Prints its addresses, and its CPU seconds for every line that it is sent, until there are no more."""
+    """Prints the server's addresses, then its CPU seconds for each line on stdin, until stdin ends."""
     async with _serving(scenario) as addresses:
         print(json.dumps(addresses), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):

@@ -1,4 +1,4 @@
-"""The two coupled opponents of the serving benchmark: our engine alone in this process, and transformers generate."""
+"""The two baselines of the serving benchmark: moonserve's engine alone in this process, and transformers `generate`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from protocol.timeline import Timeline
 
 
 class BareEngine:
-    """Prefill, then decode in one batch, with nothing around the engine."""
+    """The engine without a cluster: prefills, then decodes in one batch."""
 
     def __init__(self, model_path: Path, *, block_size: int, chunk: int, num_threads: int) -> None:
         config = load_model_config(model_path)
@@ -39,7 +39,7 @@ class BareEngine:
         )
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Timeline]:
-        """All prompts arrive at once and are prefilled in turn."""
+        """Prefills the prompts, which arrive at once, in turn, then decodes them together."""
         torch.set_num_threads(self._num_threads)
         slices = [self._slice(n, prompt, max_tokens) for n, prompt in enumerate(prompts)]
         arrived_at = time.monotonic()
@@ -107,7 +107,7 @@ class TransformersGenerate:
 
 
 class _Clock:
-    """A stopping criterion that never stops and notes when each step ended."""
+    """A stopping criterion that never stops, and records the end of each step."""
 
     def __init__(self) -> None:
         self.instants: list[float] = []

@@ -1,11 +1,11 @@
 """`python -m benchmarks.coupled_live --trace FILE`: a prefill and a decode worker against two that do both, live.
 
-Each side has two workers, one thread and one core for each, behind the same gateway, conductor and client; the coupled
-ones compute chunks of prompts beside decode steps and cache prefixes (`benchmarks.coupled_worker`). Both serve the same
-requests of the trace on the same clock, in turn, at several speeds. Counted is goodput: requests per second that keep a
-TTFT and a TBT target (TBT of a request: the mean of the longest tenth of its gaps, as in the paper). The targets are
-multiples of what one request alone takes on an idle cluster, 10 for TTFT and 5 for TBT in the paper; other multiples of
-TBT stand beside. Whatever comes out is printed and becomes docs/coupled-live.md; the exit code says only that it ran.
+Each side has two workers with one thread and one core each, behind the same gateway, conductor and client. Coupled
+workers compute chunks of prompts in decode steps and cache prefixes (`benchmarks.coupled_worker`). Both sides serve the
+same requests of the trace at the same times, in turn, at several speeds. The result is goodput: requests per second
+that keep a TTFT and a TBT target (TBT of a request: the mean of the longest tenth of its gaps, as in the paper).
+Targets are multiples of a single request's times on an idle cluster: 10 for TTFT and 5 for TBT, as in the paper, and
+other multiples for TBT. Prints results and writes docs/coupled-live.md; the exit code does not depend on the results.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TTFT_MULTIPLE = 10.0
 TBT_MULTIPLES = (2.0, 3.0, 5.0, 10.0)
 THE_MULTIPLE = 5.0
 IDLE_REQUESTS = 8
-IDLE_PROMPT = 768  # about the trace's mean, scaled
+IDLE_PROMPT = 768  # about the mean of the scaled trace
 SIDES = ("disaggregated", "coupled")
 NO_SLO_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is replayed."""
+    """The requests that are replayed."""
 
     trace: Path
     limit: int
@@ -55,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Of one request alone, seconds: medians over both sides."""
+    """Seconds of a single request on an idle cluster, on which the targets are based."""
 
     ttft_s: float
     tbt_s: float
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def measure(load: Load, speedups: Sequence[float], rounds: int) -> dict[str, Any]:
-    """A fresh cluster for every replay, so that nothing is cached from the one before; sides in turn."""
+    """Replays in turn on both sides, each time on a fresh cluster, so that nothing is cached from an earlier replay."""
     alone = [await _alone(side) for side in SIDES]
     targets = Targets(ttft_s=median([each.ttft_s for each in alone]), tbt_s=median([each.tbt_s for each in alone]))
     rows = []
@@ -113,7 +113,7 @@ def vars_of(targets: Targets) -> dict[str, float]:
 
 
 async def _alone(side: str) -> Targets:
-    """One request at a time on an idle cluster."""
+    """Measures one request at a time on an idle cluster."""
     async with cluster_of(side) as url, StreamClient(url) as client:
         facts = await client.model(None)
         assert facts.vocab_size is not None
@@ -151,7 +151,7 @@ def _replay_config(url: str, load: Load, speedup: float) -> ReplayConfig:
 
 
 def figures(replayed: Replayed, targets: Targets) -> dict[str, Any]:
-    """The report at the paper's targets, and goodput at other targets for TBT."""
+    """Returns the report for the paper's targets, and goodput for other TBT targets."""
     reports = {
         multiple: build_report(
             replayed.sent,
@@ -175,7 +175,7 @@ def figures(replayed: Replayed, targets: Targets) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def cluster_of(side: str) -> AsyncIterator[str]:
-    """A cluster of this side, each worker pinned to a core of its own; gives its URL."""
+    """Runs a cluster of this side, each worker pinned to its own core. Yields its URL."""
     config = ServeConfig(
         port=free_port(),
         prefill_workers=1,
@@ -200,7 +200,7 @@ async def cluster_of(side: str) -> AsyncIterator[str]:
 
 
 def coupled_specs(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """The decode workers become coupled ones, and nobody else prefills."""
+    """Replaces decode workers by coupled workers and removes prefill workers."""
     kept = [spec for spec in specs if spec.module != "prefill_worker"]
     return [
         replace(spec, module="benchmarks.coupled_worker") if spec.module == "decode_worker" else spec for spec in kept
@@ -218,7 +218,7 @@ def _environment() -> dict[str, str]:
 
 
 def _pin(pids: Sequence[int | None]) -> None:
-    """Each worker's threads to one core, in turn."""
+    """Pins the threads of each worker to one core, in turn."""
     cores = sorted(os.sched_getaffinity(0))
     for number, pid in enumerate(pids):
         for thread in psutil.Process(pid).threads():
@@ -226,10 +226,10 @@ def _pin(pids: Sequence[int | None]) -> None:
 
 
 async def _until_ready(url: str) -> None:
-    """The conductor has to have heard of all workers."""
+    """Waits until the conductor knows all workers."""
     async with StreamClient(url) as client:
         async with asyncio.timeout(60.0):
-            while not await client.is_ready():  # noqa: ASYNC110 - another process says it, when asked
+            while not await client.is_ready():  # noqa: ASYNC110 - another process reports it
                 await asyncio.sleep(0.05)
 
 
@@ -267,7 +267,7 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def as_page(result: dict[str, Any]) -> str:
-    """docs/coupled-live.md."""
+    """Returns the text of docs/coupled-live.md."""
     load, machine = result["load"], result["machine"]
     return "\n".join(
         (

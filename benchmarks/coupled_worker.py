@@ -1,10 +1,10 @@
-"""`python -m benchmarks.coupled_worker`: a worker that prefills and decodes in one batch, behind our own gateway.
+"""`python -m benchmarks.coupled_worker`: a worker that prefills and decodes in one batch, behind moonserve's gateway.
 
-The opponent of `benchmarks.coupled_live`: what vLLM runs on each machine, from our parts. A step has the decoding
-sequences first and then chunks of prompts, within one token budget; prompts share the worker's prefix cache. It is
-the decode worker that also prefills (`deploy.undivided`), without stores and without a budget of time.
-For the conductor it is two instances, a prefill worker that takes requests, and a decode worker that is named in
-placements and never asked for anything; so gateway, placement, streams and client are the same on both sides.
+It is the coupled side of `benchmarks.coupled_live`: vLLM's design of a worker, built from moonserve's parts. A step has
+the decoding sequences first and then chunks of prompts, within one token budget; prompts share the worker's prefix
+cache. It is the decode worker that also prefills (`deploy.undivided`), without stores and without a time budget.
+It registers as two instances: a prefill worker that accepts requests, and a decode worker that is named in placements
+but never receives a request. Gateway, placement, streams and client are therefore the same on both sides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOP_GRACE_S = 0.5
 
 
 class CoupledWorker:
-    """One worker over a loaded replica, at two addresses."""
+    """A worker on one loaded replica that serves two addresses."""
 
     def __init__(self, config: DecodeConfig, replica: Replica, transfer: TransferEngine, segment: Segment) -> None:
         plan = replica.plan
@@ -50,7 +50,7 @@ class CoupledWorker:
         state = UndividedState(pool, config.limits(plan))
         memory = KvMemory(segment, plan.layout, plan.num_blocks)
         self.service = UndividedService(state, replica.thread, transfer, memory)
-        # Never asked for anything; its gateway's stream stays empty.
+        # Never receives a request; its stream to the gateway stays empty.
         self._idle = DecodeService(
             DecodeState(BlockPool(1, on_added=_ignore, on_removed=_ignore), config.limits(plan)),
             replica.thread,
@@ -59,7 +59,7 @@ class CoupledWorker:
         )
 
     async def run(self, lifecycle: Lifecycle) -> None:
-        """Serves until told to stop."""
+        """Serves until the lifecycle stops it, or a part fails."""
         servicer = PrefillServicer(
             self.service,
             block_size=self._replica.plan.layout.block_size,
@@ -94,11 +94,11 @@ class CoupledWorker:
 
 
 def _ignore(*_: object) -> None:
-    """Nobody is told of this pool."""
+    """Ignores changes of the pool, which nothing reports."""
 
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
-    """Runs a coupled worker until the process is told to stop."""
+    """Runs a coupled worker until the process is stopped."""
     transfer = TransferEngine(
         cluster_token=config.cluster_token,
         name=config.instance_id,

@@ -1,6 +1,6 @@
-"""What one open dashboard costs: processor time of the whole cluster with somebody looking once a second and without.
+"""Measures the cost of one open dashboard: CPU time of the whole cluster with and without a request per second.
 
-Run it as `python -m benchmarks.dashboard` on a quiet machine; about a minute. Bar: 1 % of a core.
+Run `python -m benchmarks.dashboard` on an idle machine; it takes about a minute. Bar: 1 % of a core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BAR = 0.01
 
 
 def main() -> None:
-    """Prints cores used without and with a look a second, and the difference against the bar."""
+    """Prints the cores used without and with a dashboard, and compares the difference with the bar."""
     with tempfile.TemporaryDirectory() as folder, running(None, log_dir=Path(folder)) as cluster:
         used: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(_ROUNDS):

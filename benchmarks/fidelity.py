@@ -1,10 +1,10 @@
-"""`python -m benchmarks.fidelity --trace FILE`: does the simulator tell the truth? One trace, live and simulated.
+"""`python -m benchmarks.fidelity --trace FILE`: compares a live replay of a trace with its simulation.
 
 Claim: TTFT p50 and p90, TBT p50, hit ratio and throughput of a live replay and of its simulation agree within 15 %, for
-one and for two prefill workers beside one decode worker, fast ones and slow ones; and half of the live TTFTs are
-predicted to 15 %. For each shape in turn, as often as there are rounds: `moonserve profile --serving` measures a
-cluster, a fresh one serves the scaled trace, and `traces.simulator` runs the same records on the profile. Nothing of
-the replay goes into the simulation. What counts are medians of the rounds. Writes docs/fidelity.md, JSON below out/.
+one and two prefill workers with one decode worker, with fast and with slow kernels; and half of the live TTFTs are
+predicted within 15 %. In each round of each shape, `moonserve profile --serving` measures a cluster, a fresh cluster
+serves the scaled trace, and `traces.simulator` runs the same records on the profile. The simulation uses no data of the
+replay. Results are medians over the rounds. Writes docs/fidelity.md, and JSON below out/.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Decision = dict[str, Any]  # `conductor.decision` as JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Which part of the trace is replayed, and how fast."""
+    """Part of the trace that is replayed, and its speed."""
 
     trace: Path
     limit: int
@@ -72,7 +72,7 @@ class Load:
 
 
 class Shape(NamedTuple):
-    """A cluster that is measured."""
+    """Shape of a measured cluster."""
 
     num_prefill: int
     num_decode: int
@@ -133,12 +133,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _folders(parent: Path, num_rounds: int) -> list[Path]:
-    """One for the tables of each round."""
+    """Returns a folder per round for its tables."""
     return [parent / f"fidelity-{number}" for number in range(1, num_rounds + 1)]
 
 
 def judged(shape: dict[str, Any]) -> dict[str, Any]:
-    """Whether its errors keep the claims."""
+    """Returns the shape with verdicts: `met` and `predictions_met` say if its errors keep the claims."""
     return {
         **shape,
         "met": all(abs(shape["errors"][name]) <= BAR for name in FIGURES),
@@ -147,7 +147,7 @@ def judged(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(load: Load, shape: Shape, budget_s: float, folder: Path) -> dict[str, Any]:
-    """One round of a shape: profile, replay, simulation. Each request's terms go into a CSV in `folder`."""
+    """Runs one round of a shape: profile, replay, simulation. Writes each request's terms to a CSV file in `folder`."""
     num_prefill, num_decode = shape.num_prefill, shape.num_decode
     cluster = ClusterShape(
         model=None,
@@ -195,7 +195,7 @@ def compare(load: Load, shape: Shape, budget_s: float, folder: Path) -> dict[str
 
 
 def relative(simulated: float, live: float) -> float:
-    """(simulated − live) ÷ live; nothing of nothing is no error."""
+    """Returns (simulated − live) ÷ live; 0 if both are 0."""
     if live == simulated:
         return 0.0
     return (simulated - live) / live if live else float("inf")
@@ -205,7 +205,7 @@ def relative(simulated: float, live: float) -> float:
 
 
 def replay_live(shape: ClusterShape, load: Load) -> tuple[Replayed, list[Decision | None]]:
-    """A replay against a fresh cluster, and what its conductor decided of each request."""
+    """Replays against a fresh cluster. Returns the replay and the conductor's decision on each request."""
     with shape.running() as cluster:
         asyncio.run(_warm_up(cluster.url, shape.num_prefill))
         return asyncio.run(_replay(_replay_config(cluster.url, load)))
@@ -219,7 +219,7 @@ async def _replay(config: ReplayConfig) -> tuple[Replayed, list[Decision | None]
 
 
 def live_figures(replayed: Replayed, rows: Sequence[Row]) -> dict[str, Any]:
-    """The report of a replay, and how good the conductor's predictions were."""
+    """Returns the report of a replay, and the error of the conductor's predictions."""
     report = build_report(replayed.sent, duration_s=replayed.duration_s, ttft_slo_s=TTFT_SLO_S, tbt_slo_s=TBT_SLO_S)
     return {**report, "prediction_error": prediction_errors(rows)["ttft"]}
 
@@ -238,7 +238,7 @@ def _replay_config(url: str, load: Load) -> ReplayConfig:
 
 
 async def _warm_up(url: str, num_prefill: int) -> None:
-    """Connections and first touches of memory, which a simulation has not; on each prefill worker."""
+    """Opens connections and touches memory on each prefill worker; simulations do not include either."""
     async with StreamClient(url) as client:
         facts = await client.model(None)
         for token in range(20, 23):
@@ -250,7 +250,7 @@ async def _warm_up(url: str, num_prefill: int) -> None:
 
 
 def spec_of(model: ModelProfile, num_prefill: int, num_decode: int, policy: str = PUBLISHED_POLICY) -> ClusterSpec:
-    """As `moonserve serve` runs it, with its defaults but for the policy."""
+    """Returns the spec of a cluster with the defaults of `moonserve serve`, except the policy."""
     return ClusterSpec(
         model=model,
         num_prefill=num_prefill,
@@ -265,7 +265,7 @@ def spec_of(model: ModelProfile, num_prefill: int, num_decode: int, policy: str 
 
 
 def journeys_after(spec: ClusterSpec, records: Sequence[TraceRecord]) -> list[Journey]:
-    """The same requests in virtual time."""
+    """Simulates the requests in virtual time."""
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
     cluster = Cluster(spec, journeys)
     clock: Clock[Event] = Clock()
@@ -274,10 +274,10 @@ def journeys_after(spec: ClusterSpec, records: Sequence[TraceRecord]) -> list[Jo
 
 
 def figures_of(spec: ClusterSpec, journeys: Sequence[Journey]) -> dict[str, Any]:
-    """Those of a replay's report."""
+    """Returns the figures of a replay's report for simulated journeys."""
     completed = [journey for journey in journeys if journey.end is End.COMPLETED]
     figures = [_completed(journey, spec) for journey in completed]
-    # A replay's clock runs from its begin, not from its first request.
+    # A replay's clock starts with the replay, not with its first request.
     duration_s = max((journey.ended_at for journey in journeys), default=0.0)
     return {
         **request_figures(
@@ -310,7 +310,7 @@ def _completed(journey: Journey, spec: ClusterSpec) -> Completed:
 
 
 def prediction_error(journeys: Sequence[Journey]) -> float:
-    """p50 of |predicted − actual| ÷ actual TTFT, from placement on."""
+    """Returns the p50 of |predicted − actual| ÷ actual, for the TTFT from placement on."""
     errors = [
         abs(journey.predicted_ttft_s - actual_s) / actual_s
         for journey in journeys

@@ -1,4 +1,4 @@
-"""docs/fidelity.md: what `benchmarks.fidelity` found, as a page. Pure; knows no cluster and no simulator."""
+"""Formats docs/fidelity.md from the results of `benchmarks.fidelity`. Pure functions; knows no cluster or simulator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.measure import table
 
 BAR = 0.15
-LENGTHS = 1 / 16  # of the trace's, like the next
+LENGTHS = 1 / 16  # factor on the trace's lengths, as OUTPUTS
 OUTPUTS = 1 / 16
 FIGURES = {
     "p50_ttft_ms": "TTFT p50, ms",
@@ -17,7 +17,7 @@ FIGURES = {
     "hit_ratio": "hit ratio",
     "request_throughput": "requests/s",
 }
-# Beside the claim: what one would look at next.
+# Further figures, which are not part of the claim.
 MORE_FIGURES = {
     "p99_ttft_ms": "TTFT p99, ms",
     "p90_itl_ms": "TBT p90, ms",
@@ -31,7 +31,7 @@ PREDICTION_BAR = 0.15
 
 
 def as_page(result: dict[str, Any]) -> str:
-    """docs/fidelity.md."""
+    """Returns the text of docs/fidelity.md."""
     machine, load = result["machine"], result["load"]
     met, predicted = (
         "met" if all(shape[name] for shape in result["shapes"]) else "NOT met" for name in ("met", "predictions_met")
@@ -54,7 +54,7 @@ def as_page(result: dict[str, Any]) -> str:
 
 
 def _remark(machine: dict[str, Any]) -> Sequence[str]:
-    """The run itself keeps about as many processes busy as there are cores."""
+    """Returns a warning if the machine was loaded. The benchmark alone keeps about as many processes busy as cores."""
     if machine["load"] <= 2 * machine["cores"]:
         return ()
     return (

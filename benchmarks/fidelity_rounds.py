@@ -1,7 +1,7 @@
-"""Several rounds of a comparison as one: medians, and how far errors ranged. Pure.
+"""Combines several rounds of a comparison: medians, and the ranges of errors. Pure functions.
 
-Each round is profiled, replayed and simulated by itself, so that a minute in which the machine was slower is on both
-sides of that round's errors. Knows nothing of what the figures mean but `errors`.
+Each round has its own profile, replay and simulation, so that a slow phase of the machine affects both sides of the
+round's errors. The module knows the meaning of no figure except `errors`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def combined(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of every number, and `error_ranges`: least and greatest of each error. Errors are the median of the
-    rounds' errors, not the error of the medians."""
+    """Returns the median of every number, and `error_ranges`: the least and the greatest of each error. An error is the
+    median of the rounds' errors, not the error of the medians."""
     ranges = {
         name: [min(found), max(found)]
         for name in rounds[0]["errors"]
@@ -23,7 +23,7 @@ def combined(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _middle(values: Sequence[Any]) -> Any:
-    """Element by element; lists as far as the shortest goes. What is no number is that of the first round."""
+    """Returns medians element by element. Lists are cut to the shortest; other values come from the first round."""
     first = values[0]
     if isinstance(first, dict):
         return {name: _middle([each[name] for each in values]) for name in first}

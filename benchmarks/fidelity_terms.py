@@ -1,8 +1,8 @@
-"""Each request beside itself: live, simulated and predicted, by term, as rows for a CSV, and what is off in sum. Pure.
+"""Terms of each request's TTFT, live, simulated and predicted: rows of a CSV file, and summaries.
 
-Its terms are those of Algorithm 1 as prefill workers report them (queue, load, prefill), and around them `before`: from
-the client's sending to the placement, and `rest`: submission and the first token's way back. They add up to the TTFT
-at the client. Knows decisions as JSON, journeys of the simulator, and no cluster.
+The terms are the ones of Algorithm 1 as reported by prefill workers (queue, load, prefill), `before`: from the client's
+sending to the placement, and `rest`: submission and the first token's way back. They add up to the TTFT at the client.
+The module knows decisions as JSON and journeys of the simulator, but no cluster.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from traces.report import Sent
 from traces.simulator.journey import Journey
 
 Row = dict[str, float]
-_PREDICTED = ("ttft", "queue", "load", "prefill")  # of `_row`, with "live_" or "predicted_" before
+_PREDICTED = ("ttft", "queue", "load", "prefill")  # names in `_row` without the prefixes "live_" and "predicted_"
 
 
 def rows_of(
     sent: Sequence[Sent], decisions: Sequence[Mapping[str, Any] | None], journeys: Sequence[Journey]
 ) -> list[Row]:
-    """One row for every request that both sides completed, milliseconds and tokens, in the trace's order."""
+    """Returns a row for each request that both sides completed, in milliseconds and tokens, in the trace's order."""
     return [
         _row(request, decision, journey)
         for request, decision, journey in zip(sent, decisions, journeys, strict=True)
@@ -81,13 +81,13 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
-    """Of every column but the number."""
+    """Returns the mean of every column except `index`."""
     names = [name for name in rows[0] if name != "index"] if rows else []
     return {name: sum(row[name] for row in rows) / len(rows) for name in names}
 
 
 def prediction_errors(rows: Sequence[Row]) -> dict[str, float]:
-    """p50 of |predicted − actual| ÷ actual TTFT from the placement on, whole and of each term."""
+    """Returns the p50 of |predicted − actual| ÷ actual TTFT from placement on, for the TTFT and for each term."""
     errors = {}
     for name in _PREDICTED:
         actual = "live_placed_ttft_ms" if name == "ttft" else f"live_{name}_ms"
@@ -97,5 +97,5 @@ def prediction_errors(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def lost_hits(rows: Sequence[Row]) -> list[int]:
-    """Numbers of the requests of which live and simulation had not the same tokens cached."""
+    """Returns the indices of requests whose numbers of cached tokens differ between replay and simulation."""
     return [int(r["index"]) for r in rows if r["live_cached"] != r["simulated_cached"]]

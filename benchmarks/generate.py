@@ -1,7 +1,7 @@
-"""The coupled reference: one process that prefills and decodes everything it is given.
+"""The coupled reference: prefills and decodes all prompts in one process.
 
-Continuous batching with chunked prefill over a `BlockPool`, nothing more. Tests compare the cluster with it and
-benchmarks measure what disaggregation costs; no server uses it.
+It does continuous batching with chunked prefill over a `BlockPool`, nothing more. Tests compare the cluster with it,
+and benchmarks measure the cost of disaggregation with it; no server uses it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from protocol.request import FinishReason, Logprobs, SamplingParams, finish_reas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What became of one prompt."""
+    """Result of one prompt."""
 
-    token_ids: list[int]  # generated ones only
+    token_ids: list[int]  # generated tokens only
     logprobs: list[Logprobs | None]
     finish_reason: FinishReason
     cached_tokens: int  # prompt tokens that were not computed
@@ -35,7 +35,7 @@ class _Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
-    keys: list[BlockKey]  # of the prompt's full blocks; empty without prefix caching
+    keys: list[BlockKey]  # keys of the prompt's full blocks; empty without prefix caching
     blocks: list[BlockId] = field(default_factory=list)  # enough for the longest output, once admitted
     num_computed: int = 0
     num_published: int = 0
@@ -117,7 +117,7 @@ class _Loop:
             self._running.append(self._waiting.popleft())
 
     def _start(self, sequence: _Sequence) -> bool:
-        """Gives the sequence its blocks; False when it must wait for others to end."""
+        """Allocates the sequence's blocks. Returns False if it must wait for other sequences to end."""
         block_size = self._engine.layout.block_size
         # The last prompt token is always computed: its logits give the first token.
         usable = sequence.keys[: (sequence.num_prompt_tokens - 1) // block_size]
@@ -168,7 +168,7 @@ class _Loop:
         for index in range(sequence.num_published, full):
             parent = sequence.keys[index - 1] if index else self._root
             if parent is not None:
-                # Nothing leaves this process, so nobody verifies a checksum.
+                # Blocks do not leave this process, so checksums are not needed.
                 self._pool.publish(sequence.blocks[index], sequence.keys[index], parent, 0)
         sequence.num_published = max(sequence.num_published, full)
 

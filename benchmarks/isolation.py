@@ -1,11 +1,11 @@
-"""`python -m benchmarks.isolation`: whether the time to a first token tells one tenant what another one has asked.
+"""`python -m benchmarks.isolation`: tests if TTFT reveals to one tenant which prompts another tenant has sent.
 
-Three samples of 200 prompts each, taken in turn on an idle cluster: prompts that another tenant has asked before
-(*foreign*), prompts that nobody has asked (*miss*), and prompts that the same tenant has asked before (*own*). Claims,
-by Mann and Whitney's test on the times to the first token:
-1. foreign and miss are not told apart: p > 0.05;
-2. own and miss are: p < 0.001, so that the experiment would have shown a shared block.
-Where 1 holds exactly, one run in twenty fails it: that is what p means.
+Takes three samples of 200 prompts each, in turn on an idle cluster: prompts that another tenant has sent before
+(*foreign*), new prompts (*miss*), and prompts that the same tenant has sent before (*own*). Claims, by the
+Mann-Whitney test on TTFT:
+1. foreign and miss cannot be distinguished: p > 0.05;
+2. own and miss can: p < 0.001, so that the experiment would detect a shared block.
+If foreign and miss have the same distribution, one run in twenty still fails claim 1: that is the meaning of p.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS = {"alice": "isolation-key-of-alice", "bob": "isolation-key-of-bob"}
 
 
 class Samples:
-    """Times to the first token by kind, in ms, and how many prompt tokens were cached."""
+    """TTFT in ms and number of cached prompt tokens, by kind of prompt."""
 
     def __init__(self) -> None:
         self.ttft_ms: dict[str, list[float]] = {"foreign": [], "miss": [], "own": []}
@@ -51,12 +51,12 @@ async def measure(url: str, trials: int) -> Samples:
         StreamClient(url, api_key=KEYS["bob"]) as bob,
     ):
         model = (await bob.model(None)).name
-        for trial in range(-10, trials):  # the first ten warm everything up
+        for trial in range(-10, trials):  # the first ten are a warm-up
             kinds = ("foreign", "miss", "own") if trial >= 0 else ("", "", "")
             asked, fresh = ([rng.randrange(16, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(2))
             await samples.take("", alice, model, asked)
             pair = [(kinds[0], asked), (kinds[1], fresh)]
-            rng.shuffle(pair)  # whatever comes second finds the machine as the first one left it
+            rng.shuffle(pair)  # the first prompt may influence the second
             for kind, prompt in pair:
                 await samples.take(kind, bob, model, prompt)
             await samples.take(kinds[2], bob, model, asked)

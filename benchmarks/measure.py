@@ -1,4 +1,4 @@
-"""What every benchmark needs: concurrent streams with per-token instants, medians, tables."""
+"""Helpers of all benchmarks: prompts, throughput and latencies of streams, medians, tables, JSON files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def median(values: Sequence[float]) -> float:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: str) -> list[list[int]]:
-    """`count` prompts that share no prefix, so that no cache helps anyone; others for every other seed."""
+    """Returns `count` random prompts, different for every seed. They share no prefix, so that no cache helps."""
     rng = random.Random(seed)
     return [[rng.randrange(16, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def decode_throughput(timelines: Sequence[Timeline]) -> float:
-    """Tokens per second while all streams decode at once: from the last first token to the first last token."""
+    """Returns tokens per second while all streams decode at once: from the last first token to the first last token."""
     begin = max(t.token_at[0] for t in timelines)
     end = min(t.token_at[-1] for t in timelines)
     if end <= begin:
@@ -32,14 +32,14 @@ def decode_throughput(timelines: Sequence[Timeline]) -> float:
 
 
 def total_throughput(timelines: Sequence[Timeline]) -> float:
-    """Output tokens per second from the first arrival to the last token."""
+    """Returns output tokens per second from the first arrival to the last token."""
     begin = min(t.arrived_at for t in timelines)
     end = max(t.token_at[-1] for t in timelines)
     return sum(len(t.token_at) for t in timelines) / (end - begin)
 
 
 def latencies_ms(timelines: Sequence[Timeline]) -> dict[str, float]:
-    """TTFT and gap percentiles over several streams."""
+    """Returns percentiles of TTFT and of gaps between tokens over several streams."""
     ttft = [t.ttft_s * 1000 for t in timelines]
     gaps = [gap * 1000 for t in timelines for gap in t.gaps_s]
     return {
@@ -51,12 +51,12 @@ def latencies_ms(timelines: Sequence[Timeline]) -> dict[str, float]:
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each figure over several runs."""
+    """Returns the median of each figure over several runs."""
     return {name: median([row[name] for row in rows]) for name in rows[0]}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     cells = [[_cell(value) for value in row] for row in rows]
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
     lines += ["| " + " | ".join(row) + " |" for row in cells]

@@ -1,13 +1,13 @@
-"""`python -m benchmarks.overload`: four times as much as the cluster sustains, for two minutes.
+"""`python -m benchmarks.overload`: four times the load that the cluster sustains, for two minutes.
 
-Claims, of what a client sees:
-1. accepted requests keep both objectives: at least 95 %;
-2. the others get 429 within 50 ms (99th percentile), with a `Retry-After`;
-3. who comes back then is let in: at least 90 % (of those whose time comes before the end);
-4. memory of gateway and conductor is flat: after the first minute it grows by less than 5 %.
-The sustainable rate is measured first: the completions per second of a closed loop, lowered until arrivals at random at
-that rate are accepted (99 %) and keep their objectives (95 %). `--obeying` of the rejected come back once, as told; the
-others give up. Prompts never repeat, so no cache helps. Prints a table and writes JSON.
+Claims, as a client sees them:
+1. at least 95 % of accepted requests keep both objectives;
+2. the other requests get 429 within 50 ms (99th percentile), with a `Retry-After`;
+3. at least 90 % of requests that return after `Retry-After` (before the end) are accepted;
+4. memory of gateway and conductor is flat: after the first minute it grows by at most 5 %.
+The sustainable rate is measured first: the completions per second of a closed loop, lowered until random arrivals at
+that rate are accepted (99 %) and keep their objectives (95 %). A share `--obeying` of rejected requests returns once,
+when `Retry-After` says; the others give up. Prompts never repeat, so no cache helps. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PROBE_S = 12.0
 LOWER_BY = 0.85
 MOST_PROBES = 5
 VOCAB = 4_000  # ids below it are ordinary tokens of the demo model
-STORE = "64MiB"  # soon full, and with it the conductor's index of what it holds
-FLAT_AFTER_S = 60.0  # the conductor remembers 4,096 decisions, and fills that first
+STORE = "64MiB"  # small, so that the store and the conductor's index of it are soon full
+FLAT_AFTER_S = 60.0  # the conductor first fills its history of 4,096 decisions
 LAG_EVERY_S = 0.02
 BARS = {
     "kept_share": (">=", 0.95),
@@ -55,11 +55,11 @@ BARS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """How one attempt ended. Seconds."""
+    """Result of one attempt, in seconds."""
 
     at: float
     status: int
-    replied_s: float  # until the reply's head
+    replied_s: float  # time to the headers of the reply
     ttft_s: float | None = None
     tbt_s: float | None = None  # mean of the longest tenth of the gaps
     retry_after_s: float | None = None
@@ -71,7 +71,7 @@ class Ask:
 
 
 class Client:
-    """Asks over connections that are kept."""
+    """Sends requests over persistent connections."""
 
     def __init__(self, url: str, seed: str) -> None:
         self._url = f"{url}/v1/completions"
@@ -87,7 +87,7 @@ class Client:
         await self._session.close()
 
     def body(self) -> bytes:
-        """Of a request that nobody has asked before."""
+        """Returns the body of a request with a new prompt."""
         prompt = [self._rng.randrange(16, VOCAB) for _ in range(PROMPT_TOKENS)]
         wish = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
         return json.dumps({**wish, "return_token_ids": True, "temperature": 0}).encode()
@@ -125,7 +125,7 @@ def _has_token(line: bytes) -> bool:
 
 
 async def closed_loop(client: Client, seconds: float) -> float:
-    """Completions per second of clients that each ask without a pause."""
+    """Returns the completions per second of clients that each send requests without a pause."""
     end, count = time.monotonic() + seconds, 0
 
     async def ask_on() -> None:
@@ -139,7 +139,7 @@ async def closed_loop(client: Client, seconds: float) -> float:
 
 
 async def open_loop(rate: float, seconds: float, ask: Callable[[], Awaitable[None]], rng: random.Random) -> None:
-    """Arrivals at random, whatever becomes of those before; returns when all have ended."""
+    """Starts requests at random times, independent of earlier ones. Returns when all have ended."""
     end, at = time.monotonic() + seconds, time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         while (at := at + rng.expovariate(rate)) < end:
@@ -152,7 +152,7 @@ async def _ran(asking: Awaitable[None]) -> None:
 
 
 async def sustainable_rate(client: Client, rng: random.Random) -> tuple[float, list[Any]]:
-    """Requests per second, and what each rate that was tried gave."""
+    """Returns the sustainable requests per second, and the results of each rate that was tried."""
     rate = await closed_loop(client, PROBE_S)
     tried = []
     for _ in range(MOST_PROBES):
@@ -172,7 +172,7 @@ async def sustainable_rate(client: Client, rng: random.Random) -> tuple[float, l
 
 
 async def watch_lag(lags_ms: list[float]) -> None:
-    """By how much this client itself is late, until cancelled: what it measures is never better than that."""
+    """Records by how much this client is late, until cancelled. The lag limits the precision of all measured times."""
     while True:
         due = time.monotonic() + LAG_EVERY_S
         await asyncio.sleep(LAG_EVERY_S)
@@ -181,13 +181,13 @@ async def watch_lag(lags_ms: list[float]) -> None:
 
 @dataclass(slots=True)
 class Memory:
-    """Resident bytes of processes, by name, once a second."""
+    """Resident bytes of processes by name, sampled once a second."""
 
     processes: dict[str, psutil.Process]
     samples: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Samples until cancelled."""
         began = time.monotonic()
         while True:
             for name, process in self.processes.items():
@@ -196,7 +196,7 @@ class Memory:
             await asyncio.sleep(1.0)
 
     def growth(self, name: str, until_s: float) -> tuple[float, float, float]:
-        """MiB about FLAT_AFTER_S and at the end, and the share by which it grew."""
+        """Returns MiB after FLAT_AFTER_S, MiB at the end, and the growth as a share."""
         samples = [(at, rss) for at, rss in self.samples[name] if at <= until_s]
         early = [rss for at, rss in samples if FLAT_AFTER_S <= at <= FLAT_AFTER_S + 10] or [samples[0][1]]
         late = [rss for _, rss in samples[-10:]]
@@ -211,7 +211,7 @@ async def overload(
     memory: Memory,
     lags_ms: list[float],
 ) -> list[Ask]:
-    """All attempts. Who is told to come back later than `--settle` after the end is not waited for."""
+    """Returns all attempts. Requests that may return only later than `--settle` after the end do not return."""
     seconds, settle_s, obeying = options.seconds, options.settle, options.obeying
     rng, asked = random.Random("overload"), list[Ask]()
     end = time.monotonic() + seconds + settle_s
@@ -277,7 +277,7 @@ async def measure(url: str, launcher: int, options: argparse.Namespace) -> dict[
     children = {_name(child): child for child in psutil.Process(launcher).children()}
     memory = Memory({name: children[name] for name in ("gateway-0", "conductor")})
     async with Client(url, f"overload {time.time_ns()}") as client:
-        await closed_loop(client, 5.0)  # models of cost learn, connections open
+        await closed_loop(client, 5.0)  # trains cost models and opens connections
         rate, tried = options.rate, list[Any]()
         if rate is None:
             rate, tried = await sustainable_rate(client, random.Random("rates"))

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.policies --trace FILE [--quick]`: the placement policy moonserve beside Algorithm 1, simulated.
+"""`python -m benchmarks.policies --trace FILE [--quick]`: simulates the policy moonserve against Algorithm 1.
 
-Claim: with the same machines and the same arrivals the mean TTFT is at least 15 % lower at twice the trace's speed, no
-figure of any row is more than 2 % worse, and where more arrives than can be served at least 10 % more requests keep
-their objectives. Algorithm 1 runs at several balancing thresholds and each row has the best of them, by mean TTFT.
-What `moonserve` is worth without one of its terms is measured on one row. Writes docs/policies.md and JSON below out/;
-simulations are kept there, so that a run that was stopped goes on.
+Claim: with the same machines and arrivals, the mean TTFT is at least 15 % lower at twice the trace's speed, no figure
+of any row is more than 2 % worse, and under overload at least 10 % more requests keep their objectives. Algorithm 1
+runs with several balancing thresholds; each row shows the one with the best mean TTFT. One load also measures
+`moonserve` without each of its terms. Writes JSON below out/ and, without --quick, docs/policies.md. Finished
+simulations are kept below out/, so that an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from traces.simulator.run import journeys_of
 from traces.simulator.spec import ClusterSpec
 
 OURS, THEIRS = "moonserve", "global-cache-aware"
-# Where all are tried, 1 and 1.25 differ by less than 1 %, and above 1.25 it only loses: the others have 1.25 alone.
+# One row tries all thresholds: 1 and 1.25 differ by less than 1 %, higher ones are worse. Other rows use only 1.25.
 THRESHOLDS = (1.0, DEFAULT_BALANCING_THRESHOLD, 2.0)
 TBT_SLOS_S = (0.1, 0.2)
 QUICK_REQUESTS = 1_500
@@ -52,15 +52,15 @@ ABLATIONS: Mapping[str, Terms] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A row: arrivals and machines."""
+    """A row of the table: arrivals and machines."""
 
-    trace: str  # a name; the files are in `Traces`
+    trace: str  # name; `Traces` has the files
     speedup: float
     num_prefill: int = 8
     num_decode: int = 8
     admission: str = "none"  # or predicted
     thresholds: tuple[float, ...] = (DEFAULT_BALANCING_THRESHOLD,)  # of Algorithm 1
-    num_requests: int | None = None  # only the first ones
+    num_requests: int | None = None  # None = the whole trace
 
     def run(self, policy: str, threshold: float, limit: int | None) -> Run:
         spec = ClusterSpec(
@@ -74,7 +74,7 @@ class Scenario:
         return Run(spec=spec, speedup=self.speedup, num_requests=limit or self.num_requests)
 
     def runs(self, limit: int | None) -> list[Run]:
-        """Ours, then Algorithm 1 at each threshold."""
+        """Returns the run of moonserve, then of Algorithm 1 with each threshold."""
         return [
             self.run(OURS, DEFAULT_BALANCING_THRESHOLD, limit),
             *(self.run(THEIRS, each, limit) for each in self.thresholds),
@@ -82,7 +82,7 @@ class Scenario:
 
 
 PUBLISHED = "conversation (published)"
-HALF, PART = 6_000, 2_500  # requests, where the whole trace adds nothing to the claim
+HALF, PART = 6_000, 2_500  # numbers of requests for rows in which the whole trace adds nothing to the claim
 SCENARIOS = (
     Scenario(trace=PUBLISHED, speedup=1.0),
     Scenario(trace=PUBLISHED, speedup=1.5, num_requests=HALF),
@@ -101,7 +101,7 @@ ABLATED = Scenario(trace="conversation seed 11", speedup=2.2, num_requests=PART)
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """The policy with other terms."""
+    """A run of the policy with other terms."""
 
     cost: ClassVar[float] = 1.0
     run: Run
@@ -116,7 +116,7 @@ class Ablation:
         scaled = self.run.records(records)
         journeys = journeys_of(scaled, spec.block_size, spec.model.max_model_len)
         cluster = Cluster(spec, journeys)
-        # The registry has no names for policies that lack a term.
+        # Policies without a term have no name in the registry.
         cluster.conductor._planner.policy = LeastAddedDelay(self.terms)
         clock: Clock[Event] = Clock()
         clock.run(cluster.begin(), cluster.handle)
@@ -131,7 +131,7 @@ class Ablation:
 
 
 class Traces:
-    """Where the traces are; synthetic ones are made when they are asked for."""
+    """Files of the traces; creates synthetic ones on demand."""
 
     def __init__(self, published: Path, folder: Path) -> None:
         self._published = published
@@ -151,7 +151,7 @@ class Traces:
 
 
 def figures(result: SimulationResult) -> dict[str, float]:
-    """TTFT in seconds, of all that got a first token; requests that kept both objectives, by TBT objective."""
+    """Returns TTFT in seconds over requests with a first token; numbers of requests in time, by TBT objective; more."""
     ttfts = sorted(each.ttft_s for each in result.outcomes if each.ttft_s is not None)
     inputs = sum(each.input_length for each in result.outcomes if each.end is End.COMPLETED)
     good = {
@@ -173,7 +173,7 @@ def figures(result: SimulationResult) -> dict[str, float]:
 
 
 def compared(scenario: Scenario, all_runs: Sequence[tuple[Run, dict[str, float]]]) -> dict[str, Any]:
-    """A row of the table."""
+    """Returns a row of the table, with the best run of Algorithm 1."""
     (_, ours), *theirs = all_runs
     best_run, best = min(theirs, key=lambda each: each[1]["mean_ttft_s"])
     assert isinstance(best_run.spec, ClusterSpec)

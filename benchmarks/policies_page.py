@@ -1,6 +1,6 @@
-"""docs/policies.md from the figures of `benchmarks.policies`. Pure: knows no simulator.
+"""Formats docs/policies.md from the figures of `benchmarks.policies`. Pure functions; knows no simulator.
 
-Ratios are ours over Algorithm 1's; what is missed is said in the table itself.
+Ratios are moonserve's figure divided by Algorithm 1's. The page names the rows that miss a claim.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.measure import table
 
 MEAN_BAR, GOODPUT_BAR, WORSE_BAR = 0.85, 1.10, 0.02
-OVERLOADED = 0.9  # Algorithm 1 serves a smaller share than this within the objectives
+OVERLOADED = 0.9  # overload: Algorithm 1 serves a smaller share of requests than this within the objectives
 
 _PROSE = """# The placement policy moonserve
 
@@ -102,7 +102,7 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The claims, with what misses them."""
+    """Returns the claims, each with the rows that miss it."""
     twice = [r for r in rows if r["speedup"] == 2.0 and r["admission"] == "none"]
     overloads = [r for r in rows if _is_overloaded(r)]
     worse = [text for row in rows for text in _worse(row)]
@@ -120,7 +120,7 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _last_percent(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the means are bought with, and is no claim."""
+    """Returns the rows with a worse p99, the price of the better means. It is not part of the claims."""
     pairs = ((row, row["algorithm_1"]["p99_ttft_s"], row["moonserve"]["p99_ttft_s"]) for row in rows)
     found = [
         f"{_name(row)} {theirs:.0f} → {ours:.0f} s" for row, theirs, ours in pairs if ours > (1 + WORSE_BAR) * theirs

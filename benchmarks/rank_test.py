@@ -1,4 +1,4 @@
-"""Whether two samples could be of one distribution: the test of Mann and Whitney (Ann. Math. Statist. 18, 1947)."""
+"""The Mann-Whitney test of two samples for a common distribution (Ann. Math. Statist. 18, 1947)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def mann_whitney_p(a: Sequence[float], b: Sequence[float]) -> float:
-    """Two-sided p by the normal approximation, with ties and continuity corrected: for 20 and more of each."""
+    """Returns the two-sided p by the normal approximation, corrected for ties and continuity; for 20 or more values."""
     n, m = len(a), len(b)
     if not n or not m:
         raise ValueError("both samples need values")
@@ -18,13 +18,13 @@ def mann_whitney_p(a: Sequence[float], b: Sequence[float]) -> float:
     ties = sum(count**3 - count for count in Counter([*a, *b]).values())
     variance = n * m / 12 * ((total + 1) - ties / (total * (total - 1)))
     if variance <= 0:
-        return 1.0  # all are equal
+        return 1.0  # all values are equal
     z = max(0.0, abs(u - n * m / 2) - 0.5) / math.sqrt(variance)
     return math.erfc(z / math.sqrt(2))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """From 1; equal values share the mean of their ranks."""
+    """Returns ranks from 1; equal values get the mean of their ranks."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
     first = 0

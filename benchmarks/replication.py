@@ -1,8 +1,8 @@
-"""`python -m benchmarks.replication`: a pool without a conductor, with and without copies of hot prefixes.
+"""`python -m benchmarks.replication`: simulates a pool without a conductor, with and without copies of hot prefixes.
 
-Virtual time. Eight hosts, each with a store node and readers. All hosts read a few prefixes, each of which has a home
-node. A reader on a host whose node has the prefix reads it there; others read it over the link of its home. The
-directory's planner (`kvstore.replication`) sees every read and copies what is hot, over the same links.
+Time is virtual. Each of eight hosts has a store node and readers. All hosts read a few prefixes, each of which has a
+home node. A reader reads a prefix from the node on its host if that holds it, else over the link of the prefix's home.
+The directory's planner (`kvstore.replication`) sees every read and copies hot prefixes, over the same links.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from traces.simulator.network import FlowId, Network
 NUM_HOSTS = 8
 LINK_BYTES_PER_S = 3.125e9  # 25 Gbit/s
 LOCAL_BYTES_PER_S = 10e9
-NUM_BLOCKS = 16  # of a prefix
+NUM_BLOCKS = 16  # blocks per prefix
 BLOCK_BYTES = 16 << 20
-POPULARITY = (8, 4, 2, 1)  # of the prefixes
-LOADS = (0.5, 0.8, 0.95, 1.1)  # of the link of the most popular prefix's home
+POPULARITY = (8, 4, 2, 1)  # relative read rates of the prefixes
+LOADS = (0.5, 0.8, 0.95, 1.1)  # load of the link of the most popular prefix's home
 CAPACITY_BLOCKS = 1_000
 HEADERS = ("load of the home's link", "replication", "read mean, s", "p90", "p99", "copies")
 
 
 @dataclass
 class Pool:
-    """One pool in virtual time."""
+    """A simulated pool."""
 
     replicates: bool
     now: float = 0.0
@@ -57,11 +57,11 @@ class Pool:
         self.prefixes = [_chain(number) for number in range(len(POPULARITY))]
         for number, prefix in enumerate(self.prefixes):
             self._hold(self.nodes[number], prefix)
-        self.reading: dict[FlowId, float] = {}  # since when
+        self.reading: dict[FlowId, float] = {}  # start times
         self.copying: dict[FlowId, Copy] = {}
 
     def run(self, rate: float, num_reads: int, random: Random) -> None:
-        """Poisson arrivals from random hosts."""
+        """Simulates Poisson arrivals from random hosts until `num_reads` reads have ended."""
         next_plan = PLAN_EVERY_S
         arrives_at = random.expovariate(rate)
         while len(self.reads_s) < num_reads:

@@ -1,7 +1,7 @@
-"""What one unary call costs: gRPC beside the lean transport, between two processes of this machine.
+"""Measures the cost of one unary call through gRPC and the lean transport, between two processes on one machine.
 
-`Exists` with one key against a servicer that only looks it up. Rounds of all ways are interleaved; a figure is the
-median over the rounds. `python -m benchmarks.rpc --json out/rpc.json`
+The call is `Exists` with one key; the servicer only looks it up. Rounds of all variants are interleaved; figures are
+medians over the rounds. `python -m benchmarks.rpc --json out/rpc.json`
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = dict[str, float]
 
 
 class Lookup(kvstore_pb2_grpc.KvStoreServicer):
-    """Answers `Exists` from a set, as a store node does."""
+    """Servicer that answers `Exists` from a set, like a store node."""
 
     def __init__(self) -> None:
         self._present = {bytes(32)}
@@ -46,8 +46,8 @@ class Lookup(kvstore_pb2_grpc.KvStoreServicer):
 
 
 async def serve() -> None:
-    """Prints its addresses and serves until its input ends."""
-    server, servicer = RpcServer(TOKEN), Lookup()  # type: ignore[abstract]  # the others are not called
+    """Prints the server's addresses and serves until stdin ends."""
+    server, servicer = RpcServer(TOKEN), Lookup()  # type: ignore[abstract]  # other methods are not called
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(servicer, server.grpc)
     server.add_lean("KvStore", servicer)
     grpc_address = await server.start("127.0.0.1", 0)
@@ -59,7 +59,7 @@ async def serve() -> None:
 
 @contextlib.contextmanager
 def served(loop: str) -> Iterator[dict[str, str]]:
-    """The addresses of a server process."""
+    """Runs a server process. Yields its addresses."""
     command = [sys.executable, "-m", "benchmarks.rpc", "--serve", loop]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -80,7 +80,7 @@ def sync_round(address: str, num_calls: int, spin_s: float) -> Row:
 
 
 async def asyncio_round(address: str, width: int, num_calls: int) -> Row:
-    """`width` calls at once, time and again; the time of a call is that of its batch over its width."""
+    """Makes batches of `width` concurrent calls. The time of a call is its batch's time divided by `width`."""
     channels = Channels(TOKEN)
     stub = kvstore_pb2_grpc.KvStoreStub(channels.to(address))
 
@@ -105,12 +105,12 @@ def asyncio_rounds(address: str, width: int, num_calls: int) -> Row:
 
 
 def latencies(took: list[float]) -> Row:
-    took = took[len(took) // 10 :]  # the first warm caches and connections
+    took = took[len(took) // 10 :]  # the first calls warm caches and connections
     return {"p50_us": percentile(took, 50) * 1e6, "p99_us": percentile(took, 99) * 1e6}
 
 
 def ways(servers: dict[str, dict[str, str]], num_calls: int) -> dict[str, Callable[[], Row]]:
-    """By name, one round of each way of calling."""
+    """Returns a function per way of calling, by name, that runs one round."""
     found: dict[str, Callable[[], Row]] = {}
     for loop, addresses in servers.items():
         for transport in ("tcp", "unix"):

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.safety`: what safety costs, side by side in one run.
+"""`python -m benchmarks.safety`: measures the cost of checksums, TLS and tracing in one run.
 
-KV on its way: one engine writes to another over loopback TCP, plain, with checksums, inside TLS, and both. The cluster:
-requests of long prompts and short answers in a closed loop against clusters that all stand there at once, one measured
-at a time: nothing on, each thing alone, everything. Medians over the rounds, and of their ratios to the plain side.
+KV transfers: one engine writes to another over loopback TCP: plain, with checksums, with TLS, and with both. Cluster: a
+closed loop of requests with long prompts and short answers against clusters that all run at once and are measured one
+at a time: plain, each feature alone, all features. Medians over the rounds, and medians of the ratios to plain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCAB = 4_000
 BLOCK_BYTES, POOL_BYTES, IN_FLIGHT = 1 << 20, 64 << 20, 32
 TRANSFER_S = 1.0
 PLAIN = "plain"
-_MEMORY = ("--dram", "512MiB", "--kv-cache-memory", "128MiB")  # five clusters fit a machine
+_MEMORY = ("--dram", "512MiB", "--kv-cache-memory", "128MiB")  # small, so that five clusters fit a machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Side:
     tracing: bool = False
 
     def flags(self, files: TlsFiles, traces: Path) -> list[str]:
-        """Of `moonserve serve`, KV over tcp so that it can be encrypted."""
+        """Returns flags of `moonserve serve`. KV goes over TCP so that it can be encrypted."""
         flags = ["--transports", "tcp", "--num-threads", "1", "--store-nodes", "1", *_MEMORY]
         flags.append("--transfer-checksums" if self.checksums else "--no-transfer-checksums")
         if self.tls:
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def certificates(folder: Path) -> TlsFiles:
-    """Of a cluster that exists for the benchmark, by the openssl command."""
+    """Creates certificates for the benchmark's clusters with the openssl command."""
     if shutil.which("openssl") is None:
         raise SystemExit("needs openssl")
     key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
@@ -98,7 +98,7 @@ def certificates(folder: Path) -> TlsFiles:
 
 
 def transfers(files: TlsFiles, rounds: int) -> dict[str, list[float]]:
-    """Bytes per second of writes from engine to engine within this process, by side and round."""
+    """Returns bytes per second of writes between two engines in this process, by side and round."""
     sides = {side.name: side for side in SIDES if not side.tracing}
     sides["both"] = Side(name="both", checksums=True, tls=True)
     rates: dict[str, list[float]] = {name: [] for name in sides}
@@ -124,7 +124,7 @@ def _write_rate(options: TransferOptions) -> float:
             Transfer(Op.WRITE, source, offset, remote, offset, BLOCK_BYTES, window)
             for offset in range(0, IN_FLIGHT * BLOCK_BYTES, BLOCK_BYTES)
         ]
-        near.submit(batch, deadline_s=60).wait()  # connections and pages
+        near.submit(batch, deadline_s=60).wait()  # opens connections and touches pages
         began_at, moved = time.perf_counter(), 0
         while time.perf_counter() - began_at < TRANSFER_S:
             near.submit(batch, deadline_s=60).wait()
@@ -133,7 +133,7 @@ def _write_rate(options: TransferOptions) -> float:
 
 
 async def clusters(folder: Path, files: TlsFiles, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second by side and round; a round of warming up is not counted."""
+    """Returns tokens per second by side and round, without a warm-up round."""
     rates: dict[str, list[float]] = {side.name: [] for side in SIDES}
     with _all_running(folder, files) as standing:
         for name, _ in in_turns(list(standing), [None], rounds + 1):
@@ -159,7 +159,7 @@ def _all_running(folder: Path, files: TlsFiles) -> Iterator[Mapping[str, LocalCl
 
 
 async def _served_rate(url: str, seed: str) -> float:
-    """Tokens per second of a closed loop, prompts that nobody has asked before."""
+    """Returns tokens per second of a closed loop with new prompts."""
     prompts = random_prompts(REQUESTS, PROMPT_TOKENS, VOCAB, seed)
     async with StreamClient(url) as client:
         model = (await client.model(None)).name

@@ -1,12 +1,12 @@
-"""`make bench`: the cluster beside the bare engine and transformers `generate`, in one run on one machine.
+"""`make bench`: compares the cluster with the bare engine and transformers `generate`, in one run on one machine.
 
 Claims (medians over the rounds; each round measures every side, in turn):
-1. added time to first token over the bare engine's prefill, 512-token prompt, idle cluster: at most 15 ms;
+1. added TTFT over the bare engine's prefill, 512-token prompt, idle cluster: at most 15 ms;
 2. decode through the cluster at concurrency 8: at least 75 % of the bare engine's tokens/s;
 3. more output tokens/s at concurrency 8 than `generate` at batch 8;
 4. TTFT of a 512-token prompt with prefill and decode on one core each: below 187 ms.
-For 1 and 4 each worker is pinned to a core of its own; for 2 and 3 each computes with one thread, wherever the kernel
-likes, and so does the bare engine; `generate` takes all cores. Prompts never repeat, so no cache helps.
+For 1 and 4 each worker is pinned to its own core. For 2 and 3 each worker and the bare engine compute with one thread
+that is not pinned; `generate` uses all cores. Prompts never repeat, so no cache helps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from protocol.timeline import Timeline
 from traces.client import ModelFacts, StreamClient
 
 PROMPT_TOKENS = 512
-# By concurrency. Those of 8 must all decode at once for a while: the last one begins when seven prompts are computed.
+# By concurrency. At 8, all streams must decode at once for a while: the last one starts after seven prefills.
 OUTPUT_TOKENS = {1: 256, 8: 768, 32: 64}
 IDLE_REQUESTS = 10
 IDLE_OUTPUT_TOKENS = 32
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 class _Workers:
-    """The workers' processes, to be pinned to a core each or let go."""
+    """Processes of the workers; pins each to a core or releases all."""
 
     def __init__(self, launcher: int) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
@@ -100,7 +100,7 @@ async def _measure(url: str, workers: _Workers, rounds: int) -> dict[str, Any]:
     async with StreamClient(url) as client:
         facts = await client.model(None)
         sides: dict[str, list[dict[str, float]]] = {}
-        for number in range(-1, rounds):  # the first round warms everything up
+        for number in range(-1, rounds):  # the first round is a warm-up
             workers.pin()
             idle = await _idle_ttft(client, facts, bare, number)
             workers.release()
@@ -112,7 +112,7 @@ async def _measure(url: str, workers: _Workers, rounds: int) -> dict[str, Any]:
 
 
 async def _idle_ttft(client: StreamClient, facts: ModelFacts, bare: BareEngine, number: int) -> dict[str, float]:
-    """One request at a time, each prompt through the cluster and through the bare engine."""
+    """Measures one request at a time: each prompt through the cluster and through the bare engine."""
     assert facts.vocab_size is not None
     prompts = random_prompts(IDLE_REQUESTS, PROMPT_TOKENS, facts.vocab_size, f"idle {number}")
     cluster_ms, bare_ms = [], []

@@ -1,4 +1,4 @@
-"""Simulations of a benchmark: those that are missing are run, and on stderr it is told how far all is."""
+"""Runs the missing simulations of a benchmark, and reports progress on stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from traces.simulator.results import SimulationResult
 
 
 def simulated(works: Iterable[Work], trace: TraceFile, folder: Path, num_processes: int) -> Iterator[SimulationResult]:
-    """The result of each work, from what is kept in `folder` where it has been done before."""
+    """Returns the result of each work. Results that `folder` already holds are not simulated again."""
     archive, wanted = Archive.of(folder, trace), list(works)
     do_missing(wanted, trace, archive, num_processes=num_processes, tell=_tell)
     return map(archive.read, wanted)

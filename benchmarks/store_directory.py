@@ -1,9 +1,9 @@
-"""What the directory costs: bytes per block, events and prefix matches per second, at so many blocks and nodes.
+"""Measures the directory's bytes per block, events per second and prefix matches per second, by number of blocks.
 
-Keys are random, so nothing is near anything else in memory; chains are of 16 to 256 blocks, each on one to three nodes,
-held from its first block on. A lookup is one call of `Directory.match` with the leading blocks of a chain, all of them
-held. Figures are medians over rounds, each of all lookups. Resident memory is what the process grew by: of use for
-large directories only, since small ones fit into what the process had freed before.
+Keys are random, so that accesses have no locality. Chains have 16 to 256 blocks; one to three nodes hold each of them
+completely. A lookup is one call of `Directory.match` with the leading blocks of a chain, all of which are held. Match
+rates are medians over rounds, each of all lookups. Resident memory is the growth of the process. It is meaningful only
+for large directories, because small ones fit into memory that the process had freed before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.directory import Changes, Directory
 from protocol.ids import InstanceId
 from protocol.keys import KEY_BYTES
 
-BLOCKS_PER_MESSAGE = 40_000  # as nodes send them (`kvstore.event_log`)
+BLOCKS_PER_MESSAGE = 40_000  # as in nodes' messages (`kvstore.event_log`)
 SHORTEST, LONGEST = 16, 256
 MOST_REPLICAS = 3
 LOOKUP_LENGTHS = (1, 4, 16, 64, 256)
@@ -77,9 +77,9 @@ def measure(num_blocks: int, num_nodes: int, rounds: int) -> Row:
 
 
 def _chains(num_blocks: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Where each chain starts, and the end."""
+    """Returns the start of each chain, and the end of the last one."""
     lengths = rng.integers(SHORTEST, LONGEST + 1, num_blocks // SHORTEST + 1)
-    lengths[0] = LONGEST  # at least one, however few blocks there are
+    lengths[0] = LONGEST  # at least one, even with few blocks
     ends = np.cumsum(lengths)
     return np.concatenate([[0], ends[ends < num_blocks], [num_blocks]])
 
@@ -91,7 +91,7 @@ def _fill(
     num_nodes: int,
     rng: np.random.Generator,
 ) -> tuple[int, float]:
-    """The replicas there are, and the seconds that taking them in took; node by node, as inventories come."""
+    """Fills the directory node by node, as inventories arrive. Returns the number of replicas and the seconds."""
     num_chains = len(starts) - 1
     counts = rng.integers(1, MOST_REPLICAS + 1, num_chains)
     first = rng.integers(0, num_nodes, num_chains)
@@ -114,7 +114,7 @@ def _message(keys: Keys, starts: npt.NDArray[np.int64], chains: npt.NDArray[np.i
 
 
 def _wanted(keys: Keys, starts: npt.NDArray[np.int64], length: int, rng: np.random.Generator) -> list[bytes]:
-    """The leading blocks of chains that have so many."""
+    """Returns the `length` leading blocks of random chains that are long enough."""
     long_enough = np.flatnonzero(np.diff(starts) >= length)
     picked = starts[rng.choice(long_enough, LOOKUPS)]
     return [keys[start : start + length].tobytes() for start in picked]

@@ -1,14 +1,14 @@
-"""The SSD tier beside fio: the same disk, block size, depth and O_DIRECT, in turns.
+"""Compares the SSD tier with fio: the same disk, block size, depth and O_DIRECT, in turns.
 
-Two tiers as a node has them, one through io_uring and one by threads, and fio through io_uring (`--ioengine=io_uring
---iodepth=DEPTH`) and by threads (`--ioengine=psync --numjobs=DEPTH --thread`, each in a part of its own), always with
-`--direct=1 --time_based` over one file laid out before. Ratios are against the better fio. What a tier reads is
-verified, what it writes has headers and end marks besides. All write over blocks that were written before, as in a
-node that has run for a while; the event loop is the node's too, segments are as large as on a disk of 8 GiB and more,
-and blocks lie in memory that the tier knows. `depth` is the number of blocks under way, shared by --calls callers.
+Contestants are two tiers of a node, one with io_uring and one with threads, and fio with io_uring
+(`--ioengine=io_uring --iodepth=DEPTH`) and with threads (`--ioengine=psync --numjobs=DEPTH --thread`, each thread in
+its own part), always with `--direct=1 --time_based` on one preallocated file. Ratios are relative to the faster fio. A
+tier verifies its reads, and its writes include headers and end marks. All contestants overwrite blocks, as a node does
+that has run for a while; the tiers use the node's event loop, the segment size for disks of 8 GiB and more, and blocks
+in memory that the tier knows. `depth` is the number of blocks in flight, divided among --calls callers.
 
 With --flushing the tier flushes after every group, and fio calls fdatasync every `depth` blocks; otherwise the tier
-flushes once a second, and fio nothing.
+flushes once a second, and fio never.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ DEPTHS = (1, 8, 32)
 FIO_RUNTIME_MS = 500
 SEGMENT_BYTES = 256 * 2**20
 NUM_SEGMENTS = 6
-"""Of each tier; what was written is released before more is, so that no compaction runs."""
-OPERATIONS = ("write", "randwrite", "read", "randread")  # as fio calls them
+"""Number of segments of each tier. Blocks are released before others are written, so that no compaction runs."""
+OPERATIONS = ("write", "randwrite", "read", "randread")  # fio's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ Measure = Callable[[Load], Awaitable[float]]
 
 
 class Disk:
-    """A tier and the blocks that were written to it."""
+    """A tier under test; writes and reads blocks of generated data."""
 
     def __init__(self, tier: SsdTier, memory: memoryview, total_bytes: int, calls: int) -> None:
         self._tier = tier
@@ -69,7 +69,7 @@ class Disk:
         self._generation = 0
 
     async def measure(self, load: Load) -> float:
-        """Bytes per second."""
+        """Runs the load. Returns bytes per second."""
         written = await self._write(load)
         took, reads = written[0], written[1]
         if "read" in load.operation:
@@ -96,7 +96,7 @@ class Disk:
         ]
 
     def _batches(self, load: Load, slots: slice, nbytes: int) -> list[list[DiskWrite]]:
-        """What one caller writes. A node has such descriptions of its objects anyway; they are not the disk's work."""
+        """Returns the batches that one caller writes. They are prepared before timing, as a node has them anyway."""
         memories = self._memories(load, 0)[slots]
         checksums = [xxh3_64_intdigest(memory) for memory in memories]
         return [
@@ -111,7 +111,7 @@ class Disk:
         return [await self._tier.write(batch) for batch in batches]
 
     async def _read(self, load: Load, reads: Sequence[DiskRead]) -> float:
-        """Into memory of its own, each caller as many at once as are its part of the depth."""
+        """Reads into separate memory; each caller reads its share of the depth at once. Returns seconds."""
         into = self._memories(load, len(self._memory) // 2)
         aimed = [replace(read, memory=into[number % load.depth]) for number, read in enumerate(reads)]
         shares = self._shares(load)
@@ -123,7 +123,7 @@ class Disk:
         return time.perf_counter() - begin
 
     def _turns(self, load: Load, reads: Sequence[DiskRead]) -> range:
-        """Where each full depth begins; what is left at the end is not read."""
+        """Returns the first read of each batch of `depth` reads. An incomplete last batch is not read."""
         return range(0, len(reads) // load.depth * load.depth, load.depth)
 
     async def _read_share(self, batches: Sequence[Sequence[DiskRead]]) -> None:
@@ -131,7 +131,7 @@ class Disk:
             assert all(await self._tier.read(batch)), "a block was not read"
 
     def _shares(self, load: Load) -> list[slice]:
-        """The depth, divided among callers that do not wait for each other."""
+        """Divides the depth among callers that do not wait for each other."""
         size = -(-load.depth // self._calls)
         return [slice(begin, begin + size) for begin in range(0, load.depth, size)]
 
@@ -157,7 +157,7 @@ def _certain(place: Place | None) -> Place:
 
 
 class Fio:
-    """fio over one file, which is laid out before the first measurement."""
+    """fio on one file, which is written completely before the first measurement."""
 
     def __init__(self, path: Path, total_bytes: int, *, flushing: bool) -> None:
         self._path = path
@@ -166,11 +166,11 @@ class Fio:
         self._run(Load("write", 2**20, 8), *self._ring(8))
 
     def through_io_uring(self, load: Load) -> float:
-        """Bytes per second."""
+        """Runs the load with io_uring. Returns bytes per second."""
         return self._timed(load, *self._ring(load.depth))
 
     def by_threads(self, load: Load) -> float:
-        """Bytes per second."""
+        """Runs the load with one thread per unit of depth. Returns bytes per second."""
         part = self._total_bytes // load.depth
         own_parts = f"--size={part}", f"--offset_increment={part}"
         jobs = "--ioengine=psync", f"--numjobs={load.depth}", "--thread", "--group_reporting"
@@ -251,7 +251,7 @@ async def _measured(folder: Path, arguments: argparse.Namespace) -> list[dict[st
         }
         for disk in (ring, threads):
             for _ in range(2 * NUM_SEGMENTS * SEGMENT_BYTES // arguments.bytes):
-                await disk.measure(Load("write", 2**20, 8))  # every segment has been written once
+                await disk.measure(Load("write", 2**20, 8))  # until every segment is written
         loads = [Load(o, size, d) for o in arguments.operations for size in SIZES for d in DEPTHS]
         return await _rounds(contestants, loads, arguments.rounds)
 

@@ -1,9 +1,9 @@
-"""How much of a trace's prompts each eviction policy keeps: hit ratio against capacity.
+"""Measures the hit ratio of each eviction policy on a trace's prompts, against capacity.
 
-The catalog of a store node is driven with objects of one unit, one per hash id of the trace. A request leases its
-leading resident blocks (the hits), stores the others behind them, and lets go; one request at a time. So the figures
-are those of the product's policies under its own leaf-first rule. `belady` is the line to aim at: under that rule, for
-a store that must keep what comes in, it knows the trace and evicts what is needed again last.
+The benchmark drives the catalog of a store node with objects of one unit, one per hash id of the trace. A request
+leases its leading resident blocks (the hits), stores the other blocks behind them, and releases the lease; one request
+at a time. The figures therefore apply to the product's policies under its leaf-first rule. `belady` is the upper bound
+under that rule for a store that must keep new blocks: it knows the trace and evicts the block needed again last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
 
 CAPACITIES = (3_000_000, 10_000_000, 30_000_000)
 OPTIMUM = "belady"
-FULL = Watermarks(evict_above=1.0, evict_share=0.0)  # evict for space only, one at a time
+FULL = Watermarks(evict_above=1.0, evict_share=0.0)  # evict only for space, one block at a time
 
 Point = dict[str, Any]
 
@@ -43,11 +43,11 @@ class Prompt:
 
 
 class Belady(EvictionPolicy):
-    """What is needed again last goes first. `added` and `used` must come once per block of `prompts`, in order."""
+    """Evicts the block that is needed again last. Expects one `added` or `used` per block of `prompts`, in order."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         super().__init__()
-        self._uses: defaultdict[BlockKey, list[int]] = defaultdict(list)  # to come, latest first
+        self._uses: defaultdict[BlockKey, list[int]] = defaultdict(list)  # future uses, latest first
         for position, prompt in reversed(list(enumerate(prompts))):
             for key in prompt.keys:
                 self._uses[key].append(position)
@@ -65,7 +65,7 @@ class Belady(EvictionPolicy):
 
 
 class Silence:
-    """Nobody wants to know what the catalog holds."""
+    """Listener that ignores changes of the catalog."""
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None: ...
 
@@ -107,7 +107,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def prompts_of(records: Sequence[TraceRecord], full_blocks: bool = False) -> list[Prompt]:
-    """One key per hash id; with `full_blocks` only those that a whole block of tokens stands behind."""
+    """Returns prompts with one key per hash id; with `full_blocks`, only hash ids of whole blocks of tokens."""
     prompts = []
     for record in records:
         num_full = record.input_length // TOKENS_PER_HASH
@@ -119,7 +119,7 @@ def prompts_of(records: Sequence[TraceRecord], full_blocks: bool = False) -> lis
 
 
 def measure(name: str, policy: EvictionPolicy, prompts: Sequence[Prompt], capacity: int | None) -> Point:
-    """One point of the plot. `capacity` is in tokens; None = everything fits."""
+    """Measures one point of the plot. `capacity` is in tokens; None = all blocks fit."""
     num_blocks = sum(len(prompt.keys) for prompt in prompts)
     room = num_blocks if capacity is None else capacity // TOKENS_PER_HASH
     hits = replay(policy, prompts, room)
@@ -133,14 +133,14 @@ def measure(name: str, policy: EvictionPolicy, prompts: Sequence[Prompt], capaci
 
 
 def replay(policy: EvictionPolicy, prompts: Sequence[Prompt], room: int) -> list[int]:
-    """Each prompt's number of leading blocks that were resident, in a store with room for so many blocks.
+    """Returns each prompt's number of resident leading blocks, in a store with room for `room` blocks.
 
-    Raises ValueError when a prompt alone is larger than that.
+    Raises ValueError if a single prompt is larger than the store.
     """
     catalog = Catalog(
         room * ALIGNMENT,
         index=KeyIndex(),
-        policies=lambda: policy,  # of memory; without a disk the other one has nothing to do
+        policies=lambda: policy,  # used for memory; without a disk, the disk's policy is idle
         announce=Silence(),
         watermarks=FULL,
     )
@@ -152,7 +152,7 @@ def _serve(catalog: Catalog, prompt: Prompt) -> int:
     held = [stored for stored in itertools.takewhile(bool, found) if stored]
     for stored in held:
         catalog.hold(stored)
-    catalog.used(reversed(held))  # as a lease does
+    catalog.used(reversed(held))  # in the order of a lease
     for parent, key in itertools.pairwise((None, *prompt.keys)):
         if key is not None and catalog.find(key) is None:
             stored_new = catalog.reserve(Wish(key=key, parent=parent, length=ALIGNMENT))
@@ -165,7 +165,7 @@ def _serve(catalog: Catalog, prompt: Prompt) -> int:
 
 
 def report(points: Sequence[Point]) -> str:
-    """A row per policy, a column per capacity: hits of all blocks, of all prompt tokens in brackets."""
+    """Returns a table with a row per policy and a column per capacity: hit ratio of blocks (of prompt tokens)."""
     capacities = list(dict.fromkeys(point["capacity_tokens"] for point in points))
     cells = {(point["policy"], point["capacity_tokens"]): _cell(point) for point in points}
     names = list(dict.fromkeys(point["policy"] for point in points))

@@ -1,9 +1,9 @@
-"""A worker's load of stored blocks beside the public client's read of the same: `python -m benchmarks.store_load`.
+"""Compares a worker's load and put of stored blocks with the public client's: `python -m benchmarks.store_load`.
 
-32 blocks of 64 KiB lie in a store process on this host. The worker reads them into its pool, each in many pieces
-(`prefill_worker.stores.load_prefix`), and puts others; the public client reads and puts them as values in one piece
-(`batch_get_into`, `batch_put_from`). Both verify the writers' checksums. In turns, call by call; the medians of all
-calls of each round, and of the rounds' ratios the median.
+A store process on this host holds 32 blocks of 64 KiB. The worker reads them into its pool, each in many pieces
+(`prefill_worker.stores.load_prefix`), and puts other blocks; the public client reads and puts values in one piece
+(`batch_get_into`, `batch_put_from`). Both verify the writers' checksums. Calls alternate. Figures are medians over the
+rounds of each round's median call, and the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from worker.memory import KvMemory
 NUM_BLOCKS = 32
 LAYOUT = KvLayout(num_layers=8, block_size=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 POOL_BLOCKS = 103
-"""Not a power of two, or all pieces of a block would share few lines of the caches."""
+"""Not a power of two: all pieces of a block would map to few sets of the caches."""
 NUM_CALLS = 40
 PATIENCE = Patience(base_s=30.0)
 CHOICE = LoadChoice(num_parts=1, part_s=(), totals_s=())
@@ -46,7 +46,7 @@ def keys_of(run: int) -> list[BlockKey]:
 
 
 async def calls(stack: AsyncExitStack, transport: str) -> dict[str, tuple[Call, Call]]:
-    """The worker's call and the public client's, by what they do."""
+    """Returns the worker's and the public client's call, by operation."""
     address = await stack.enter_async_context(store_process("shm,tcp", 512 << 20))
     options = TransferOptions(transports=(transport,), checksums=False)
     transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, options=options))
@@ -101,14 +101,14 @@ async def calls(stack: AsyncExitStack, transport: str) -> dict[str, tuple[Call, 
 
 
 async def round_of(pair: tuple[Call, Call]) -> tuple[float, float]:
-    """Median milliseconds of either call."""
+    """Returns the median milliseconds of each call."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(NUM_CALLS):
         for call, times in zip(pair, seconds, strict=True):
             began_at = time.perf_counter()
             await call()
             times.append(time.perf_counter() - began_at)
-            await asyncio.sleep(0)  # what a call left behind is not the next one's
+            await asyncio.sleep(0)  # lets callbacks of a call run before the next call
     return median(seconds[0]) * 1e3, median(seconds[1]) * 1e3
 
 

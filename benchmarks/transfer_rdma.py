@@ -1,8 +1,8 @@
-"""RDMA from Python against perftest's C programs on the same device, in the same run.
+"""Compares RDMA from Python with perftest's C programs on the same device, in the same run.
 
 `python -m benchmarks.transfer_rdma [--rail rxe0:1]` on a machine with a device, or in the guest:
-`python -m tests.rdma.guest -- python -m benchmarks.transfer_rdma`. Each size is measured in turn, first
-ib_read_bw and ib_write_bw, then an engine with its peer in another process; medians of `--rounds`.
+`python -m tests.rdma.guest -- python -m benchmarks.transfer_rdma`. For each size, ib_read_bw or ib_write_bw and an
+engine with its peer in another process run in turn; figures are medians of `--rounds`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def options(rail: str, *, checksums: bool) -> TransferOptions:
 
 
 def serve(rail: str, nbytes: int) -> None:
-    """The peer: says where its memory is, and lives until stdin ends."""
+    """Runs the peer: prints the location of its memory, and serves until stdin ends."""
     with TransferEngine(cluster_token=TOKEN, options=options(rail, checksums=False)) as engine:
         segment = engine.allocate(nbytes, readable=True)
         window_id = engine.open_window(segment, [(0, nbytes)])
@@ -65,7 +65,7 @@ def peer(rail: str, nbytes: int) -> Iterator[tuple[RemoteSegment, int]]:
 class Ours:
     """An engine that moves `total` bytes per measurement as one list of pieces.
 
-    All pieces are the same memory, as perftest's messages are: it has one buffer of one message's size.
+    All pieces are the same memory, as in perftest, which has one buffer of the size of a message.
     """
 
     def __init__(self, engine: TransferEngine, local: Segment, remote: RemoteSegment, window_id: int) -> None:
@@ -82,7 +82,7 @@ class Ours:
 
 
 def perftest_bytes_per_s(op: Op, rail: str, size: int, total: int) -> float:
-    """perftest says MB/s, meaning MiB/s."""
+    """Returns perftest's bandwidth. Its unit "MB/s" means MiB/s."""
     port = choose(discover(), [rail])[0]
     assert port.gid is not None
     command = [_PROGRAMS[op], "-d", port.device, "-i", str(port.number), "-x", str(port.gid.index)]
@@ -92,10 +92,10 @@ def perftest_bytes_per_s(op: Op, rail: str, size: int, total: int) -> float:
             while server.poll() is None:
                 client = subprocess.run([*command, port.gid.ip], capture_output=True, text=True)
                 found = _AVERAGE.search(client.stdout)
-                if found is not None and float(found[1]):  # it says 0 when its clock is unsure
+                if found is not None and float(found[1]):  # perftest prints 0 if its clock is unreliable
                     server.wait()
                     return float(found[1]) * (1 << 20)
-                time.sleep(0.2)  # it does not listen yet
+                time.sleep(0.2)  # the server does not listen yet
     raise RuntimeError(f"{command[0]} says {client.stdout}{client.stderr}")
 
 

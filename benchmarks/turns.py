@@ -1,4 +1,4 @@
-"""Contestants take turns at every load, round by round, so that a busy neighbour disturbs some of each."""
+"""Interleaves contestants at every load, round by round, so that a busy neighbour disturbs all of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ L = TypeVar("L")
 
 
 def in_turns(seats: Sequence[S], loads: Sequence[L], rounds: int, *, first: int = 0) -> Iterator[tuple[S, L]]:
-    """Each seat at each load, once in every round; nobody always comes after the same one. `first`: rounds that were
-    measured before."""
+    """Yields each seat at each load once per round. The first seat rotates from round to round. `first`: number of
+    rounds measured before."""
     for number in range(first, rounds):
         begin = time.monotonic()
         shift = number % len(seats)

@@ -1,4 +1,4 @@
-/* Reads memory once from front to back, as fast as one core can: what a step that does nothing else would take. */
+/* Reads memory once from front to back, as fast as one core can: the lower bound of a step's time. */
 #include <stdint.h>
 
 typedef uint64_t Line __attribute__((vector_size(64)));

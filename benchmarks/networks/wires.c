@@ -1,14 +1,14 @@
-/* A switch between hosts, in user space, for kernels without sch_netem: every host is a TUN device, and what it sends
- * leaves after its turn on a link of limited rate (a queue of limited length before it), a delay, and luck.
+/* A switch between hosts, in user space, for kernels without sch_netem: every host is a TUN device, and its packets
+ * pass a link of limited rate with a queue of limited length, a delay, and random loss.
  *
  *   wires FD...      descriptors of TUN devices; host i has the address 10.77.0.(i+1)
  *
- * Told by lines on stdin, each answered by "ok":
- *   link HOST DELAY_US LOSS_PPM BYTES_PER_S QUEUE_BYTES     of all that HOST sends; BYTES_PER_S 0 = without limit
+ * Commands are lines on stdin. The answer to each is "ok", or "what?" if the line is invalid:
+ *   link HOST DELAY_US LOSS_PPM BYTES_PER_S QUEUE_BYTES     for all packets from HOST; BYTES_PER_S 0 = unlimited
  *   cut FROM TO | heal FROM TO                              one direction
  *   counts HOST                                             answers "ok SENT_PACKETS LOST CUT OVERFLOWN"
  *
- * Its rule: packets of one host leave in their order. Ends with its stdin.
+ * Packets of one host stay in order. The program exits at the end of stdin.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -62,7 +62,7 @@ static uint64_t draw(void) {
   return luck;
 }
 
-/* The host that a packet is for, or -1: only IPv4 to one of ours. */
+/* Returns the destination host of a packet, or -1 if the packet is not IPv4 to one of the hosts. */
 static int destination(const unsigned char *packet, size_t length) {
   uint32_t address;
   if (length < 20 || packet[0] >> 4 != 4) return -1;
@@ -71,7 +71,7 @@ static int destination(const unsigned char *packet, size_t length) {
   return index < (uint32_t)num_hosts ? (int)index : -1;
 }
 
-/* When the last byte has left the link; 0 when the queue is full. */
+/* Returns the time at which the last byte leaves the link; 0 if the queue is full. */
 static int64_t departure(struct host *from, size_t length, int64_t now) {
   if (!from->bytes_per_s) return now;
   int64_t begin = from->busy_until_ns > now ? from->busy_until_ns : now;
@@ -115,13 +115,13 @@ static void receive(struct host *from) {
   }
 }
 
-/* Hands over what has arrived; the nanoseconds until the next packet does, or -1. */
+/* Delivers the packets that are due. Returns the nanoseconds until the next one is due, or -1 if there is none. */
 static int64_t deliver(struct host *from) {
   while (from->first) {
     struct packet *packet = from->first;
     int64_t early_ns = packet->due_ns - now_ns();
     if (early_ns > 0) return early_ns;
-    /* Cut while it was on its way. A full device drops, as any does. */
+    /* The link may be cut while the packet is in flight. A full device drops packets, as any device does. */
     if (from->is_cut[packet->to]) from->cut++;
     else if (write(hosts[packet->to].fd, packet->bytes, packet->length) < 0 && errno != EAGAIN) from->lost++;
     from->first = packet->next;
@@ -159,7 +159,7 @@ static void obey(const char *line) {
   fflush(stdout);
 }
 
-/* Whole lines; 0 at the end of stdin. */
+/* Executes the complete lines of stdin. Returns 0 at the end of stdin, or if a line is too long. */
 static int listen_to_stdin(void) {
   static char text[4096];
   static size_t length;

@@ -1,4 +1,4 @@
-/* Predictions of TTFT at prefill instances, and waits in their queues by rank.
+/* Predicts TTFT at prefill instances, and the waits in their queues by rank.
  *
  * Python allocates all memory and checks all bounds; one thread uses it. Sums are added in the same order as in Python,
  * so that both give the same numbers.
@@ -8,7 +8,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-/* A row per instance; see `Offers`. */
+/* One row per instance, as in `Offers` of conductor/policies/base.py. */
 typedef struct {
     const int64_t *device_blocks, *prefix_blocks;
     const double *queue_s, *local_s, *remote_s, *c0, *c1, *c2;
@@ -27,8 +27,8 @@ static void predict(const Offers *offers, int64_t row, double num_tokens, double
     terms[TTFT] = terms[LOAD] + terms[TRANSFER] + offers->queue_s[row] + terms[PREFILL];
 }
 
-/* With what is missing of the best prefix computed or fetched, whichever is faster. `out`: [NUM_TERMS + 1][count], last
- * what computing the missing blocks takes; `reuse` is written. */
+/* Predicts with the missing blocks of the best prefix computed or fetched, whichever is faster. Writes `reuse` and
+ * `out` [NUM_TERMS + 1][count], whose last row is the time that computing the missing blocks takes. */
 PUBLIC void prefills_faster(const Offers *offers, int64_t count, double num_tokens, double block_size,
                             int64_t best_blocks, int64_t *reuse, double *out) {
     for (int64_t row = 0; row < count; row++) {
@@ -46,14 +46,14 @@ PUBLIC void prefills_faster(const Offers *offers, int64_t count, double num_toke
 
 static double least(double a, double b) { return a < b ? a : b; }
 
-/* What waits at one instance, in order, and what runs; see `QueueRecord`. */
+/* Prompts that wait at one instance, in order, and the running one; see `QueueRecord` in kernels.py. */
 typedef struct {
-    const double *places; /* of what waits */
-    const double *sums; /* seconds before each of them, and of all */
+    const double *places; /* of the waiting prompts */
+    const double *sums; /* prefill seconds before each of them, and of all */
     double count, is_running, running_place, running_s, began_at, step_s, surplus_s;
 } Queue;
 
-/* Of least_added_delay.py, with `prices` where there is a steepness. */
+/* Terms of least_added_delay.py; `prices` is not 0 if there is a steepness. */
 typedef struct {
     double patience, keeps_objective, prices, steepness, late, late_patience, counts_delayed, copy;
 } Terms;
@@ -68,7 +68,7 @@ static int64_t number_up_to(const Queue *queue, double place) {
     return low;
 }
 
-/* Seconds until one that arrives now and yields for `rank` begins, and how many it goes before. */
+/* Returns the seconds until a prompt that arrives now with `rank` begins. Writes how many prompts it overtakes. */
 static double look(const Queue *queue, double now, double rank, double *num_delayed) {
     double place = now + rank, passed_s = now - queue->began_at;
     int64_t before = number_up_to(queue, place);
@@ -82,8 +82,8 @@ static double look(const Queue *queue, double now, double rank, double *num_dela
     return left_s + queue->sums[before] + queue->surplus_s;
 }
 
-/* For how long a prompt lets others pass where `queue_s` waits before all that is late (terms 1 to 3 of
- * least_added_delay.py). */
+/* Returns for how long a prompt lets others pass (terms 1 to 3 of least_added_delay.py). `queue_s`: its wait if it goes
+ * before all late prompts. */
 static double yields_s(double prefill_s, double queue_s, double slo_s, const Terms *terms) {
     double patience_s = terms->patience * prefill_s;
     if (isinf(slo_s)) return patience_s;
@@ -97,8 +97,8 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
     return rest_s < patience_s ? rest_s : patience_s;
 }
 
-/* Rank, wait and what others wait longer, of one instance; `queue_s` until all that is there has run. No rank counts as
- * more than `limit`, and all are shifted. */
+/* Writes rank, wait and added wait of others at one instance. `queue_s`: seconds until all its prompts have run. Ranks
+ * are capped at `limit` and then shifted by `shift_s`. */
 static void look_at(const Queue *queue, const Terms *terms, double now, double slo_s, double prefill_s, double queue_s,
                     double limit, double shift_s, double *rank, double *wait_s, double *added_s) {
     double num_delayed = 0.0;
@@ -107,7 +107,7 @@ static void look_at(const Queue *queue, const Terms *terms, double now, double s
         *wait_s = *added_s = 0.0;
         return;
     }
-    /* Prompts that are late have ranks beyond the objective, until their time comes. */
+    /* Late prompts have ranks beyond the objective until their time comes. */
     double before_late_s = queue_s;
     if (!isinf(slo_s)) before_late_s = look(queue, now, least(slo_s, limit) + shift_s, &num_delayed);
     *rank = yields_s(prefill_s, before_late_s, slo_s, terms);
@@ -117,8 +117,8 @@ static void look_at(const Queue *queue, const Terms *terms, double now, double s
 
 enum { RANK, QUEUE, ADDED, NEW_TTFT, SCORE };
 
-/* All instances, those in `rows` by their queues, the others in order of arrival and never chosen. `found`: what
- * prefills_faster wrote; `limits`: of each instance, may be null. `out`: [SCORE + 1][count]. */
+/* Scores the instances in `rows` by their queues; the others count as in order of arrival and are never chosen.
+ * `found`: the output of prefills_faster. `limits`: one per instance, may be null. `out`: [SCORE + 1][count]. */
 PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t count, const int64_t *rows,
                            const Queue *const *queues, int64_t num_rows, const Terms *terms, double now, double slo_s,
                            const double *limits, double shift_s, double *out) {
@@ -140,7 +140,7 @@ PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t c
         score[i] = terms->counts_delayed != 0.0 ? cost_s + added_s[i] : cost_s;
     }
     for (int64_t i = 0; i < count; i++) {
-        if (rank[i] > slo_s && wait_s[i] < slo_s) wait_s[i] = slo_s; /* no more is known than that it is late */
+        if (rank[i] > slo_s && wait_s[i] < slo_s) wait_s[i] = slo_s; /* it is known to be late, not how late */
         new_ttft_s[i] = ttft_s[i] - queue_s[i] + wait_s[i];
     }
 }

@@ -1,4 +1,4 @@
-/* Sequences at decode instances: what each adds to sums at a few instants, and decode steps with a newcomer among them.
+/* Sequences at decode instances: sums of their loads at a few instants, and decode step times with a newcomer.
  *
  * Python allocates all memory and checks all bounds; one thread uses it.
  */
@@ -10,7 +10,7 @@
 enum { RUNNING, CONTEXT, HELD, NUM_SUMS };
 enum { NOW, LANDING, LATER, NUM_LOOKS };
 
-/* By slot, but for `sums`, which is by instance, and `instants`. */
+/* By slot, except `sums`, which is by instance, and `instants`. */
 typedef struct {
     const int64_t *owner;
     const double *tokens, *most, *begins_at, *as_of, *generated, *step_s, *end_rate;
@@ -26,20 +26,20 @@ typedef struct {
     const int64_t *free_blocks;
 } Decodes;
 
-/* In the order of `_QUESTION` in kernels.py; `after`: a whole number, the instant at or after that of the look. */
+/* In the order of `_QUESTION` in kernels.py. `after`: an integer, the index of the instant at or after the look. */
 typedef struct {
     double after[NUM_LOOKS], weight[NUM_LOOKS], own_tokens[NUM_LOOKS];
     double num_overtaking, expected_output, needed_blocks, block_size;
 } Question;
 
-/* Of each instance with the newcomer, [instances] each. */
+/* Results for each instance with the newcomer, [instances] each. */
 enum { SEQS, TOKENS, LANDING_SEQS, LANDING_TOKENS, SPARE, TBT, LANDING_TBT, LATER_TBT };
 
 static double most(double a, double b) { return a > b ? a : b; }
 static double least(double a, double b) { return a < b ? a : b; }
 
-/* A sequence that begins after an instant and is over before the next one would be seen at neither. It counts at both by
- * the share of the time between them that it runs. */
+/* A sequence that begins after an instant and ends before the next one would count at neither. Here it counts at both,
+ * weighted by the share of the time between them that it runs. */
 static void draw_short(const Sequences *all, int64_t slot, int64_t count, double mean_s, double *shape) {
     double as_of = all->as_of[slot], first = all->tokens[slot] + all->generated[slot];
     for (int64_t i = 1; i < count; i++) {
@@ -63,7 +63,7 @@ static void draw(const Sequences *all, int64_t slot, int64_t count, double *shap
     double first = all->tokens[slot] + all->generated[slot];
     for (int64_t i = 0; i < count; i++) {
         double instant = all->instants[i], passed_s = most(instant - as_of, 0.0);
-        /* It is there now, whenever it was looked at: only what comes after now may end it. */
+        /* The sequence exists now, whatever `as_of` is: it can end only in the time after now. */
         double at_risk_s = least(passed_s, instant - all->instants[0]);
         double likely = passed_s < left_s ? exp(at_risk_s * rate) : 0.0;
         double held = (passed_s / step_s + first) * likely;
@@ -75,7 +75,7 @@ static void draw(const Sequences *all, int64_t slot, int64_t count, double *shap
     draw_short(all, slot, count, 1.0 / (1.0 / most(left_s, step_s) - rate), shape);
 }
 
-/* Draws these slots anew and changes the sums by the difference; with `afresh` they are added whole. */
+/* Recomputes the shapes of the slots and adds the differences to the sums, or with `afresh` the whole shapes. */
 PUBLIC void sequences_draw(const Sequences *all, const int64_t *slots, int64_t num_slots, int64_t count,
                            int32_t afresh) {
     int64_t size = NUM_SUMS * count;
@@ -106,7 +106,7 @@ PUBLIC void sequences_weigh(const Sequences *all, int64_t count, const Decodes *
             double weight = asked->weight[look];
             double num = most(between(sums + RUNNING * count, after, weight) + decodes->other_seqs[row], 0.0) + 1.0;
             double context = most(between(sums + CONTEXT * count, after, weight) + decodes->other_tokens[row], 0.0);
-            double more = look == NOW ? 0.0 : asked->num_overtaking; /* of the mean length of those that are there */
+            double more = look == NOW ? 0.0 : asked->num_overtaking; /* each as long as the mean of the present ones */
             tokens[look] = (context + asked->own_tokens[look]) * (1.0 + more / num);
             seqs[look] = num + more;
             held[look] = between(sums + HELD * count, after, weight);
@@ -114,7 +114,7 @@ PUBLIC void sequences_weigh(const Sequences *all, int64_t count, const Decodes *
             step_s[look] = decodes->c0[row] + decodes->c1[row] * running
                 + decodes->c2[row] * (tokens[look] * running / seqs[look]);
         }
-        /* Blocks left for others at the worst of these moments, with the newcomer's whole answer. */
+        /* Blocks left for others at the worst of these instants, with the newcomer's whole output. */
         double grown = most(held[LANDING], held[LATER]) - held[NOW] + asked->expected_output;
         double spare = (double)decodes->free_blocks[row] - asked->needed_blocks - grown / asked->block_size;
         double results[] = {seqs[NOW], tokens[NOW], seqs[LANDING], tokens[LANDING],

@@ -1,5 +1,5 @@
-/* Attention of a step over the paged KV pool: single tokens (decode.h) and tiles of prompts (prefill.h), shared out among
- * a crew's threads. */
+/* Attention of one step over the paged KV pool: single tokens (decode.h) and tiles of prompts (prefill.h), divided
+ * among the threads of a crew. */
 #pragma once
 
 #include "../native/crew_life.h"
@@ -8,7 +8,7 @@
 
 template <typename T, typename S> static void attend_tiles(const Plan &plan, const Tensors<T, S> &tensors) {
     share(plan.crew, plan.num_tiles * plan.kv_heads, 1, [&](int64_t from, int64_t to) {
-        for (int64_t n = from; n < to; n++) /* a KV head's tiles in a row: its K and V stay near */
+        for (int64_t n = from; n < to; n++) /* all tiles of a KV head in a row: its K and V stay cached */
             attend_tile(plan, tensors, plan.tiles[n % plan.num_tiles], n / plan.num_tiles);
     });
 }

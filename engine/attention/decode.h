@@ -1,10 +1,10 @@
-/* Decode: one query token per sequence. Bound by memory, so K and V are read once, where they lie, for all the query
- * heads that share them, and the next tile is fetched meanwhile, some lines at a time: a core waits for few at once, and
- * stops when more are asked for. Measured twice as fast as a burst for each head over all of a longer tile.
+/* Decode: attention of one query token per sequence. It is memory-bound, so K and V are read once, in place, for all
+ * query heads that share them, and the next tile is prefetched meanwhile, some cache lines at a time: a core has few
+ * loads in flight and stalls on more. Measured twice as fast as one burst per head over the whole of a longer tile.
  *
- * What a token sees is cut into pieces that depend on its length alone, and merged in their order: results do not depend
- * on the number of threads, nor on what else is in the batch. Softmax is online, in float32. T is what queries are, S what
- * lies in the pool.
+ * The context of a token is cut into pieces that depend on its length only and are merged in order: results depend
+ * neither on the number of threads nor on the rest of the batch. Softmax is online, in float32. T is the element type
+ * of the queries, S the element type of the pool.
  */
 #pragma once
 
@@ -12,10 +12,10 @@
 
 constexpr int64_t DECODE_TILE = 16; /* tokens at a time, within one block */
 constexpr int64_t MAX_SUMS = (MAX_HEAD_DIM + LANES - 1) / LANES;
-constexpr int64_t SINGLES_AT_ONCE = 4; /* whose pieces a thread merges, at least: less than waking one costs */
-constexpr float NOTHING = -1e30f; /* a score of which nothing remains */
+constexpr int64_t SINGLES_AT_ONCE = 4; /* a thread merges at least this many: fewer cost less than waking it */
+constexpr float NOTHING = -1e30f; /* a score whose weight is 0 */
 
-/* Running softmax of all heads of a row. Of each vector of words of V, `sums` has the low elements, then the high ones. */
+/* Online softmax of all heads of a row. For each vector of words of V, `sums` has the low, then the high elements. */
 struct Running {
     float highest[MAX_HEADS]; /* scaled score */
     Floats totals[MAX_HEADS];
@@ -23,7 +23,7 @@ struct Running {
     Words queries[MAX_HEADS * MAX_SUMS];
 };
 
-/* Tokens of one block, and those that come next (none: null). */
+/* Tokens of one block, and the tokens of the next stretch (null if there is none). */
 template <typename S> struct Stretch {
     const S *keys, *values; /* of the first token and KV head */
     int64_t count;
@@ -31,17 +31,17 @@ template <typename S> struct Stretch {
     int64_t next_count;
 };
 
-/* Into the second cache, which waits for more lines at once than the first (Zen 4: 1.4 to 1.9 times as fast). */
+/* Prefetches into the L2 cache, which has more lines in flight than L1 (Zen 4: 1.4 to 1.9 times as fast). */
 template <typename T> INLINE void fetch(const T *from, int64_t elements, int64_t rows, int64_t stride) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t offset = 0; offset < elements * (int64_t)sizeof(T); offset += 64)
             __builtin_prefetch((const char *)(from + row * stride) + offset, 0, 1);
 }
 
-/* A head size that the compiler knows, as DIM, is worth up to a tenth; 0 stands for any. */
+/* Returns the head size. A compile-time size, DIM, saves up to a tenth of the time; DIM 0 stands for any size. */
 template <int64_t DIM> INLINE int64_t head_dim(const Plan &plan) { return DIM > 0 ? DIM : plan.head_dim; }
 
-/* Vectors of words of a head. */
+/* Returns the number of vectors of words of a head. */
 template <typename S, int64_t DIM> INLINE int64_t num_vectors(const Plan &plan) {
     return (head_dim<DIM>(plan) + LANES * PER_WORD<S> - 1) / (LANES * PER_WORD<S>);
 }
@@ -54,13 +54,13 @@ template <typename S, int64_t DIM> INLINE Words load_head(const Plan &plan, cons
     return load_words(from, left * (int64_t)sizeof(S));
 }
 
-/* As heads of the pool are loaded. */
+/* Loads a vector of a query in the layout in which heads of the pool are loaded. */
 template <typename S, int64_t DIM, typename T> INLINE Words load_query(const Plan &plan, const T *query, int64_t vector) {
     if constexpr (QUANTISED<S>) return (Words)load_some(query + vector * LANES, head_dim<DIM>(plan) - vector * LANES);
     else return load_head<T, DIM>(plan, query, vector);
 }
 
-/* What codes of these tokens' heads are worth; as in scores, tokens behind the last are the last one again. */
+/* Returns the scales of the tokens' heads. As in `score`, places behind the last token repeat the last one. */
 template <typename S, int64_t DIM> INLINE Floats scales_of(const Plan &plan, const S *heads, int64_t count) {
     if constexpr (!QUANTISED<S>) return splat(1.0f);
     Floats scales;
@@ -69,7 +69,7 @@ template <typename S, int64_t DIM> INLINE Floats scales_of(const Plan &plan, con
     return scales;
 }
 
-/* scores[g][b]: 16 tokens' dot products with query head g. Tokens behind the last are the last one again. */
+/* scores[g][b]: dot products of 16 tokens with query head g. Places behind the last token repeat the last one. */
 template <typename S, int64_t DIM, int HEADS>
 INLINE void score(const Plan &plan, const Words *queries, const S *keys, int64_t count,
                   Floats (&scores)[HEADS][DECODE_TILE / LANES]) {
@@ -104,8 +104,8 @@ INLINE void score(const Plan &plan, const Words *queries, const S *keys, int64_t
 
 static_assert(DECODE_TILE == LANES, "scales are one vector");
 
-/* Turns scores into weights by the new maximum of each head; returns in `rescale` what was summed so far is worth. The
- * tokens' scores are worth `scales`; `value_scales` go into the weights and not into the totals. */
+/* Turns scores into weights by the new maximum of each head. `rescale` gets the factor of all earlier sums. The scores
+ * are multiplied by `scales`; the weights, but not the totals, by `value_scales`. */
 template <int HEADS>
 INLINE void weigh(Floats scales, Floats value_scales, int64_t count, float *highest, Floats *totals,
                   Floats (&scores)[HEADS][DECODE_TILE / LANES], float (&weights)[HEADS][DECODE_TILE],
@@ -151,13 +151,13 @@ INLINE void add_values(const Plan &plan, const S *values, int64_t count, const f
     }
 }
 
-/* A part of the next stretch's K and V: rows of elements. */
+/* A part of the next stretch's K and V to prefetch: rows of elements. */
 template <typename S> struct Ahead {
     const S *keys, *values;
     int64_t elements, rows, stride;
 };
 
-/* One of as many parts as there are KV heads; all of it is one row where the pool has no other heads between. */
+/* Returns one of `kv_heads` parts. The stretch is one row if the pool has no other heads between its tokens. */
 template <typename S> INLINE Ahead<S> part_ahead(const Plan &plan, const Stretch<S> &at, int64_t own, int64_t part) {
     const int64_t parts = plan.kv_heads, stride = plan.slot_stride;
     if (own == stride) {
@@ -168,7 +168,7 @@ template <typename S> INLINE Ahead<S> part_ahead(const Plan &plan, const Stretch
     return {at.next_keys + first * stride, at.next_values + first * stride, own, end - first, stride};
 }
 
-/* HEADS query heads from `head` on, which share one KV head, over one stretch. */
+/* Attends from HEADS query heads that share one KV head, starting at `head`, to one stretch. */
 template <typename S, int64_t DIM, int HEADS>
 INLINE void attend_heads(const Plan &plan, Running &running, int64_t head, const S *keys, const S *values, int64_t count,
                          const Ahead<S> &ahead) {
@@ -201,13 +201,13 @@ INLINE void attend_stretch(const Plan &plan, Running &running, const Stretch<S> 
     }
 }
 
-/* Where sums have element d of a head. */
+/* Returns the place of a head's element d in `sums`. */
 template <typename S> INLINE int64_t sums_place(int64_t d) {
     const int64_t vector = d / (LANES * PER_WORD<S>), part = d % PER_WORD<S>;
     return (vector * PER_WORD<S> + part) * LANES + d / PER_WORD<S> % LANES;
 }
 
-/* Where the stretch that starts at this token of the piece ends. */
+/* Returns the end of the stretch that starts at `token`. */
 INLINE int64_t stretch_end(const Plan &plan, const Piece &piece, int64_t token) {
     return least(least(piece.end, token + DECODE_TILE), (token / plan.block_size + 1) * plan.block_size);
 }
@@ -220,8 +220,8 @@ INLINE void announce(const Plan &plan, const Tensors<T, S> &tensors, const Piece
     before.next_count = stretch_end(plan, piece, token) - token;
 }
 
-/* The piece's part of the output, unweighted: per head its highest score, total and sums. `following`: the piece that
- * this thread will probably take next, or null. */
+/* Writes the piece's partial output, not normalized: per head its highest score, total and sums. `following`: the piece
+ * that this thread probably takes next, or null. */
 template <int64_t DIM, typename T, typename S>
 static void attend_piece(const Plan &plan, const Tensors<T, S> &tensors, const Piece &piece, const Piece *following,
                          float *partial) {
@@ -252,7 +252,7 @@ static void attend_piece(const Plan &plan, const Tensors<T, S> &tensors, const P
     }
 }
 
-/* One token's output from its pieces, in their order. */
+/* Computes one token's output from its pieces, in their order. */
 template <typename T> static void merge_pieces(const Plan &plan, T *out, const Single &single) {
     const int64_t entry = plan.head_dim + 2, step = plan.heads * entry;
     for (int64_t h = 0; h < plan.heads; h++) {

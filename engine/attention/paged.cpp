@@ -1,6 +1,6 @@
 /* Attention over a pool that has the dtype of the queries (attend.h).
  *
- * Compiled on first use by engine/attention/native.py, which is also who fills the plan.
+ * Compiled on first use by engine/attention/native.py, which also fills the plan.
  */
 #include "attend.h"
 

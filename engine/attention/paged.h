@@ -1,8 +1,8 @@
-/* What both kernels are told of a step. One layer of the pool is keys and values [blocks, block_size, kv_heads,
- * head_dim], or some neighbouring heads of those; a sequence's token t lies in the block that its table names at
- * t / block_size. A quantised pool has rows of bytes instead of heads (quantise.h).
+/* Inputs of both attention kernels for one step. One layer of the pool is keys and values [blocks, block_size,
+ * kv_heads, head_dim], or some neighbouring heads of them; a sequence's token t is in the block at index t / block_size
+ * of its block table. A quantised pool has rows of bytes instead of heads (quantise.h).
  *
- * Rule of both: nothing is read of the pool but tokens that a query of the step sees.
+ * Both kernels read only tokens of the pool that a query of the step sees.
  */
 #pragma once
 
@@ -13,14 +13,14 @@
 constexpr int64_t MAX_HEADS = 128;
 constexpr int64_t MAX_HEAD_DIM = 256;
 
-/* A part of what one single token sees: decode is split over the context. */
+/* A part of the context of one single token: decode is split over the context. */
 struct Piece {
     int64_t row;
     int64_t table;      /* where the sequence's block table starts in `Plan.tables` */
     int64_t first, end; /* tokens */
 };
 
-/* A single token and the pieces of what it sees. */
+/* A single token and the pieces of its context. */
 struct Single {
     int64_t row;
     int64_t first_piece, num_pieces;
@@ -36,8 +36,8 @@ struct Tile {
 
 struct Plan {
     int64_t block_size, heads, kv_heads, head_dim;
-    int64_t slot_stride; /* elements of the pool from a token to the next one; at least kv_heads · head_size */
-    int64_t window; /* tokens that a token sees, itself included */
+    int64_t slot_stride; /* elements of the pool from one token to the next; at least kv_heads · head_size */
+    int64_t window; /* number of tokens that a token sees, including itself */
     Crew *crew;
     const int64_t *tables;
     const Piece *pieces;
@@ -59,7 +59,7 @@ template <typename T, typename S = T> struct Tensors {
 
 constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* The element at which a token's first KV head starts. */
+/* Returns the index of the element at which a token's first KV head starts. */
 INLINE int64_t place(const Plan &plan, int64_t table, int64_t token) {
     const int64_t block = plan.tables[table + token / plan.block_size];
     return (block * plan.block_size + token % plan.block_size) * plan.slot_stride;

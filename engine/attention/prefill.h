@@ -1,11 +1,11 @@
-/* Prefill: tiles of neighbouring tokens over what is cached and over the chunk itself, both in the pool.
+/* Prefill: attention of tiles of neighbouring tokens to the cached prefix and to the chunk itself, both in the pool.
  *
- * A tile's rows are all its tokens times all the query heads that share a KV head; they are the lanes of vectors, so that
- * softmax never works across lanes. Keys are broadcast word by word against transposed queries, then
- * values against the weights. Both are products of the same small kernel, whose sums stay in registers. K and V are
- * copied once per tile of tokens into a few KiB that stay in the first-level cache, and only as far as they are seen.
- * Softmax is online, in float32; weights are rounded to the dtype T of the queries before they meet V. S is what lies in
- * the pool: codes become T where K and V are copied, their scales meet scores and weights.
+ * A tile's rows are all its tokens times all query heads that share a KV head. Rows are lanes of vectors, so softmax
+ * never works across lanes. Keys are broadcast word by word against transposed queries, then values against weights.
+ * The same small kernel, whose sums stay in registers, computes both products. K and V are copied once per tile of
+ * tokens, only as far as the tile sees them, into a few KiB that stay in the L1 cache. Softmax is online, in float32;
+ * weights are rounded to the queries' dtype T before the product with V. S is the element type of the pool: codes are
+ * converted to T when K and V are copied, and their scales are applied to scores and weights.
  */
 #pragma once
 
@@ -13,18 +13,18 @@
 
 constexpr int64_t KEY_TILE = 64;
 #if defined(__AVX512F__)
-constexpr int64_t WIDTH = 3, HEIGHT = 8; /* of the small kernel: 24 of 32 registers are sums */
+constexpr int64_t WIDTH = 3, HEIGHT = 8; /* of the small kernel: sums take 24 of 32 registers */
 #else
 constexpr int64_t WIDTH = 1, HEIGHT = 4;
 #endif
-constexpr int64_t MAX_VECTORS = 12; /* of rows in a tile */
+constexpr int64_t MAX_VECTORS = 12; /* vectors of rows in a tile */
 constexpr int64_t MAX_ROWS = MAX_VECTORS * LANES;
-/* A hidden score. Not lower: where all of a tile is hidden, the rounding error of score · scale - highest must stay small,
- * for what such a tile adds is finite and worth nothing once a token is seen. */
+/* A hidden score. It is not lower because, in a tile that is all hidden, the rounding error of score · scale - highest
+ * must stay small: the tile then adds finite values, whose factor becomes 0 once a token is seen. */
 constexpr float HIDDEN = -1e9f;
 
-/* What one tile of tokens works with, for one KV head. Rows lie in bands of WIDTH vectors; a band's part of `queries`
- * and `sums` is [words or dims, vectors in this band]. */
+/* Workspace of one tile of tokens and one KV head. Rows are in bands of WIDTH vectors; a band's part of `queries` and
+ * `sums` is [words or dims, vectors in this band]. */
 struct Workspace {
     Words queries[MAX_VECTORS * MAX_HEAD_DIM];
     Floats sums[MAX_VECTORS * MAX_HEAD_DIM];
@@ -37,12 +37,12 @@ struct Workspace {
     Words weights[KEY_TILE * WIDTH];
 };
 
-/* What stays the same over a tile's work. */
+/* Constants of the work on one tile. */
 template <typename T, typename S> struct Work {
     const Plan &plan;
     const Tensors<T, S> &tensors;
     const Tile &tile;
-    int64_t kv_head, group, words, dims; /* dims: head_dim, up to a multiple of HEIGHT */
+    int64_t kv_head, group, words, dims; /* dims: head_dim, rounded up to a multiple of HEIGHT */
     Workspace &space;
 };
 
@@ -74,7 +74,7 @@ INLINE void multiply(Floats *out, const Floats *keep, const uint32_t *left, int6
 
 /* -- filling the workspace */
 
-/* Row r is token r / group with query head r % group. The lanes behind the last row repeat its token with queries of 0. */
+/* Row r is token r / group with query head r % group. Lanes behind the last row repeat its token with zero queries. */
 template <typename T, typename S> static void load_queries(const Work<T, S> &work, int64_t num_vectors) {
     const Plan &plan = work.plan;
     const int64_t num_rows = work.tile.num_tokens * work.group;
@@ -110,7 +110,7 @@ INLINE void interleave(uint32_t *to, const Bfloat16 *const (&rows)[2], int64_t d
     for (int64_t d = 0; d < dims; d++) to[d] = rows[0][d].bits | (uint32_t)rows[1][d].bits << 16;
 }
 
-/* A token's K and V: where they lie, or unpacked into `space`, with their scales. */
+/* Returns a token's K or V in place, or unpacked into `space` with the scale in `scale`. */
 template <typename T> INLINE const T *head_of(const T *head, float *, T *, int64_t) { return head; }
 
 template <typename T, typename S> INLINE const T *head_of(const S *row, float *scale, T *space, int64_t dim) {
@@ -119,7 +119,7 @@ template <typename T, typename S> INLINE const T *head_of(const S *row, float *s
     return space;
 }
 
-/* K and V of `count` tokens from `first` on. Those outside of [oldest, end), which no row sees, are 0. */
+/* Loads K and V of `count` tokens from `first` on. Tokens outside of [oldest, end), which no row sees, become 0. */
 template <typename T, typename S>
 static void load_keys_and_values(const Work<T, S> &work, int64_t first, int64_t count, int64_t oldest, int64_t end) {
     static const T zeros[MAX_HEAD_DIM] = {};
@@ -171,15 +171,15 @@ INLINE void hide(Floats *scores, const Integers *positions, int64_t first, int64
 INLINE Words as_weights(const float *, const Floats (&p)[1]) { return (Words)p[0]; }
 INLINE Words as_weights(const Bfloat16 *, const Floats (&p)[2]) { return join(p[0], p[1]); }
 
-/* What codes of these keys are worth. */
+/* Multiplies the scores by the scales of their keys. */
 template <int VECTORS> INLINE void scale_scores(Floats *scores, const float *scales, int64_t count) {
     for (int64_t k = 0; k < count; k++)
 #pragma GCC unroll 4
         for (int n = 0; n < VECTORS; n++) scores[k * VECTORS + n] = scores[k * VECTORS + n] * splat(scales[k]);
 }
 
-/* Turns `count` rows of scores into weights; `keep` is what the sums so far are worth. Where there are `value_scales`, they
- * go into the weights and not into the totals. */
+/* Turns `count` rows of scores into weights. `keep` gets the factor of all earlier sums. The weights, but not the
+ * totals, are multiplied by `value_scales` if it is not null. */
 template <typename T, int VECTORS>
 INLINE void weigh_rows(const Floats *scores, Words *weights, int64_t count, Floats *highest, Floats *totals,
                        float scale, const float *value_scales, Floats *keep) {
@@ -225,7 +225,7 @@ static void attend_band(const Work<T, S> &work, int64_t band, int64_t first, int
                                    space.weights, count / PER_WORD<T>);
 }
 
-/* All bands against the keys from `first` on, of which the tile sees [oldest, end). */
+/* Attends from all bands to the keys from `first` on, of which the tile sees [oldest, end). */
 template <typename T, typename S>
 static void attend_keys(const Work<T, S> &work, int64_t num_vectors, int64_t first, int64_t oldest, int64_t end) {
     const int64_t count = least(KEY_TILE, (end - first + HEIGHT - 1) / HEIGHT * HEIGHT), window = work.plan.window;
@@ -264,7 +264,7 @@ static void attend_tile(const Plan &plan, const Tensors<T, S> &tensors, const Ti
     const int64_t num_vectors = (tile.num_tokens * work.group + LANES - 1) / LANES;
     load_queries(work, num_vectors);
     const int64_t oldest = most(0, tile.position - plan.window + 1), end = tile.position + tile.num_tokens;
-    /* Tiles of keys start at multiples of their size: how a prompt was cut into chunks does not change a bit. */
+    /* Tiles of keys start at multiples of their size, so that no bit of a result depends on the prompt's chunks. */
     for (int64_t first = oldest / KEY_TILE * KEY_TILE; first < end; first += KEY_TILE)
         attend_keys(work, num_vectors, first, oldest, end);
     store_rows(work);

@@ -1,8 +1,8 @@
-/* Attention over a quantised pool (attend.h), for queries of type QUERIES over rows of POOL: flags say which, so that nobody
- * waits for the compiler to make what he does not have. */
+/* Attention over a quantised pool (attend.h), for queries of type QUERIES over rows of POOL. Compiler flags define
+ * both, so that only the combination in use is compiled. */
 #include "attend.h"
 
-#if !defined(QUERIES) /* for who only reads this file */
+#if !defined(QUERIES) /* for tools that only parse this file */
 #define QUERIES Bfloat16
 #define POOL Int8
 #endif

@@ -1,5 +1,5 @@
-/* What attention does with vectors beyond `simd.h`, whose types and element types these are. A *word* is 32 bits of a row:
- * one float32, or two bfloat16 of which the first is the low half. Intrinsics stand beside the way that runs everywhere.
+/* Vector operations of attention, on the types and element types of `simd.h`. A *word* is 32 bits of a row: one
+ * float32, or two bfloat16 of which the first is the low half. Every use of intrinsics has a portable alternative.
  */
 #pragma once
 
@@ -10,7 +10,7 @@
 
 template <typename T> constexpr int64_t PER_WORD = 4 / sizeof(T);
 
-/* The vector of words that starts here, of which only `bytes` are there (an even number, above 0); the others are 0. */
+/* Loads a vector of words of which only `bytes` bytes exist (an even number above 0); the rest is 0. */
 INLINE Words load_words(const void *from, int64_t bytes) {
 #if defined(__AVX512BW__)
     const __mmask32 there = bytes >= 64 ? ~0u : (1u << bytes / 2) - 1;
@@ -44,7 +44,7 @@ INLINE float highest_lane(Floats x) {
 #endif
 }
 
-/* Lane i is the sum of row i's lanes. */
+/* Returns the vector whose lane i is the sum of row i's lanes. */
 INLINE Floats sum_rows(const Floats (&rows)[LANES]) {
 #if defined(__AVX512F__)
     __m512 fours[4]; /* in each quarter: partial sums of rows 4q … 4q + 3 */
@@ -70,14 +70,14 @@ INLINE Floats sum_rows(const Floats (&rows)[LANES]) {
 #endif
 }
 
-/* 2ˣ for x ≤ 0 (or a rounding error above), exactly 0 far below and exactly 1 at 0: the polynomial of degree 5 that has
- * the least relative error on [-½, ½], 1.1e-7. */
+/* Returns 2ˣ for x ≤ 0 (or a rounding error above), exactly 0 far below and exactly 1 at 0. The polynomial of degree 5
+ * is the one with the least relative error on [-½, ½], 1.1e-7. */
 INLINE Floats power_of_two(Floats x) {
     x = maximum(x, splat(-127.0f));
 #if defined(__AVX512F__)
     const Floats n = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const Integers whole = __builtin_convertvector(x - 0.5f, Integers); /* truncation is to nearest for x ≤ 0 */
+    const Integers whole = __builtin_convertvector(x - 0.5f, Integers); /* truncation rounds to nearest for x ≤ 0 */
     const Floats n = __builtin_convertvector(whole, Floats);
 #endif
     const Floats r = x - n;
@@ -107,7 +107,7 @@ INLINE Floats accumulate(const Bfloat16 *, Floats sums, Words a, Words b) {
 #endif
 }
 
-/* The elements of a vector of words, as PER_WORD vectors. */
+/* Splits a vector of words into PER_WORD vectors of elements. */
 INLINE void split(const float *, Words words, Floats (&parts)[1]) { parts[0] = (Floats)words; }
 
 INLINE void split(const Bfloat16 *, Words words, Floats (&parts)[2]) {
@@ -124,7 +124,7 @@ INLINE void narrow(Bfloat16 *to, float value) { /* to nearest, ties to even; NaN
     to->bits = is_nan ? (uint16_t)(word >> 16 | 0x40) : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
-/* Lane by lane a word of two nearest bfloat16. For probabilities: finite and not negative. */
+/* Joins two elements per lane, rounded to bfloat16, into a word. For probabilities: finite and not negative. */
 INLINE Words join(Floats low, Floats high) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); /* all of low, then all of high */

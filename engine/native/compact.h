@@ -1,10 +1,10 @@
-/* Panels of bfloat16 weights in three quarters of their bytes, without any loss: a product of few rows takes as long as
- * reading its weights.
+/* Lossless compression of panels of bfloat16 weights to three quarters of their bytes: a product of few rows takes as
+ * long as reading its weights.
  *
- * The exponents of a trained or random matrix are nearly all among 16 values, so that 4 bits name one. Where a panel
- * (product.h) has two words of input after another, four vectors of 32 weights, 192 bytes say the same: in 16-bit lanes
- * the four exponents of a place, then signs and mantissas of the first word's two vectors, then of the second's. A
- * weight with a seldom exponent stands beside, with its place, and is put back before anything is computed from it.
+ * Nearly all exponents of a trained or random matrix are among 16 values, so that 4 bits encode one. Two consecutive
+ * words of input in a panel (product.h) are four vectors of 32 weights. They become a cell of 192 bytes, in 16-bit
+ * lanes: the four exponents of a place, then signs and mantissas of the first word's two vectors, then of the second's.
+ * A weight with a rare exponent is stored separately with its place, and is put back before the weights are used.
  */
 #pragma once
 
@@ -22,15 +22,15 @@ constexpr int64_t CELL_BYTES = CELL * 3 / 2;
 constexpr uint16_t NO_EXPONENT = 0x807f;     /* the other bits of a weight */
 
 struct Compact {
-    const uint16_t *exponents; /* [32], the 16 twice, in their place in a weight; null: the matrix is not compact */
-    const uint64_t *seldom;    /* weight << 32 | place in the panel, by panel and place */
-    const int64_t *starts;     /* [panels + 1]: a panel's first one of `seldom` */
+    const uint16_t *exponents; /* [32], the 16 twice, at their bits of a weight; null: the matrix is not compact */
+    const uint64_t *seldom;    /* weight << 32 | place in the panel, sorted by panel and place */
+    const int64_t *starts;     /* [panels + 1]: index of each panel's first entry in `seldom` */
 };
 
-/* The seldom weights of a panel that are still to come. */
+/* Iterator over the weights of a panel that have rare exponents. */
 struct Seldom {
     const uint64_t *next, *end;
-    int64_t cell; /* that has the next one */
+    int64_t cell; /* the cell of the next one, or -1 */
 
     Seldom(const Compact &compact, int64_t panel)
         : next(compact.seldom + compact.starts[panel]), end(compact.seldom + compact.starts[panel + 1]) {
@@ -40,7 +40,7 @@ struct Seldom {
 };
 
 #if COMPACT
-/* The vectors of a cell: left and right half of the panel at the first word, then at the second. */
+/* Expands a cell into its vectors: left and right half of the panel at the first word, then at the second. */
 INLINE void expand(const char *cell, __m512i exponents, Words (&vectors)[4]) {
     const __m512i swap = _mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001); /* bytes of a lane */
     const __m512i others = _mm512_set1_epi16((short)NO_EXPONENT);
@@ -48,13 +48,13 @@ INLINE void expand(const char *cell, __m512i exponents, Words (&vectors)[4]) {
     const __m512i first = _mm512_loadu_si512(cell + 64), second = _mm512_loadu_si512(cell + 128);
     const __m512i rests[4] = {first, _mm512_shuffle_epi8(first, swap), second, _mm512_shuffle_epi8(second, swap)};
 #pragma GCC unroll 4
-    for (int n = 0; n < 4; n++) { /* a permutation looks at the lowest 5 bits of a lane: the fifth changes nothing */
+    for (int n = 0; n < 4; n++) { /* a permutation uses the lowest 5 bits of a lane: the fifth has no effect */
         const __m512i found = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * n), exponents);
         vectors[n] = (Words)_mm512_ternarylogic_epi32(rests[n], others, found, 0xea); /* rest & others | found */
     }
 }
 
-/* The seldom weights of the cell that has the next one. */
+/* Puts the weights with rare exponents into the vectors of cell `seldom.cell`. */
 INLINE void put_back(Seldom &seldom, Words (&vectors)[4]) {
     uint16_t weights[CELL];
     for (int n = 0; n < 4; n++) memcpy(weights + n * VECTOR, &vectors[n], sizeof vectors[n]);
@@ -64,15 +64,15 @@ INLINE void put_back(Seldom &seldom, Words (&vectors)[4]) {
 }
 #endif
 
-/* -- making them */
+/* -- compression */
 
-/* Adds to `counts` [256] how many of the weights have each exponent. */
+/* Adds the number of weights with each exponent to `counts` [256]. */
 extern "C" void count_exponents(const uint16_t *weights, int64_t count, int64_t *counts) {
     for (int64_t i = 0; i < count; i++) counts[weights[i] >> 7 & 0xff]++;
 }
 
-/* Panels of words [panels, words, 32] as cells, and into `seldom` and `starts` what `codes` [256], which is -1 for it,
- * does not name. Words of a panel are even in number. */
+/* Compresses panels of words [panels, words, 32] into `cells`. `codes` [256] is the code of each exponent, or -1;
+ * weights without a code go to `seldom` and `starts`. The number of words is even. */
 extern "C" void make_compact(const uint16_t *weights, int64_t num_panels, int64_t words, const int8_t *codes, uint16_t *cells,
                              uint64_t *seldom, int64_t *starts) {
     const int64_t per_panel = words / 2;

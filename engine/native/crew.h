@@ -1,9 +1,9 @@
-/* Threads that share out the chunks of one job after another: the caller, and helpers that sleep between jobs.
+/* A thread pool that works on the chunks of one job at a time: the caller, and helpers that sleep between jobs.
  *
- * Chunks are taken, not given: a helper that sleeps still, or that the system has taken the core from, costs nothing,
- * since the caller goes on alone; it waits only for chunks that somebody is at. So a crew on a busy machine is hardly
- * slower than a single thread. Who waits spins for some microseconds, then sleeps and leaves the core to others. All in
- * this header without a library of its own: several libraries can share one crew by its address.
+ * Threads take chunks themselves: a helper that is still asleep or has lost its core costs nothing, because the caller
+ * goes on alone and waits only for chunks in progress. So a crew on a busy machine is hardly slower than one thread. A
+ * waiting thread spins for some microseconds, then sleeps and frees its core. The crew is in this header, not in a
+ * library of its own, so that several libraries can share one crew by its address.
  */
 #pragma once
 
@@ -19,10 +19,10 @@ typedef void (*Job)(const void *argument, int64_t chunk);
 
 struct Crew {
     int32_t members;
-    std::atomic<uint32_t> jobs;   /* begun so far */
-    std::atomic<uint64_t> ticket; /* number of the job, and in the lower half its chunks that nobody has taken */
-    std::atomic<uint32_t> undone; /* chunks of the job */
-    Job job;                      /* these three are read by whoever has taken a chunk, and by then they stay */
+    std::atomic<uint32_t> jobs;   /* number of jobs begun so far */
+    std::atomic<uint64_t> ticket; /* number of the job; in the lower half, its chunks that no thread has taken */
+    std::atomic<uint32_t> undone; /* chunks of the job that are not done */
+    Job job;                      /* a thread reads these three after it took a chunk; they do not change then */
     const void *argument;
     uint32_t chunks;
     bool leaving;
@@ -43,7 +43,7 @@ static inline void wait_while(const std::atomic<uint32_t> &value, uint32_t old) 
     value.wait(old, std::memory_order_acquire);
 }
 
-/* Does one chunk; false when none is left to take. */
+/* Takes and does one chunk. Returns false if no chunk is left to take. */
 static inline bool take_chunk(Crew *crew) {
     uint64_t ticket = crew->ticket.load(std::memory_order_relaxed);
     do {
@@ -68,7 +68,7 @@ static inline void share_out(Crew *crew, uint32_t chunks, Job job, const void *a
     for (uint32_t undone; (undone = crew->undone.load(std::memory_order_acquire)) != 0;) wait_while(crew->undone, undone);
 }
 
-/* work(from, to) until all of [0, count) is done, in parts of at least `grain`. One caller at a time. */
+/* Calls work(from, to) until all of [0, count) is done, in parts of at least `grain`. One caller at a time. */
 template <typename Work>
 static inline void share(Crew *crew, int64_t count, int64_t grain, const Work &work) {
     const int64_t most = crew->members * CHUNKS_PER_MEMBER, chunks = count / grain < most ? count / grain : most;

@@ -1,4 +1,4 @@
-/* How a crew begins and ends (crew.h is how it works). */
+/* Starts and ends a crew (see crew.h). */
 #pragma once
 
 #include <stdlib.h>
@@ -28,7 +28,7 @@ static void dismiss(Crew *crew, int32_t helpers) {
 
 extern "C" void crew_end(Crew *crew) { dismiss(crew, crew->members - 1); }
 
-/* Null where threads or memory cannot be had. */
+/* Starts a crew of `members` threads, including the caller. Returns null if threads or memory are not available. */
 extern "C" Crew *crew_begin(int32_t members) {
     void *memory = calloc(1, sizeof(Crew) + members * sizeof(pthread_t));
     if (memory == nullptr) return nullptr;

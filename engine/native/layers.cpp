@@ -1,7 +1,7 @@
-/* A decoder layer as two calls, before and after attention, and what lies before the first and behind the last layer.
+/* A decoder layer as two calls, before and after attention; the embedding before and the logits after all layers.
  *
- * Rows go through a call in groups that stay in the cache; within a group the crew shares out the rows or the panels of
- * weights of one operation after another. Shapes are the caller's to check.
+ * Rows go through a call in groups that stay in the cache. Within a group, operations run one after another, and the
+ * crew divides the rows or the panels of weights of each. The caller checks shapes.
  */
 #include "crew_life.h"
 #include "product.h"
@@ -9,7 +9,7 @@
 #include "rows.h"
 
 constexpr int64_t GROUP = 256;      /* rows */
-constexpr int64_t ROWS_AT_ONCE = 8; /* of an operation that is too short to be shared out by single rows */
+constexpr int64_t ROWS_AT_ONCE = 8; /* fewest rows per part of an operation too short to divide by single rows */
 
 struct Layer {
     Matrix qkv, o, gate_up, down;
@@ -47,7 +47,7 @@ static void shared_product(const Model *model, const Matrix &matrix, const T *in
           [&](int64_t from, int64_t to) { product(matrix, input, stride, rows, from, to, finish); });
 }
 
-/* Of hidden states into `normed`. */
+/* Normalizes rows of hidden states into `normed`. */
 template <typename T> static void shared_norm(const Model *model, const T *hidden, const float *weight, int64_t rows) {
     const int64_t size = model->hidden_size;
     share(model->crew, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
@@ -62,7 +62,7 @@ template <typename T, typename S> static void quantise_heads(const Model *model,
         quantise(heads + head * dim, rows + head * (dim + SCALE_BYTES), dim);
 }
 
-/* A token's K or V into the pool. */
+/* Stores a token's K or V in the pool. */
 template <typename T> static void store_heads(const Model *model, void *piece, const T *heads, int64_t slot) {
     const int64_t place = slot * model->slot_stride;
     switch (model->pool_format) {
@@ -115,7 +115,7 @@ template <typename T> static void finish(const Model *model, const Step *step, c
     }
 }
 
-/* What `finish` adds to the hidden states, in two parts for ranks that have a share of the layer each and sum theirs. */
+/* `output` and `feed` compute the two terms that `finish` adds, for ranks that each have a part of the layer. */
 template <typename T> static void output(const Model *model, const Step *step, const Layer *layer, const T *seen, T *out) {
     const int64_t size = model->hidden_size, seen_size = model->heads * model->head_dim;
     for (int64_t first = 0; first < step->tokens; first += GROUP)
@@ -151,9 +151,9 @@ template <typename T> static void embed(const Model *model, const Step *step, co
         memcpy((T *)step->hidden + token * size, (const T *)model->embedding + token_ids[token] * size, size * sizeof(T));
 }
 
-/* embed: the tokens' hidden states. project: heads, rotated, with K and V in the pool. finish: `seen` [tokens, heads,
- * head_dim] and the MLP into the hidden states; output and feed give what these two add. logits: [tokens,
- * vocab]. */
+/* embed: writes the tokens' hidden states. project: computes and rotates heads, stores K and V in the pool. finish:
+ * adds the projection of `seen` [tokens, heads, head_dim] and the MLP to the hidden states; output and feed write these
+ * two terms to `out` instead. logits: [tokens, vocab]. */
 #define DEFINE(NAME, T)                                                                                                \
     extern "C" void embed_##NAME(const Model *model, const Step *step, const int64_t *token_ids) {                     \
         embed<T>(model, step, token_ids);                                                                              \
@@ -177,8 +177,8 @@ template <typename T> static void embed(const Model *model, const Step *step, co
 DEFINE(float32, float)
 DEFINE(bfloat16, Bfloat16)
 
-/* Whether these products are the fastest that this processor can do with many rows, too: not where it has matrix
- * units. With AVX2 alone a library is faster in float32, and slower in bfloat16, which it has to convert. */
+/* True if these products are the fastest on this processor for many rows too, which they are not with matrix units.
+ * With AVX2 only, a library is faster in float32 and slower in bfloat16, which it must convert. */
 extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
 #if defined(__AVX512F__) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     return 1;
@@ -191,7 +191,7 @@ extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
 #endif
 }
 
-/* Whether these products read compact weights (compact.h). */
+/* True if these products read compact weights (compact.h). */
 extern "C" int32_t reads_compact(int32_t is_bfloat16) { return COMPACT && is_bfloat16; }
 
 /* -- single operations, for tests */

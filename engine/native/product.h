@@ -1,9 +1,9 @@
-/* Products of a few or many rows with constant weights, which were laid out for it once.
+/* Products of a few or many rows with constant weights, which are rearranged once.
  *
- * Weights [out, in] lie in panels of 32 outputs: for each word of the input (one float32 or two bfloat16) the words of
- * those outputs, so that a product reads them from front to back; or the same in fewer bytes (compact.h). Each output is
- * one running sum over the input in its order, whatever the number of rows and threads and however the weights lie: a
- * row's result does not depend on what it is computed with.
+ * Weights [out, in] are in panels of 32 outputs: for each word of the input (one float32 or two bfloat16), the words
+ * of these outputs, so that a product reads them from front to back; or the same in fewer bytes (compact.h). Each
+ * output is one running sum over the input in its order, whatever the number of rows and threads and the layout of the
+ * weights: a row's result does not depend on the other rows.
  */
 #pragma once
 
@@ -12,15 +12,15 @@
 #include "compact.h"
 
 constexpr int64_t PANEL = 2 * LANES;
-constexpr int64_t AHEAD = 64; /* words of the input: weights are fetched that far before they are needed */
+constexpr int64_t AHEAD = 64; /* words of the input: weights are prefetched this far ahead */
 #if defined(__AVX512F__)
-constexpr int64_t MOST_ROWS = 8; /* at once: their sums fill half of the registers, as many as hide an addition's time */
+constexpr int64_t MOST_ROWS = 8; /* at once: their sums fill half of the registers and hide the latency of additions */
 #else
 constexpr int64_t MOST_ROWS = 2;
 #endif
 
 struct Matrix {
-    const void *panels; /* [panels, words, 32] words, or cells that say the same */
+    const void *panels; /* [panels, words, 32] words, or the same compressed into cells */
     const float *bias;  /* [panels · 32], or null */
     int64_t words;      /* of one row of the input */
     int64_t num_panels;
@@ -33,7 +33,7 @@ INLINE uint32_t word_of(const void *row, int64_t k) {
     return word;
 }
 
-/* Adds to the sums what `words` words of the rows give. */
+/* Adds the products of `words` words of the rows to the sums. */
 template <typename T, int ROWS>
 INLINE void multiply(const uint32_t *panel, int64_t words, const T *input, int64_t stride, Floats (&sums)[ROWS][2]) {
     for (int64_t k = 0; k < words; k++, panel += PANEL) {
@@ -50,7 +50,7 @@ INLINE void multiply(const uint32_t *panel, int64_t words, const T *input, int64
 }
 
 #if COMPACT
-/* As `multiply`, of a whole panel that lies in cells. */
+/* Multiplies a whole panel of cells, otherwise like `multiply`. */
 template <int ROWS>
 INLINE void multiply_cells(const Matrix &matrix, int64_t panel, const Bfloat16 *input, int64_t stride,
                            Floats (&sums)[ROWS][2]) {
@@ -118,7 +118,7 @@ static void product(const Matrix &matrix, const T *input, int64_t stride, int64_
     }
 }
 
-/* -- what becomes of the sums; T is what a projection is rounded to, as every operation of the model is */
+/* -- destinations of the sums; T is the dtype to which every operation of the model rounds */
 
 template <typename T> struct Store {
     T *out;
@@ -132,7 +132,7 @@ template <typename T> struct Store {
     }
 };
 
-/* Logits: rounded as the other projections, but kept in float32. */
+/* Logits: rounded to T like the other projections, but stored as float32. */
 template <typename T> struct Widen {
     float *out;
     int64_t stride, outputs;
@@ -156,7 +156,7 @@ template <typename T> struct Add {
     }
 };
 
-/* Panels of 16 gates and the 16 ups that they belong to: silu(gate) · up. */
+/* silu(gate) · up, from panels of 16 gates and their 16 ups. */
 template <typename T> struct Gate {
     T *out;
     int64_t stride;

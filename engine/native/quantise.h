@@ -1,6 +1,6 @@
-/* K and V in a byte per element: a head is a row of codes and behind them their scale, a float32. To the bit what
- * engine/kv_pool.py computes: the scale is the highest magnitude over the highest code, codes are rounded to nearest,
- * ties to even. Divisions, since a product that is added to may be fused, which would round otherwise.
+/* K and V in one byte per element: a head is a row of codes, followed by their scale, a float32. All bits equal the
+ * result of engine/kv_pool.py: the scale is the highest magnitude divided by the highest code; codes are rounded to
+ * nearest, ties to even. Divisions are used because products may be fused with additions and then round differently.
  */
 #pragma once
 
@@ -26,18 +26,18 @@ template <typename S> constexpr float HIGHEST_CODE = 0.0f;
 template <> constexpr float HIGHEST_CODE<Int8> = 127.0f;
 template <> constexpr float HIGHEST_CODE<Fp8> = 448.0f;
 
-/* -- codes as the floats that they stand for, without their scale */
+/* -- codes to floats, without the scale */
 
 INLINE Floats widen(const Int8 *, Bytes codes) {
     return __builtin_convertvector(__builtin_convertvector(codes, Integers), Floats);
 }
 
-INLINE Floats widen(const Fp8 *, Bytes codes) { /* to where float32 has a sign and a magnitude; its bias is 120 more */
+INLINE Floats widen(const Fp8 *, Bytes codes) { /* moved to float32's sign and magnitude; its bias is 120 higher */
     const Words wide = (Words)__builtin_convertvector(codes, Integers);
     return (Floats)(wide << 20 & 0x87f00000u) * splat(0x1p120f);
 }
 
-/* As many as there are, at most 16; the others are 0. */
+/* Loads `count` bytes, at most 16; the others are 0. */
 INLINE Bytes some_bytes(const void *from, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     const __mmask16 there = (__mmask16)(count >= LANES ? 0xffff : (1u << count) - 1);
@@ -53,7 +53,7 @@ INLINE Bytes some_bytes(const void *from, int64_t count) {
 INLINE Floats load_some(const Int8 *from, int64_t count) { return widen(from, some_bytes(from, count)); }
 INLINE Floats load_some(const Fp8 *from, int64_t count) { return widen(from, some_bytes(from, count)); }
 
-/* -- floats not above the highest code as codes */
+/* -- floats, not above the highest code, to codes */
 
 INLINE void store(Int8 *to, Floats x) {
     const Floats shift = splat(12582912.0f); /* 1.5 · 2²³: adding it rounds to an integer */
@@ -64,7 +64,7 @@ INLINE void store(Int8 *to, Floats x) {
 INLINE void store(Fp8 *to, Floats x) {
     const Words bits = (Words)x & 0x7fffffffu, sign = (Words)x >> 24 & 0x80u;
     const Words normal = (bits + 0x7ffffu + (bits >> 20 & 1) - (120u << 23)) >> 20;
-    const Floats shift = splat(16384.0f); /* whose last place is that of the denormals, 2⁻⁹ */
+    const Floats shift = splat(16384.0f); /* its last place is the last place of denormals, 2⁻⁹ */
     const Words denormal = (Words)((Floats)bits + shift) - (Words)shift;
     const Words codes = (Words)select((Integers)(bits < 0x3c800000u), (Floats)denormal, (Floats)normal) | sign; /* 2⁻⁶ */
     *(LooseBytes *)to = __builtin_convertvector(codes, Bytes);

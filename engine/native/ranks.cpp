@@ -1,10 +1,10 @@
-/* Sums and gathers over the ranks of a worker, which are processes of one host, through memory that all of them map.
+/* Sums and gathers over the ranks of a worker, which are processes on one host, through memory that all of them map.
  *
- * A rank leaves its part in a slot of its own and says that it has arrived; when all have, everybody reads all slots, in
- * the order of ranks, so that a sum is the same bits at every rank and every time. There are two sets of slots, which
- * rounds take in turn: who arrives at a round has read all slots of the one before, so nobody writes under a reader.
- * Who waits spins for some microseconds, then sleeps, and looks now and then whether another one has died: its end of a
- * socket is closed then.
+ * A rank writes its part to its own slot and announces its arrival. When all have arrived, each rank reads all slots in
+ * the order of ranks, so that a sum has the same bits at every rank every time. Rounds alternate between two sets of
+ * slots: a rank that arrives at a round has read all slots of the round before, so no rank overwrites a slot that is
+ * being read. A waiting rank spins for some microseconds, then sleeps, and checks now and then whether another rank has
+ * died: its end of a socket is closed then.
  */
 #include <linux/futex.h>
 #include <poll.h>
@@ -22,17 +22,17 @@ enum Outcome : int32_t { ALL_CAME = 0, ONE_DIED = 1, TOO_LATE = 2 };
 
 struct alignas(64) Arrival {
     std::atomic<uint32_t> rounds;
-    std::atomic<uint32_t> sleepers; /* who may wait for `rounds` to change */
+    std::atomic<uint32_t> sleepers; /* number of ranks that may sleep until `rounds` changes */
 };
 
-/* The memory: an arrival for each rank, then slots [2][ranks][slot_bytes]. Fresh memory is zeros. */
+/* One rank's view. `memory`: an arrival for each rank, then slots [2][ranks][slot_bytes]; zeros at the start. */
 struct Ranks {
     void *memory;
     int64_t slot_bytes, patience_ns;
     int32_t rank, size;
-    uint32_t rounds;            /* that this rank has taken part in */
+    uint32_t rounds;            /* completed rounds of this rank */
     int32_t num_sockets;
-    int32_t sockets[MAX_RANKS]; /* whose other ends others hold open as long as they live */
+    int32_t sockets[MAX_RANKS]; /* other ranks hold the other ends open as long as they live */
 };
 
 static Arrival *arrival(const Ranks *ranks, int32_t rank) { return (Arrival *)ranks->memory + rank; }
@@ -58,7 +58,7 @@ static bool one_died(const Ranks *ranks) {
     return poll(waiting, ranks->num_sockets, 0) > 0;
 }
 
-/* Until `other` has arrived at the present round. */
+/* Waits until `other` has arrived at the present round. */
 static Outcome wait_for(const Ranks *ranks, Arrival *other) {
     const auto has_come = [&](uint32_t rounds) { return (int32_t)(rounds - ranks->rounds) > 0; };
     for (int32_t spin = 0; spin < SPINS; spin++) {
@@ -80,7 +80,7 @@ static Outcome wait_for(const Ranks *ranks, Arrival *other) {
     return outcome;
 }
 
-/* Leaves a part, and returns when all others' parts are there, too. */
+/* Writes this rank's part, and waits until the parts of all ranks are present. */
 static Outcome meet(Ranks *ranks, const void *part, int64_t nbytes) {
     memcpy(slot(ranks, ranks->rank), part, nbytes);
     Arrival *own = arrival(ranks, ranks->rank);
@@ -92,7 +92,7 @@ static Outcome meet(Ranks *ranks, const void *part, int64_t nbytes) {
     return ALL_CAME;
 }
 
-/* hidden[i] += Σ over ranks of part[i], in float32, rounded once. */
+/* Computes hidden[i] += Σ over ranks of part[i], in float32, rounded once. */
 template <typename T> static int32_t add(Ranks *ranks, T *hidden, const T *part, int64_t count) {
     const int64_t at_once = ranks->slot_bytes / (int64_t)sizeof(T);
     for (int64_t first = 0; first < count; first += at_once) {
@@ -119,7 +119,7 @@ extern "C" int32_t ranks_add_bfloat16(Ranks *ranks, Bfloat16 *hidden, const Bflo
     return add(ranks, hidden, part, count);
 }
 
-/* Rank 0 gets all parts, `nbytes` each, in `out`, which others give as null. */
+/* Writes all parts, `nbytes` each, to `out` at rank 0; other ranks pass null. */
 extern "C" int32_t ranks_gather(Ranks *ranks, const char *part, int64_t nbytes, char *out) {
     for (int64_t first = 0; first < nbytes; first += ranks->slot_bytes) {
         const int64_t some = least(ranks->slot_bytes, nbytes - first);

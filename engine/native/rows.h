@@ -1,11 +1,11 @@
-/* What is done to one row of hidden states or to one head: RMSNorm and rotation. Each rounds where torch rounds. */
+/* Operations on one row of hidden states or on one head: RMSNorm and rotation. Each rounds where torch rounds. */
 #pragma once
 
 #include <math.h>
 
 #include "simd.h"
 
-/* x / √(mean x² + epsilon), rounded, times `weight`. `out` may be `x`. */
+/* Writes x / √(mean x² + epsilon), rounded, times `weight` to `out`, which may be `x`. */
 template <typename T>
 static void normalize(const T *x, const float *weight, T *out, int64_t count, float epsilon) {
     Floats squares = Floats{};
@@ -20,7 +20,7 @@ static void normalize(const T *x, const float *weight, T *out, int64_t count, fl
     }
 }
 
-/* Rotates one head in place. `cosines` and `sines` [head_dim], the sines of the first half negated. */
+/* Rotates one head in place. `cosines` and `sines`: [head_dim], the sines of the first half negated. */
 template <typename T>
 static void rotate(T *head, const T *cosines, const T *sines, int64_t head_dim) {
     const int64_t half = head_dim / 2;

@@ -1,7 +1,7 @@
 /* Vectors of 16 floats and the two element types, float32 and bfloat16, on any processor.
  *
- * GCC's and clang's vector extensions become AVX-512, AVX2, SSE or NEON as the flags allow; intrinsics only where they
- * say what the extensions cannot: pairs of bfloat16 in one instruction. bfloat16 is rounded to nearest, ties to even.
+ * The vector extensions of GCC and clang become AVX-512, AVX2, SSE or NEON as the flags allow. Intrinsics are used only
+ * where the extensions lack an operation: pairs of bfloat16 in one instruction. bfloat16: to nearest, ties to even.
  */
 #pragma once
 
@@ -12,7 +12,7 @@
 #endif
 
 #if defined(__GNUC__) && !defined(__clang__)
-/* Without AVX-512 a vector of 64 bytes has no settled calling convention. Every function here is inlined. */
+/* Without AVX-512, 64-byte vectors have no fixed calling convention. It does not matter: all functions are inlined. */
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 
@@ -39,7 +39,7 @@ INLINE Words splat_word(uint32_t value) { return value + Words{}; }
 
 INLINE Floats select(Integers mask, Floats yes, Floats no) { return mask ? yes : no; }
 
-/* 2ⁿ·p by exp's usual range reduction (Cephes expf): within 2 units of the last place between ±87. */
+/* Computes eˣ as 2ⁿ·p by the usual range reduction (Cephes expf): within 2 units of the last place between ±87. */
 INLINE Floats exponential(Floats x) {
     x = select(x > splat(87.0f), splat(87.0f), x);
     x = select(x < splat(-87.0f), splat(-87.0f), x);
@@ -57,7 +57,7 @@ INLINE Floats exponential(Floats x) {
 }
 
 INLINE Floats silu(Floats x) {
-    const Floats bounded = select(x < splat(-87.0f), splat(-87.0f), x); /* as the exponential is */
+    const Floats bounded = select(x < splat(-87.0f), splat(-87.0f), x); /* like `exponential` */
     return bounded / (1.0f + exponential(-x));
 }
 
@@ -75,14 +75,14 @@ INLINE Floats load(const float *from) { return (Floats) * (const LooseFloats *)f
 INLINE void store(float *to, Floats value) { *(LooseFloats *)to = value; }
 INLINE Floats rounded(const float *, Floats value) { return value; }
 
-/* sums + weights · input for 16 outputs at one word of the input */
+/* Returns sums + weights · input for 16 outputs and one word of the input. */
 INLINE Floats accumulate(const float *, Floats sums, Words weights, uint32_t input) {
     return sums + (Floats)weights * (Floats)splat_word(input);
 }
 
-/* -- bfloat16: a word is two elements, the first one low */
+/* -- bfloat16: a word is two elements, the first one in the low half */
 
-INLINE Words round_bits(Floats value) { /* the upper half of each word is the nearest bfloat16 */
+INLINE Words round_bits(Floats value) { /* the upper half of each word becomes the nearest bfloat16 */
     const Words bits = (Words)value;
     const Words nearest = bits + 0x7fff + ((bits >> 16) & 1);
     return (Words)select(value != value, (Floats)(bits | 0x400000), (Floats)nearest);
@@ -106,7 +106,7 @@ INLINE Floats accumulate(const Bfloat16 *, Floats sums, Words weights, uint32_t 
 #endif
 }
 
-/* -- both, where fewer than 16 elements are left */
+/* -- both, also if fewer than 16 elements are left */
 
 template <typename T> INLINE Floats load_some(const T *from, int64_t count) {
     if (count >= LANES) return load(from);

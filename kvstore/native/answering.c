@@ -1,8 +1,7 @@
-/* Answers the gets of one express connection (kvstore/express/frames.py) until something else is asked.
+/* Answers the gets of one express connection (kvstore/express/frames.py) until another kind of request arrives.
  *
- * Called through ctypes, without the interpreter's lock: a get needs none of it, whatever Python does meanwhile. Takes
- * addresses as they are: Python checks all bounds and keeps the memory alive. Knows no index: `locate` is
- * `reader_locate` of metadata.c.
+ * Called through ctypes, so without the GIL: a get does not wait for Python code. Addresses are not checked: Python
+ * checks all bounds and keeps the memory alive. Knows no index: `locate` is `reader_locate` of metadata.c.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -19,9 +18,9 @@
 #define ROW_WORDS 4
 #define GET 1
 #define MAX_IOVECS 1024 /* IOV_MAX of Linux */
-#define REST 3          /* waits without spinning after a spin for nothing, as in transfer/native/data_plane.c */
+#define REST 3          /* waits without spinning after a spin in vain, as in transfer/native/data_plane.c */
 
-/* Bytes: what lies in buffers is still to be received and verified before its reader can ask again. */
+/* Bytes: the peer must receive and verify the buffered bytes of an answer before it can send its next request. */
 #define RECEIVED_PER_NS 8
 
 enum { OTHER = 1, LATE, HANGUP, RETIRED };
@@ -45,12 +44,12 @@ typedef int64_t Locate(const void *mapping, const uint8_t *keys, const uint64_t 
 typedef struct {
     Locate *locate;
     const void *mapping;
-    uint8_t *question, *answer; /* room for a head, and for `most_keys` keys with rooms, or rows */
-    struct iovec *pieces;       /* one more than `most_keys` */
+    uint8_t *question, *answer; /* each has room for a head, and for `most_keys` keys with rooms, or rows */
+    struct iovec *pieces;       /* `most_keys` + 1 */
     uint64_t most_keys, most_bytes;
     int64_t most_ns, idle_ns, spin_ns;
-    int64_t filled; /* bytes of a question that have come */
-    int64_t active_at_ns; /* when its peer was at work last, or will be, as far as can be told */
+    int64_t filled; /* received bytes of a question */
+    int64_t active_at_ns; /* last activity of the peer, or the estimated time at which it has received the answer */
     int32_t rest;
 } Desk;
 
@@ -63,7 +62,7 @@ static int64_t now_ns(void) {
 static int is_ready(int fd, int events, int64_t timeout_ns) {
     struct pollfd watched = {.fd = fd, .events = (short)events};
     struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
-    return ppoll(&watched, 1, &timeout, NULL) != 0; /* a failure shows in the next call */
+    return ppoll(&watched, 1, &timeout, NULL) != 0; /* a failure counts as ready and shows in the next call */
 }
 
 static int alone_on_one_core(void) {
@@ -80,7 +79,7 @@ static int spin(int fd, int64_t until_ns) {
     return 0;
 }
 
-/* LATE when the time is over. Shortly after the last byte it looks again and again, which saves being woken. */
+/* Returns LATE after give_up_at, else 0. Shortly after the peer's last activity it spins, which saves a wake-up. */
 static int wait_for_input(int fd, Desk *desk, int64_t give_up_at) {
     int64_t now = now_ns(), until_ns = desk->active_at_ns + desk->spin_ns;
     if (now >= give_up_at) return LATE;
@@ -93,7 +92,7 @@ static int wait_for_input(int fd, Desk *desk, int64_t give_up_at) {
     return 0;
 }
 
-/* 0 when so many bytes of the question have come. */
+/* Returns 0 when `wanted` bytes of the question are received. */
 static int fill(int fd, Desk *desk, int64_t wanted, int64_t give_up_at) {
     while (desk->filled < wanted) {
         ssize_t some = recv(fd, desk->question + desk->filled, (size_t)(wanted - desk->filled), MSG_DONTWAIT);
@@ -109,7 +108,7 @@ static int fill(int fd, Desk *desk, int64_t wanted, int64_t give_up_at) {
     return 0;
 }
 
-/* 0 when all pieces are sent; they are used up. */
+/* Returns 0 when all pieces are sent. Modifies the pieces. */
 static int send_all(int fd, struct iovec *piece, int64_t count, int64_t give_up_at) {
     while (count) {
         struct msghdr message = {.msg_iov = piece, .msg_iovlen = (size_t)(count < MAX_IOVECS ? count : MAX_IOVECS)};
@@ -147,8 +146,8 @@ static int answer_one(int fd, Desk *desk, const Question *asked, int64_t give_up
     return end;
 }
 
-/* Why it came back: OTHER with the head of a question that is not for here, RETIRED with a whole get that is to be
-   answered from another index; both are in `question`. LATE or HANGUP: the connection is of no use any more. */
+/* Returns OTHER with the head of another request in `question`; RETIRED with a whole get in `question` that must be
+   answered from another index; LATE or HANGUP if the connection is no longer usable. */
 PUBLIC int32_t answer_gets(int32_t fd, Desk *desk) {
     for (;;) {
         Question asked;

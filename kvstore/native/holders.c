@@ -1,6 +1,6 @@
-/* Who holds the leading blocks of a chain, 64 holders to a word, and how far each of them goes without a gap.
+/* Finds the holders of a chain's leading blocks, 64 holders to a word, and each holder's run of blocks without a gap.
  *
- * As slot_index.c: Python allocates all memory and checks all bounds.
+ * Python allocates all memory and checks all bounds, as for slot_index.c.
  */
 #include <stdint.h>
 
@@ -11,7 +11,7 @@ static void end_runs(uint64_t bits, int64_t length, int64_t *runs) {
     for (; bits; bits &= bits - 1) runs[__builtin_ctzll(bits)] = length;
 }
 
-/* `held`: [words][blocks], written; `runs`: [words * 64], written. */
+/* Writes `held` [words][blocks], the holders of each block, and `runs` [words * 64], each holder's leading blocks. */
 PUBLIC void holders_leading(const uint64_t *const *columns, int64_t num_words,
                             const int64_t *slots, int64_t num_blocks, uint64_t *held, int64_t *runs) {
     for (int64_t word = 0; word < num_words; word++) {

@@ -1,8 +1,8 @@
-/* Metadata of millions of blocks: the published index of keys.
+/* The published index of keys: metadata of millions of blocks.
  *
- * Called through ctypes. Takes addresses as they are: Python allocates all memory, zeroed, checks bounds once, and keeps
- * it alive. One thread changes an index; others may read it meanwhile, and other processes (`look` below). Layout and
- * constants are repeated in layout.py.
+ * Called through ctypes. Addresses are not checked: Python allocates all memory, zeroed, checks bounds once, and keeps
+ * it alive. One thread changes an index; other threads and other processes may read it meanwhile (`look` below). Layout
+ * and constants are repeated in layout.py.
  */
 #define _GNU_SOURCE
 #include <sched.h>
@@ -17,14 +17,14 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define GOLDEN 0x9E3779B97F4A7C15u /* 2**64 / golden ratio, made odd: an odd factor loses nothing modulo 2**64 */
 #define KEY_BYTES 16
-#define MOST_LOADED_PERCENT 70 /* of the index; at most 6 slots on average until a key is known to be absent */
-#define AHEAD 8 /* keys whose memory is asked for before its turn: several times faster beyond the caches */
-#define PATIENCE 1000     /* tries again; a change takes microseconds, and a stopped writer must not stop readers */
-#define YIELD_EVERY 16    /* tries: the writer may be waiting for this very core */
-#define TOGETHER 16       /* copies between two looks: the longer it takes, the more often something has moved */
+#define MOST_LOADED_PERCENT 70 /* of the index; finding that a key is absent takes at most 6 slots on average */
+#define AHEAD 8 /* keys prefetched before their lookup: several times faster if the index exceeds the caches */
+#define PATIENCE 1000     /* retries; a change takes microseconds, and a stopped writer must not block readers */
+#define YIELD_EVERY 16    /* retries; the writer may be waiting for this core */
+#define TOGETHER 16       /* copies between two lookups: the longer they take, the more objects have moved */
 #define COPY_STEP ((uint64_t)256 << 10) /* as in transfer/native/data_plane.c */
 #define OFFSET_UNIT 256
-#define NOWHERE UINT32_MAX /* an offset: not in memory */
+#define NOWHERE UINT32_MAX /* offset of an object that is not in memory */
 
 __extension__ typedef unsigned __int128 uint128_t;
 typedef struct { uint64_t low, high; } Key;
@@ -40,7 +40,7 @@ static uint64_t fold(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* Clients choose keys and do not know the seed. It goes into both factors, so that none can be made zero. */
+/* Clients choose keys but do not know the seed. It enters both factors, so that no client can make one of them zero. */
 static uint64_t hash_of(Key key, uint64_t seed) {
     return fold(fold(key.low ^ seed, key.high ^ seed * GOLDEN) ^ seed, GOLDEN);
 }
@@ -51,7 +51,7 @@ static uint64_t reduce(uint64_t hash, uint64_t count) { return (uint64_t)(((uint
 
 enum { LOW, HIGH, CHECKSUM, GENERATION, PLACE, EXTENT, NUM_WORDS };
 /* PLACE = record | offset << 32, EXTENT = length | tag << 32, tag = 24 bits of mix | turn << 24. The turn counts moves,
-   so that an object which left its place and came back to it is seen to have moved. GENERATION 0 = empty. */
+   so that readers notice that an object moved away and back. GENERATION 0 = empty slot. */
 
 typedef struct { _Atomic uint64_t words[NUM_WORDS]; } Slot;
 typedef struct { uint64_t words[NUM_WORDS]; } Entry; /* a copy */
@@ -69,7 +69,7 @@ typedef struct {
 typedef struct {
     Header *header;
     Slot *slots;
-    uint64_t num_slots, num_all, seed; /* checked by Python: what the header says later does not count */
+    uint64_t num_slots, num_all, seed; /* checked by Python; later values of the header are ignored */
 } Table;
 
 typedef struct {
@@ -86,7 +86,7 @@ static uint64_t mix_of(const Entry *entry) {
     for (int i = 0; i < NUM_WORDS; i++) {
         uint64_t word = entry->words[i];
         if (i == EXTENT) word &= ~((uint64_t)0xFFFFFF << 32);
-        mix = (mix + word) * GOLDEN; /* changes with every single word */
+        mix = (mix + word) * GOLDEN; /* a change of any single word changes it */
     }
     mix ^= mix >> 29;
     return mix * GOLDEN >> 40;
@@ -101,14 +101,14 @@ static int is_sealed(const Entry *entry) { return (entry->words[EXTENT] >> 32 & 
 
 static Slot *home_of(const Table *t, Key key) { return t->slots + reduce(hash_of(key, t->seed), t->num_slots); }
 
-/* Always inline: gcc 12 takes a function that only prefetches for one without effect and drops calls of it. */
+/* Always inline: gcc 12 considers a function that only prefetches to have no effect and drops calls of it. */
 static inline __attribute__((always_inline)) void fetch_home(const Table *table, const uint8_t *keys, int64_t i,
                                                              int64_t count) {
     if (i < count) __builtin_prefetch(home_of(table, key_at(keys + i * KEY_BYTES)));
 }
 
-/* The slot of `key`; else the empty one where its run ends, or the end of the table. Slots behind the last home
-   keep runs from wrapping around. */
+/* Returns the slot of `key`; if it is absent, the empty slot where its run ends, or the end of the table. Slots behind
+   the last home keep runs from wrapping around. */
 static Slot *search(const Table *table, Key key) {
     Slot *slot = home_of(table, key), *end = table->slots + table->num_all;
     while (slot < end && LOAD(&slot->words[GENERATION])
@@ -137,7 +137,7 @@ static void begin_change(Header *header) {
     atomic_thread_fence(memory_order_release);
 }
 
-/* The fence behind it: what the caller then does with the object's bytes comes later for readers too. */
+/* The last fence orders the caller's next accesses to the object's bytes after the new version for readers too. */
 static void end_change(Header *header) {
     atomic_store_explicit(&header->version, LOAD(&header->version) + 1, memory_order_release);
     atomic_thread_fence(memory_order_release);
@@ -157,7 +157,7 @@ PUBLIC void index_records(const Table *table, const uint8_t *keys, int64_t count
     }
 }
 
-/* 1; 0 when the table must grow first; -1 when the key is there. */
+/* Returns 1; 0 if the table must grow first; -1 if the key is present already. */
 PUBLIC int32_t index_insert(const Table *table, const uint8_t *at, uint64_t checksum, uint64_t generation,
                             uint32_t record, uint32_t place, uint32_t length) {
     Header *header = table->header;
@@ -180,7 +180,7 @@ PUBLIC int32_t index_relocate(const Table *table, const uint8_t *key, uint32_t p
     if (!slot) return 0;
     Entry entry = entry_in(slot);
     entry.words[PLACE] = (uint32_t)entry.words[PLACE] | (uint64_t)place << 32;
-    entry.words[EXTENT] += (uint64_t)1 << 56; /* one turn more */
+    entry.words[EXTENT] += (uint64_t)1 << 56; /* turn + 1 */
     seal(&entry);
     begin_change(table->header);
     put_entry(slot, &entry);
@@ -188,7 +188,7 @@ PUBLIC int32_t index_relocate(const Table *table, const uint8_t *key, uint32_t p
     return 1;
 }
 
-/* Moves entries behind the hole forward, so that no run is broken and nothing marks what was there. */
+/* Moves entries behind the hole forward, so that no run is broken and no tombstone is needed. */
 static void close_hole(const Table *table, Slot *hole) {
     Slot *end = table->slots + table->num_all;
     for (Slot *next = hole + 1; next < end && LOAD(&next->words[GENERATION]); next++) {
@@ -210,7 +210,7 @@ PUBLIC int32_t index_remove(const Table *table, const uint8_t *key) {
     return 1;
 }
 
-/* Fills an empty table that nobody reads yet, from front to back in both. 0 when entries would run over its end. */
+/* Fills an empty table without readers, front to back in both tables. Returns 0 if entries would exceed its end. */
 PUBLIC int32_t index_move(const Table *to, const Table *from) {
     for (Slot *slot = from->slots; slot < from->slots + from->num_all; slot++) {
         Entry entry = entry_in(slot);
@@ -226,10 +226,10 @@ PUBLIC int32_t index_move(const Table *to, const Table *from) {
 
 PUBLIC void index_retire(const Table *table) {
     STORE(&table->header->retired, 1);
-    atomic_thread_fence(memory_order_release); /* before any change that this memory will not show */
+    atomic_thread_fence(memory_order_release); /* before any change that this memory does not show */
 }
 
-/* Entries, each of which can be found where it is; -1 when one cannot. */
+/* Returns the number of entries; -1 if an entry cannot be found in its slot or is not sealed correctly. */
 PUBLIC int64_t index_check(const Table *table) {
     int64_t count = 0;
     for (Slot *slot = table->slots; slot < table->slots + table->num_all; slot++) {
@@ -246,8 +246,8 @@ PUBLIC int64_t index_check(const Table *table) {
 enum { ABSENT, FOUND, UNKNOWN, RETIRED };
 enum { NOT_THERE = -1, ON_DISK = -2, TOO_SMALL = -3, CHANGED = -4, NOT_KNOWN = -5 };
 
-/* An entry that carries its seal is whole, whatever changes around it. That there is none counts only if nothing
-   changed during the search: entries move. */
+/* Looks `key` up once. An entry with a correct seal is consistent, whatever changes around it. The absence of an entry
+   counts only if nothing changed during the search, because entries move. */
 static int look_once(const Table *table, Key key, Entry *entry) {
     uint64_t version = atomic_load_explicit(&table->header->version, memory_order_acquire);
     Slot *slot = search(table, key);
@@ -272,7 +272,7 @@ PUBLIC int32_t reader_find(const Mapping *mapping, const uint8_t *key, Entry *en
     return look(&mapping->index, key_at(key), entry, &patience);
 }
 
-/* 0 when the memory is retired. */
+/* Writes the status of each key. Returns 0 if the memory is retired. */
 PUBLIC int32_t reader_exists(const Mapping *mapping, const uint8_t *keys, int64_t count, uint8_t *statuses) {
     int64_t patience = PATIENCE + count;
     for (int64_t i = 0; i < count; i++) {
@@ -289,7 +289,7 @@ static void copy(char *to, const char *source, uint64_t length) {
     memcpy(to, source, length);
 }
 
-/* Fills `pieces` pieces of memory, one after the other. The length when it was copied, else why not. */
+/* Copies an object into `pieces` pieces of memory in order. Returns its length, or why it was not copied. */
 static int64_t copy_entry(const Mapping *mapping, const Entry *entry, int64_t pieces, const uint64_t *addresses,
                           const uint64_t *capacities) {
     uint64_t offset = (entry->words[PLACE] >> 32) * OFFSET_UNIT, length = (uint32_t)entry->words[EXTENT], room = 0;
@@ -307,7 +307,7 @@ static int64_t copy_entry(const Mapping *mapping, const Entry *entry, int64_t pi
     return (int64_t)length;
 }
 
-/* What was copied counts when the object lay there all the while; a length, or why not. */
+/* Returns `length` if the object did not change or move during the copy, else why the copy is invalid. */
 static int64_t second_look(const Mapping *mapping, Key key, const Entry *entry, int64_t length, int64_t *patience,
                            int *status) {
     Entry after;
@@ -323,7 +323,7 @@ typedef struct {
     uint64_t *checksums, *generations;
 } Copies;
 
-/* First all are looked up, then all are copied: what looking waits for is waited for once and not before each copy. */
+/* Looks up all keys, then copies: the memory latency of lookups is paid once, not before each copy. 0 if retired. */
 static int copy_some(const Mapping *mapping, const uint8_t *keys, int64_t count, Copies to, int64_t *patience) {
     Entry entries[TOGETHER];
     int status;
@@ -349,7 +349,7 @@ static int copy_some(const Mapping *mapping, const uint8_t *keys, int64_t count,
     return 1;
 }
 
-/* 0 when the memory is retired: then no result counts. */
+/* Copies the objects of `keys`. Returns 0 if the memory is retired: then all results are invalid. */
 PUBLIC int32_t reader_copy(const Mapping *mapping, const uint8_t *keys, int64_t count, int64_t pieces,
                            const uint64_t *addresses, const uint64_t *capacities, int64_t *lengths,
                            uint64_t *checksums, uint64_t *generations) {
@@ -374,8 +374,8 @@ static uint64_t standing_of(const Mapping *mapping, const Entry *entry, uint64_t
     return length <= room && length <= left ? SENT : IN_MEMORY;
 }
 
-/* Where objects lie, and the pieces of memory of those that fit their rooms and, in this order, into `budget` bytes.
-   How many pieces; -1 when the memory is retired. */
+/* Writes a row per object, and a piece of memory per non-empty object that fits its room and, in this order, into
+   `budget` bytes. Returns the number of pieces; -1 if the memory is retired. */
 PUBLIC int64_t reader_locate(const Mapping *mapping, const uint8_t *keys, const uint64_t *rooms, int64_t count,
                              uint64_t budget, uint64_t (*rows)[ROW_WORDS], uint64_t (*pieces)[2]) {
     int64_t patience = PATIENCE + count, num_pieces = 0;
@@ -389,7 +389,7 @@ PUBLIC int64_t reader_locate(const Mapping *mapping, const uint8_t *keys, const 
                                             : (status == ABSENT ? MISSING : NOT_TOLD);
         uint64_t offset = (entry.words[PLACE] >> 32) * OFFSET_UNIT, length = (uint32_t)entry.words[EXTENT];
         uint64_t row[ROW_WORDS] = {offset, length | standing << 32, entry.words[CHECKSUM], entry.words[GENERATION]};
-        memcpy(rows[i], row, sizeof row); /* it may lie anywhere in a frame */
+        memcpy(rows[i], row, sizeof row); /* rows may be unaligned in a frame */
         if (standing != SENT) continue;
         budget -= length;
         if (!length) continue;

@@ -1,6 +1,6 @@
 /* Heaps of records by rank.
  *
- * Called through ctypes. Takes addresses as they are: Python allocates the columns, zeroed, says how long they are, and
+ * Called through ctypes. Addresses are not checked: Python allocates the columns, zeroed, passes their lengths, and
  * keeps them alive.
  */
 #include <stddef.h>
@@ -11,7 +11,7 @@
 
 typedef struct {
     uint32_t *records;     /* in heap order; `room` of them */
-    uint32_t *positions;   /* by record: place in the heap + 1, 0 = not there */
+    uint32_t *positions;   /* by record: place in the heap + 1, 0 = not in the heap */
     uint64_t *secondaries; /* by record */
     double *primaries;     /* by record; NULL while all are 0 */
     uint64_t count, room, num_records;
@@ -58,7 +58,7 @@ static void settle(Heap *heap, uint64_t at, uint32_t record) {
     seat(heap, sink(heap, rise(heap, at, record), record), record);
 }
 
-/* 0 when columns must grow first, or be made. */
+/* Sets the rank of a record. Returns 0 if columns must be allocated or grown first. */
 PUBLIC int32_t heap_rank(Heap *heap, uint32_t record, double primary, uint64_t secondary) {
     if (record >= heap->num_records || (primary != 0 && !heap->primaries)) return 0;
     if (heap->primaries) heap->primaries[record] = primary;
@@ -67,12 +67,12 @@ PUBLIC int32_t heap_rank(Heap *heap, uint32_t record, double primary, uint64_t s
     return 1;
 }
 
-/* The records, whose columns are there, get the ranks (0, secondary), (0, secondary + 1), … in order. */
+/* Gives the records, whose columns exist, the ranks (0, secondary), (0, secondary + 1), … in order. */
 PUBLIC void heap_rank_all(Heap *heap, const int64_t *records, int64_t count, uint64_t secondary) {
     for (int64_t i = 0; i < count; i++) heap_rank(heap, (uint32_t)records[i], 0, secondary + (uint64_t)i);
 }
 
-/* 0 when `records` must grow first; -1 when the record has no rank. */
+/* Adds a record. Returns 0 if `records` must grow first; -1 if the record has no rank. */
 PUBLIC int32_t heap_offer(Heap *heap, uint32_t record) {
     if (record >= heap->num_records) return -1;
     if (heap->positions[record]) return 1;

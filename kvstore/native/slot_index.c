@@ -1,8 +1,8 @@
-/* Where the rows of a table of keys are: numbers of rows, 4 bytes each, by hash of the keys that stand in the table.
+/* Hash index of a table of keys: row numbers of 4 bytes each, by hash of the keys in the table.
  *
- * As metadata.c: Python allocates all memory, zeroed, and checks all bounds; one thread uses it.
- * The table of keys is not copied, so a lookup goes to it once more than in a map with keys of its own,
- * and the index takes a fifth of the memory of such a map.
+ * Python allocates all memory, zeroed, and checks all bounds, as for metadata.c; one thread uses it. The index does not
+ * copy the keys: compared with a map that has its own keys, a lookup takes one more access, to the table, and the index
+ * takes a fifth of the memory.
  */
 #include <stdint.h>
 #include <string.h>
@@ -10,14 +10,14 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define GOLDEN 0x9E3779B97F4A7C15u
 #define KEY_BYTES 16
-#define AHEAD 8 /* keys whose memory is asked for before its turn */
+#define AHEAD 8 /* keys prefetched before their lookup */
 
 __extension__ typedef unsigned __int128 uint128_t;
 
 typedef struct { uint64_t low, high; } Key;
 
 typedef struct {
-    uint32_t *places; /* row + 1; 0 = empty, and there always is one that is */
+    uint32_t *places; /* row + 1; 0 = empty; at least one is always empty */
     uint64_t num_places, seed, count;
 } Index;
 
@@ -38,14 +38,14 @@ static uint64_t next(const Index *index, uint64_t at) { return at + 1 < index->n
 
 static const uint8_t *row(const uint8_t *rows, uint32_t place) { return rows + (uint64_t)(place - 1) * KEY_BYTES; }
 
-/* Its row, or -1. */
+/* Returns the row of `key`, or -1. */
 static int64_t find(const Index *index, const uint8_t *rows, const uint8_t *key) {
     for (uint64_t at = home(index, key); index->places[at]; at = next(index, at))
         if (!memcmp(row(rows, index->places[at]), key, KEY_BYTES)) return (int64_t)index->places[at] - 1;
     return -1;
 }
 
-/* First the place, then the row that it names. Always inline: gcc 12 drops calls of functions that only prefetch. */
+/* Prefetches places, then the rows in them. Always inline: gcc 12 drops calls of functions that only prefetch. */
 static inline __attribute__((always_inline)) void fetch_ahead(const Index *index, const uint8_t *rows,
                                                               const uint8_t *keys, int64_t i, int64_t count) {
     if (i + 2 * AHEAD < count) __builtin_prefetch(&index->places[home(index, keys + (i + 2 * AHEAD) * KEY_BYTES)]);
@@ -54,7 +54,7 @@ static inline __attribute__((always_inline)) void fetch_ahead(const Index *index
     if (place) __builtin_prefetch(row(rows, place));
 }
 
-/* How many rows were written: of all keys, or with `leading` of those before the first absent one. */
+/* Writes the row of each key. Returns `count`, or with `leading` the number of keys before the first absent one. */
 PUBLIC int64_t slots_find(const Index *index, const uint8_t *rows, const uint8_t *keys, int64_t count,
                           int64_t *found, int32_t leading) {
     for (int64_t i = 0; i < count; i++) {
@@ -71,13 +71,13 @@ static void insert(Index *index, const uint8_t *rows, uint32_t place) {
     index->places[at] = place;
 }
 
-/* Rows whose keys are not in the index, which has room for them. */
+/* Adds rows. Their keys must not be in the index, and the index must have room for them. */
 PUBLIC void slots_insert(Index *index, const uint8_t *rows, const int64_t *slots, int64_t count) {
     for (int64_t i = 0; i < count; i++) insert(index, rows, (uint32_t)slots[i] + 1);
     index->count += (uint64_t)count;
 }
 
-/* Moves the entries behind a hole that would not be found any more. */
+/* Moves the entries behind a hole that a lookup would no longer find. */
 static void close_hole(Index *index, const uint8_t *rows, uint64_t hole) {
     for (uint64_t at = next(index, hole); index->places[at]; at = next(index, at)) {
         uint64_t wanted = home(index, row(rows, index->places[at]));
@@ -88,7 +88,7 @@ static void close_hole(Index *index, const uint8_t *rows, uint64_t hole) {
     index->places[hole] = 0;
 }
 
-/* Rows that are in the index, and whose keys still stand. */
+/* Removes rows, whose keys must still be in the table. Ignores rows that are not in the index. */
 PUBLIC void slots_remove(Index *index, const uint8_t *rows, const int64_t *slots, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         uint32_t place = (uint32_t)slots[i] + 1;
@@ -100,7 +100,7 @@ PUBLIC void slots_remove(Index *index, const uint8_t *rows, const int64_t *slots
     }
 }
 
-/* Into an empty and larger one. Both are in the order of hashes, so only the rows lie apart. */
+/* Copies the entries to an empty, larger index. Both are in hash order, so only accesses to rows are scattered. */
 PUBLIC void slots_move(Index *to, const Index *from, const uint8_t *rows) {
     for (uint64_t at = 0; at < from->num_places; at++) {
         uint64_t ahead = at + 2 * AHEAD;

@@ -1,8 +1,7 @@
-/* The data plane: copying rows of bytes, and moving them over a stream socket in both directions at once.
+/* The data plane: copies rows of bytes, and moves them over a stream socket in both directions at once.
  *
- * Called through ctypes, so without the GIL. Takes addresses as they are: bounds are checked by the callers
- * and memory is kept alive by them. Allocates nothing and keeps no state but what is in Flow. The structures
- * and constants are repeated in __init__.py.
+ * Called through ctypes, so without the GIL. Addresses are not checked: the callers check bounds and keep the memory
+ * alive. Allocates nothing and keeps no state except Flow. The structures and constants are repeated in __init__.py.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -18,35 +17,35 @@
 #include <unistd.h>
 
 #define MAX_IOVECS 1024 /* IOV_MAX of Linux */
-/* From somewhere below 1 MiB on, glibc's memcpy goes past the caches; a fifth slower here (LOG.md). */
+/* Above a size somewhere below 1 MiB, glibc's memcpy bypasses the caches, which is a fifth slower here (LOG.md). */
 #define COPY_STEP ((size_t)256 << 10)
-#define VERIFY_STEP ((size_t)64 << 10) /* source and copy fit into the second-level cache several times */
-/* Waits without spinning from one on that span for nothing: the peer may share this very core, and then it cannot
-   answer while we spin. Three halve the latency of peers on one core and cost those on two nothing (LOG.md). */
+#define VERIFY_STEP ((size_t)64 << 10) /* source and copy together fit into the L2 cache several times */
+/* Number of waits without spinning after a spin in vain: the peer may share this core, and then it cannot answer
+   during a spin. Three waits halve the latency of peers on one core and cost peers on two cores nothing (LOG.md). */
 #define REST 3
-/* A receiver that also sends counts as a conversation for the kernel: it delays acknowledgements, and a sender whose
-   buffer is full waits for them. From so many expected bytes on it is a stream; a fifth faster (LOG.md). */
+/* The kernel treats a receiver that also sends as interactive and delays its acknowledgements, for which a sender with
+   a full buffer waits. From this many expected bytes on, the receiver acknowledges at once; a fifth faster (LOG.md). */
 #define STREAM ((int64_t)64 << 10)
 #define PUBLIC __attribute__((visibility("default")))
 
 enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED };
-enum { LENGTH = 2, COLUMNS = 3 }; /* of a row: remote offset, local offset, length */
+enum { LENGTH = 2, COLUMNS = 3 }; /* columns of a row: remote offset, local offset, length */
 
-typedef int64_t unaligned_int64 __attribute__((aligned(1), may_alias)); /* rows may lie in a received frame */
+typedef int64_t unaligned_int64 __attribute__((aligned(1), may_alias)); /* rows may be in a received frame */
 typedef const unaligned_int64 Row[COLUMNS];
 
 typedef struct {
     struct iovec *vectors;
-    int64_t count, index, offset; /* the first piece that is not done, and how many of its bytes are */
-    int64_t moved;                /* bytes, ever */
+    int64_t count, index, offset; /* the first unfinished piece, and its number of finished bytes */
+    int64_t moved;                /* bytes, in total */
 } Queue;
 
 typedef struct {
     Queue out, into;
-    int64_t wanted; /* into.moved from which on the input is done */
+    int64_t wanted; /* the input is done when into.moved reaches it */
     int64_t active_at_ns;
     int32_t error, descriptor;
-    int32_t rest; /* waits that are to come without spinning */
+    int32_t rest; /* remaining waits without spinning */
 } Flow;
 
 static void copy(char *to, const char *source, size_t length) {
@@ -60,8 +59,8 @@ PUBLIC void copy_rows(char *to, const char *source, Row *rows, int64_t count, in
         copy(to + rows[i][to_column], source + rows[i][1 - to_column], (size_t)rows[i][LENGTH]);
 }
 
-/* Compares each piece with its source while both are in the nearest caches: 0 when one of them differs, which
-   ends it. Hashing both sides, or comparing larger pieces, takes twice as long and more (LOG.md). */
+/* Copies rows and compares each piece with its source while both are in the nearest caches. Returns 0 at the first
+   difference, else 1. Hashing both sides, or comparing larger pieces, takes at least twice as long (LOG.md). */
 PUBLIC int32_t copy_rows_verified(char *to, const char *source, Row *rows, int64_t count, int32_t to_column) {
     for (int64_t i = 0; i < count; i++) {
         char *into = to + rows[i][to_column];
@@ -69,24 +68,24 @@ PUBLIC int32_t copy_rows_verified(char *to, const char *source, Row *rows, int64
         for (size_t left = (size_t)rows[i][LENGTH], piece; left; left -= piece, into += piece, from += piece) {
             piece = left < VERIFY_STEP ? left : VERIFY_STEP;
             memcpy(into, from, piece);
-            __asm__ volatile("" ::: "memory"); /* or the compiler knows the answer */
+            __asm__ volatile("" ::: "memory"); /* else the compiler elides the comparison */
             if (memcmp(into, from, piece)) return 0;
         }
     }
     return 1;
 }
 
-/* Whether each row's bytes are the same on both sides. */
+/* Returns 1 if each row's bytes are the same on both sides, else 0. */
 PUBLIC int32_t rows_equal(const char *at, const char *source, Row *rows, int64_t count, int32_t column) {
     for (int64_t i = 0; i < count; i++)
         if (memcmp(at + rows[i][column], source + rows[i][1 - column], (size_t)rows[i][LENGTH])) return 0;
     return 1;
 }
 
-/* Writes at most `count` pieces to `vectors` and returns how many. */
+/* Writes the rows to `vectors`, adjacent rows as one piece. Returns the number of pieces, at most `count`. */
 PUBLIC int64_t fill_iovecs(struct iovec *vectors, char *base, Row *rows, int64_t count, int32_t column) {
     int64_t filled = 0;
-    char *end = NULL; /* of the last piece */
+    char *end = NULL; /* end of the last piece */
     for (int64_t i = 0; i < count; i++) {
         char *start = base + rows[i][column];
         size_t length = (size_t)rows[i][LENGTH];
@@ -106,7 +105,7 @@ static int64_t now_ns(void) {
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* `count` more bytes are done; whatever is empty behind them is done too. */
+/* Marks `count` more bytes as done, and empty pieces behind them too. */
 static void advance(Queue *queue, size_t count) {
     queue->moved += (int64_t)count;
     count += (size_t)queue->offset;
@@ -118,12 +117,12 @@ static void advance(Queue *queue, size_t count) {
 static void keep_descriptor(Flow *flow, struct msghdr *message) {
     struct cmsghdr *control = CMSG_FIRSTHDR(message);
     if (!control || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) return;
-    if (flow->descriptor >= 0) close(flow->descriptor); /* nobody took it */
+    if (flow->descriptor >= 0) close(flow->descriptor); /* the caller did not take the one before */
     memcpy(&flow->descriptor, CMSG_DATA(control), sizeof flow->descriptor);
 }
 
 static ssize_t receive(int fd, Flow *flow, struct msghdr *message) {
-    /* CMSG_LEN, not CMSG_SPACE: room for exactly one descriptor, the kernel closes the others. */
+    /* CMSG_LEN, not CMSG_SPACE: room for exactly one descriptor; the kernel closes any others. */
     union { struct cmsghdr header; char bytes[CMSG_SPACE(sizeof(int))]; } control;
     message->msg_control = &control;
     message->msg_controllen = CMSG_LEN(sizeof(int));
@@ -132,7 +131,7 @@ static ssize_t receive(int fd, Flow *flow, struct msghdr *message) {
     return moved;
 }
 
-/* One system call: bytes moved, 0 when the peer has ended its side, -errno; -EAGAIN when there is nothing to do. */
+/* Does one system call. Returns the bytes moved, 0 if the peer closed its side, or -errno; -EAGAIN if idle. */
 static ssize_t move_some(int fd, Flow *flow, Queue *queue) {
     struct iovec *first = queue->vectors + queue->index, whole;
     int64_t left = queue->count - queue->index;
@@ -144,7 +143,7 @@ static ssize_t move_some(int fd, Flow *flow, Queue *queue) {
     ssize_t moved = queue == &flow->into ? receive(fd, flow, &message)
                                          : sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     int error = errno;
-    *first = whole; /* the caller's array stays as it was */
+    *first = whole; /* the caller's array stays unchanged */
     if (moved < 0) return -error;
     advance(queue, (size_t)moved);
     return moved;
@@ -164,11 +163,11 @@ static int ended(Flow *flow, ssize_t result) {
     return FAILED;
 }
 
-/* Sleeps until the socket can do something that is to be done, or until then; whether it can. */
+/* Sleeps until the socket is ready for one of `events`, or for at most timeout_ns. Returns true if it is ready. */
 static int wait_ready(int fd, int events, int64_t timeout_ns) {
     struct pollfd watched = {.fd = fd, .events = (short)events};
     struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
-    /* A failure shows in the next system call on the socket. */
+    /* A failure counts as ready and shows in the next system call on the socket. */
     return ppoll(&watched, 1, &timeout, NULL) != 0;
 }
 
@@ -177,10 +176,10 @@ static int alone_on_one_core(void) {
     return sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) == 1;
 }
 
-/* Asks again and again whether the socket is ready, but no longer than until then. It asks poll instead of
-   trying to send: the buffer counts as writable when a third is free, while each try would send the few bytes
-   that fit. It keeps the processor, unless there is only one: who gives it up among busy neighbours gets it
-   back milliseconds later. */
+/* Polls the socket repeatedly until it is ready, but not beyond until_ns. Returns true if it is ready. Polls instead
+   of trying to send: the buffer counts as writable when a third is free, while each try would send the few bytes that
+   fit. Yields the processor only if the process has a single core: among busy neighbours, a thread that yields gets
+   the core back milliseconds later. */
 static int spin_until(int fd, int events, int64_t until_ns) {
     int yields = alone_on_one_core();
     do {
@@ -190,7 +189,7 @@ static int spin_until(int fd, int events, int64_t until_ns) {
     return 0;
 }
 
-/* The kernel forgets it as soon as something is sent, so it is said before each long wait for input. */
+/* The kernel resets the option at the next send, so it is set again before each long wait for input. */
 static void acknowledge_at_once(int fd) {
     int yes = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_QUICKACK, &yes, sizeof yes); /* a Unix socket has nothing to acknowledge */
@@ -198,7 +197,7 @@ static void acknowledge_at_once(int fd) {
 
 PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns) {
     int64_t deadline_ns = now_ns() + timeout_ns;
-    int receiving, broken = 0; /* a broken pipe may still have something for us */
+    int receiving, broken = 0; /* a broken pipe may still have input */
     advance(&flow->out, 0);
     advance(&flow->into, 0);
     receiving = wants_input(flow);
