@@ -1,4 +1,4 @@
-"""`python -m deploy VERB …` is `moonserve VERB …`."""
+"""Entry point of `python -m deploy VERB …`, which is the same as `moonserve VERB …`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The `moonserve` command: one verb per line of `VERBS`, imported only when it is called for."""
+"""The `moonserve` command: one verb per line of `VERBS`. A verb's module is imported only when the verb is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 EXIT_USAGE = 2
-EXIT_PIPE = 128 + 13  # as a shell reports a program that SIGPIPE ended
+EXIT_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 
 # verb → (module, function taking the remaining arguments, one line of help)
 VERBS: dict[str, tuple[str, str, str]] = {
@@ -39,11 +39,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the verb that comes first in `argv` and returns its exit code."""
+    """Runs the verb that is the first item of `argv` and returns its exit code."""
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has seen enough: `moonserve … | head`
+    except BrokenPipeError:  # the reader closed the pipe: `moonserve … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return EXIT_PIPE
     return code
@@ -68,7 +68,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def worker(argv: list[str]) -> int:
-    """`moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`."""
+    """Runs `moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`."""
     parser = ArgumentParser(prog="moonserve worker", add_help=False, allow_abbrev=False)
     parser.add_argument("--role", choices=("prefill", "decode"))
     for flag in ("--role-switching", "--conditional-disaggregation"):
@@ -84,7 +84,7 @@ def worker(argv: list[str]) -> int:
             module = "deploy.undivided"
         else:
             module = f"{known.role}_worker"
-    except SystemExit:  # argparse has said what is wrong
+    except SystemExit:  # argparse has printed the error
         return EXIT_USAGE
     run: Callable[[list[str]], int] = importlib.import_module(f"{module}.__main__").main
     return run(rest)

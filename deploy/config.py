@@ -1,4 +1,4 @@
-"""Options of `moonserve serve`. An option that a process shares by name is passed on to it (deploy.plan)."""
+"""Options of `moonserve serve`. An option is passed on to each process that has one of that name (`deploy.plan`)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from protocol.errors import ConfigError
 from protocol.tracing import TracingConfig
 from transfer.config import PatienceConfig, TransferConfig
 
-STOP_GRACE_S = 4.0  # serve promises an end within 5 s, and what a disk needs on top
-# Workers compute on all cores. Processes that answer clients do little, and must not wait for a time slice to do it.
+STOP_GRACE_S = 4.0  # from SIGTERM to SIGKILL; serve promises to end within 5 s, plus the flush of a disk
+# Workers compute on all cores. Processes that answer clients need little CPU time, but need it without delay.
 WORKER_NICE = 10
-DRAIN_S = 3.0  # leaves a worker time to fail what did not finish, and to say good-bye
+DRAIN_S = 3.0  # for requests to finish; the rest of STOP_GRACE_S is for failing the others and deregistering
 
 
 def _of(cls: type, name: str, *, help: str | None = None) -> Any:
-    """The option as a process's own configuration declares it; `help`: where that speaks of one process only."""
+    """Returns the option as a process's own configuration declares it. `help`: replaces a text about one process."""
     [declared] = [each for each in fields(cls) if each.name == name]
     metadata = declared.metadata if help is None else {**declared.metadata, "help": help}
     return field(default=declared.default, metadata=metadata)
@@ -46,7 +46,7 @@ class ServeConfig(
     ClientConfig,
     TracingConfig,
 ):
-    """A whole cluster on this machine."""
+    """Options of a whole cluster on this machine."""
 
     model: str | None = option(None, help="local Hugging Face folder or hub name; the demo model when not given")
     host: str = option("127.0.0.1", help="address of the HTTP endpoint")
@@ -158,7 +158,7 @@ class ServeConfig(
     fault_corrupt_writes: int = _of(PrefillConfig, "fault_corrupt_writes")
 
     def __post_init__(self) -> None:
-        """Says what is wrong before any process is started."""
+        """Checks the options before any process starts. Raises ConfigError."""
         self.transfer_patience()
         self.check_tracing()
         self.transfer_options("127.0.0.1")
@@ -211,7 +211,7 @@ class ServeConfig(
         )
 
     def _excluded(self) -> Iterator[tuple[bool, str]]:
-        """Options that need others, or do not go with them."""
+        """Yields violations among options that require or exclude each other."""
         switches, is_group = self.role_switching == "on", self.pipeline_parallel_size > 1
         conditional, sizes = self.conditional_disaggregation == "on", self.tensor_parallel_sizes
         pipeline = "does not go with --pipeline-parallel-size above 1"
@@ -254,8 +254,8 @@ class ServeConfig(
 
     @property
     def memory_floor(self) -> int:
-        """Of each worker; a quarter of an equal share where nothing is said: no worker may come to a halt because the
-        others are busy."""
+        """Least KV memory of each worker in bytes. With a budget, the default is a quarter of an equal share, at most
+        the pool's size: no worker may stall because the others are busy."""
         if self.kv_memory_floor is not None or self.kv_memory_budget is None:
             return self.kv_memory_floor or 0
         most = DEFAULT_KV_BYTES if self.kv_cache_memory is None else self.kv_cache_memory
@@ -263,18 +263,18 @@ class ServeConfig(
 
     @property
     def store_stop_grace_s(self) -> float:
-        """How long a store node may take to stop."""
+        """Seconds that a store node may take to stop, with the flush of its disk."""
         return STOP_GRACE_S + (self.ssd_flush_s if self.ssd is not None else 0.0)
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, int]:
-        """Of a prefill and of a decode worker."""
+        """Tensor-parallel sizes of a prefill worker and of a decode worker."""
         prefill, decode = self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
         both = self.tensor_parallel_size
         return both if prefill is None else prefill, both if decode is None else decode
 
     def threads_of(self, tensor_parallel_size: int) -> int:
-        """Compute threads of a worker of so many ranks, each of which has one at least."""
+        """Returns the compute threads of a worker with this many ranks: at least one per rank."""
         return max(self.threads_per_worker, tensor_parallel_size)
 
     @property

@@ -1,7 +1,7 @@
-"""What a person at the terminal sees of a cluster that starts, runs and stops.
+"""Displays the processes of a cluster while it starts, runs and stops.
 
-On a terminal a table is redrawn in place; elsewhere each change of a process's stage is one line. What cannot be
-written, as to a disk that is full, is left out.
+On a terminal, a table is redrawn in place. Elsewhere, each change of a process's stage prints one line. Output that
+cannot be written, for example to a full disk, is dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STYLES = {"ready": "green", "restarting": "red"}
 
 
 class Display:
-    """Progress and facts of the processes of one launcher."""
+    """Display of the stages and addresses of one launcher's processes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
@@ -32,13 +32,13 @@ class Display:
         self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._table, transient=True)
 
     def follow(self, children: list[Child]) -> None:
-        """Shows these processes from now on; the list may grow."""
+        """Displays these processes from now on. The caller may add to the list."""
         self._children = children
         if self._console.is_terminal:
             self._live.start()
 
     def refresh(self) -> None:
-        """A process said something."""
+        """Updates the display after a process has reported a change."""
         if self._live.is_started:
             with contextlib.suppress(OSError):
                 self._live.refresh()
@@ -58,7 +58,7 @@ class Display:
         self._print(f"logs  {log_dir}", markup=False)
 
     def show_ready(self) -> None:
-        """The table of what runs where, the ready line and a command to try."""
+        """Prints the table of processes, the ready line and a command to try."""
         self.close()
         url = next(c.facts["http"] for c in self._children if "http" in c.facts)
         self._print(self._table())
@@ -72,7 +72,7 @@ class Display:
         self._print(f"Ctrl-C stops everything; kill -USR1 {os.getpid()} restarts it while it serves.")
 
     def show_restarted(self, outcome: str) -> None:
-        """A rolling restart ended."""
+        """Prints the outcome of a rolling restart."""
         self._print(outcome, markup=False)
 
     def show_stopping(self) -> None:

@@ -1,6 +1,6 @@
-"""`moonserve keys add | list | revoke | hash`: the API keys in a file or in the registry.
+"""`moonserve keys add | list | revoke | hash`: manages the API keys in a file or in the registry.
 
-A key is shown once, when it is made; what is kept is its hash.
+A key is shown once, when it is created; only its hash is stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REGISTRY_ENV = "MOONSERVE_REGISTRY"
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """`argv`: the arguments after `keys`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `keys`."""
     return run(_parser(environ), argv, lambda arguments: asyncio.run(_run(arguments)))
 
 
@@ -50,7 +50,7 @@ async def _run(arguments: Namespace) -> int:
 
 
 def _store(arguments: Namespace) -> KeyStore:
-    """Raises ConfigError unless exactly one place is named."""
+    """Opens the file or the registry. Raises ConfigError unless exactly one of them is given."""
     if arguments.file and arguments.in_registry:
         raise ConfigError("keys are either in --file or in the --registry")
     if arguments.in_registry:
@@ -100,7 +100,7 @@ async def _revoke(arguments: Namespace, store: KeyStore, output: Output) -> int:
 
 
 def _presented() -> str:
-    """From standard input, since process lists and shells' histories show arguments. Raises InvalidRequest."""
+    """Reads a key from stdin, because process lists and shell histories show arguments. Raises InvalidRequest."""
     try:
         key = sys.stdin.readline().rstrip("\r\n")
     except UnicodeDecodeError as error:

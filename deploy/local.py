@@ -1,7 +1,7 @@
-"""A cluster for as long as a `with` block lasts, for notebooks, benchmarks and tests.
+"""Runs a cluster for the duration of a `with` block, for notebooks, benchmarks and tests.
 
-Starts `moonserve serve` in a process of its own, so that what is measured or tested is what users run. It ends with
-the process that started it, however that ends.
+The cluster is a separate `moonserve serve` process, so that measurements and tests run the code that users run. It ends
+when the process that started it ends, for any reason.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from deploy.ports import free_port
 from protocol.errors import MoonserveError
 
-READY = "moonserve is ready on"  # the launcher's line when everything is
+READY = "moonserve is ready on"  # the launcher's output once all processes are ready
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 
 
 def takes_requests(url: str) -> bool:
-    """Whether the endpoint's /ready answers 200. Blocks for 5 s at most."""
+    """Returns True if the endpoint's /ready answers 200. Blocks for 5 s at most."""
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
             ready: bool = response.status == 200
@@ -65,12 +65,12 @@ class LocalCluster:
 
     @property
     def output(self) -> str:
-        """What the launcher has printed."""
+        """Output of the launcher so far."""
         return "".join(self._output)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when every process is ready and the endpoint takes requests. Raises MoonserveError when they do not
-        come up."""
+        """Waits until every process is ready and the endpoint takes requests. Raises MoonserveError if the launcher
+        ends or the timeout expires."""
         deadline = time.monotonic() + timeout_s
         while READY not in self.output:
             if self.process.poll() is not None:
@@ -84,7 +84,7 @@ class LocalCluster:
         return takes_requests(self.url)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Stops everything and returns the launcher's exit code. Store nodes with a disk may need longer than usual."""
+        """Stops the cluster and returns the launcher's exit code. Store nodes with a disk may need a longer timeout."""
         self.process.terminate()
         try:
             code = self.process.wait(timeout_s)
@@ -97,7 +97,7 @@ class LocalCluster:
         return code
 
     def _read_output(self) -> None:
-        """Keeps the launcher's pipe empty, or it would block."""
+        """Reads the launcher's output, which would block on a full pipe."""
         assert self.process.stdout is not None
         with self.process.stdout as stream:
             self._output.extend(stream)
@@ -111,7 +111,7 @@ def running(
     environ: Mapping[str, str] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[LocalCluster]:
-    """A ready cluster, stopped at the end of the block. `flags`: those of `moonserve serve`."""
+    """Yields a ready cluster and stops it at the end of the block. `flags`: flags of `moonserve serve`."""
     cluster = LocalCluster(model, *flags, log_dir=log_dir, environ=environ)
     try:
         cluster.wait_until_ready(start_timeout_s)

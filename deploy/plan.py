@@ -1,8 +1,8 @@
-"""Which processes make up a cluster, and with which options each is started. Pure.
+"""Plans the processes of a cluster and the options that each is started with. Pure.
 
-An option that a process's configuration shares by name with `ServeConfig` is passed on as it is; what differs from
-process to process is said here. `conductor_spec` and `member_specs` are a cluster on one machine; launchers that place
-processes themselves (`deploy.ray`) ask for one at a time, for the `Site` where it will run.
+An option that a process's configuration shares by name with `ServeConfig` is passed on unchanged. Options that differ
+between processes are set here. `conductor_spec` and `member_specs` describe a cluster on one machine. Launchers that
+place processes themselves (`deploy.ray`) request one spec at a time, for the `Site` where the process will run.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from prefill_worker.config import PrefillConfig
 from protocol.config import Option, options_of
 from protocol.ids import Role
 
-# The HTTP endpoint's address is the gateway's alone.
+# The address of the HTTP endpoint is only for gateways.
 _NOT_INHERITED = {"host", "port"}
 
 DEMO_MODEL_NAME = "moonserve-demo"
 
 
 class Kind(StrEnum):
-    """Kinds of processes, in the order in which they start; they stop in the other one. Workers that can change roles
-    are of the kind that they begin with."""
+    """Kind of process. Members are in start order; processes stop in reverse order. A worker that can change roles has
+    the kind of its first role."""
 
     DIRECTORY = "directory"
     CONDUCTOR = "conductor"
@@ -64,24 +64,24 @@ class ProcessSpec:
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
-    nice: int = 0  # as nice(1): higher gives way
-    fds: tuple[int, ...] = ()  # descriptors of the launcher's that the process inherits
-    overlaps: bool = False  # two of it serve side by side while one gives way to the other
+    nice: int = 0  # as in nice(1): a higher value is a lower priority
+    fds: tuple[int, ...] = ()  # descriptors that the process inherits from the launcher
+    overlaps: bool = False  # while it is replaced, it and its successor serve at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What processes are told of the place where they run."""
+    """Options of processes that depend on where they run."""
 
-    conductor: str  # addresses with commas between
+    conductor: str  # comma-separated addresses
     model_path: str = ""  # the model's folder there, for workers and gateways
     host: str | None = None  # address to listen on and to publish; None = loopback
     ledger: str | None = None  # file for the shares of the host's memory budget
-    drain_s: float = DRAIN_S  # that what is under way gets to finish
+    drain_s: float = DRAIN_S  # seconds for requests in flight to finish
 
     @property
     def stop_grace_s(self) -> float:
-        """From SIGTERM to SIGKILL: what follows a drain takes its time, too."""
+        """Seconds from SIGTERM to SIGKILL: the drain and the time for the steps after it."""
         return self.drain_s + STOP_GRACE_S - DRAIN_S
 
     @property
@@ -90,7 +90,7 @@ class Site:
 
 
 def conductor_spec(config: ServeConfig, port: str = "0", number: int = 0, site: Site | None = None) -> ProcessSpec:
-    """A process that must be ready before the others can be told its address, unless `port` says it."""
+    """Returns the spec of a conductor. With port "0", the others can be started only once it reports its address."""
     instance_id = "conductor" if config.conductors == 1 else f"conductor-{number}"
     listening = {} if site is None else site.listening
     return _spec(config, instance_id, Kind.CONDUCTOR, {"port": port, **listening})
@@ -104,14 +104,14 @@ def member_specs(
     gpus: Sequence[str] = (),
     listener: int | None = None,
 ) -> list[ProcessSpec]:
-    """All other processes: store nodes, workers, gateways. `conductor`: addresses with commas between; `ledger`: file
-    for the shares of a memory budget, unless the configuration names another; `gpus`: this machine's, as
-    CUDA_VISIBLE_DEVICES names them; `listener`: as of `deploy.ports.HeldPort`."""
+    """Returns the specs of all other processes: store nodes, workers, gateways. `conductor`: comma-separated addresses;
+    `ledger`: file for the shares of a memory budget, unless the configuration names another; `gpus`: GPUs of this
+    machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.ports.HeldPort`."""
     site = Site(conductor=conductor, model_path=model_path, ledger=ledger)
     specs = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     gpus = gpus if config.device in ("auto", "cuda") else ()
     for index, (name, role, turn) in enumerate(_workers(config)):
-        # Each computes on one GPU, which it alone sees and whose memory those who share it share evenly.
+        # Each worker sees only its own GPU. Workers on the same GPU share its memory evenly.
         num_gpus = len(gpus) or 1
         num_sharing = len(range(index % num_gpus, config.num_workers, num_gpus))
         share = config.gpu_memory_utilization / num_sharing
@@ -124,8 +124,8 @@ def member_specs(
 
 
 def _workers(config: ServeConfig) -> list[tuple[str, Role, int]]:
-    """Name, role and turn at the store nodes of each; names of those that may change say nothing of a role, which is
-    only what each begins with."""
+    """Returns the name, first role and index of each worker; the index selects its home store node. Names of workers
+    that may change roles do not contain a role."""
     prefills = [(f"prefill-{i}", Role.PREFILL, i) for i in range(config.prefill_workers)]
     decodes = [(f"decode-{i}", Role.DECODE, i) for i in range(config.decode_workers)]
     if config.role_switching == "off":
@@ -142,7 +142,7 @@ def worker_spec(
     home: str | None = None,
     share: float | None = None,
 ) -> ProcessSpec:
-    """`home`: the store node beside it; `share`: of its GPU's memory, where that is not what the configuration says."""
+    """Returns the spec of a worker. `home`: its home store node; `share`: of its GPU's memory, None = as configured."""
     size = config.tensor_parallel_sizes[0 if role is Role.PREFILL else 1]
     values = {
         **site.listening,
@@ -156,7 +156,7 @@ def worker_spec(
     if config.kv_memory_budget is not None and ledger is not None:
         values |= {"kv_memory_ledger": ledger, "kv_memory_floor": str(config.memory_floor)}
     is_group = role is Role.PREFILL and config.pipeline_parallel_size > 1
-    if home is not None and not is_group:  # whose stages have no whole blocks for a store
+    if home is not None and not is_group:  # pipeline stages have no whole blocks for a store
         values["home_store"] = home
     if share is not None:
         values["gpu_memory_utilization"] = f"{share:.4g}"
@@ -170,7 +170,7 @@ def worker_spec(
 
 
 def gateway_spec(config: ServeConfig, site: Site, instance_id: str, listener: int | None = None) -> ProcessSpec:
-    """Its address is the endpoint's, wherever it runs. `listener`: as of `deploy.ports.HeldPort`."""
+    """Returns the spec of a gateway at the endpoint's address, on any host. `listener`: see `deploy.ports.HeldPort`."""
     names = config.served_model_name or (config.model or DEMO_MODEL_NAME,)
     values = {
         "conductor": site.conductor,
@@ -191,7 +191,7 @@ def gateway_spec(config: ServeConfig, site: Site, instance_id: str, listener: in
 
 
 def store_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSpec:
-    """A node with memory, and, of several that share a disk, a folder of its own."""
+    """Returns the spec of a store node. Each of several store nodes with a disk has its own folder on it."""
     values = {**site.listening, "conductor": site.conductor}
     if config.ssd is not None and config.store_nodes > 1:
         folder, _, size = config.ssd.rpartition(":")
@@ -201,7 +201,7 @@ def store_spec(config: ServeConfig, site: Site, instance_id: str) -> ProcessSpec
 
 
 def directory_spec(config: ServeConfig, site: Site, port: int) -> ProcessSpec:
-    """The embedded registry of a cluster without a Redis, at a port that others are told beforehand."""
+    """Returns the spec of the embedded registry of a cluster without Redis, at a port that is fixed in advance."""
     values = {**site.listening, "port": str(port), "registry": None}
     return _spec(config, "directory", Kind.DIRECTORY, values)
 
@@ -213,7 +213,7 @@ def _spec(
     values: Mapping[str, str | None],
     process: tuple[str, type] | None = None,
 ) -> ProcessSpec:
-    """`values`: options of its own; None = as if nobody had said anything, whatever the configuration says."""
+    """Returns a spec. `values`: options that override the configuration; None = omit, so that the default applies."""
     module, config_class = process or _PROCESSES[kind]
     flags: list[str] = ["--instance-id", instance_id]
     environment: dict[str, str] = {}

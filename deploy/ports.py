@@ -1,4 +1,4 @@
-"""TCP ports before a process listens on them: that of the HTTP endpoint, and those of servers that start again."""
+"""Reserves TCP ports before a process listens on them: for the HTTP endpoint, and for servers that are restarted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPort:
-    """`listener`: descriptor of the bound socket on which the only gateway and its successors listen, so that
-    connections wait between two of them; None: each of several gateways has a socket of its own."""
+    """A reserved port. `listener`: descriptor of the bound socket on which a single gateway and its successors listen,
+    so that connections wait between two of them; None = each of several gateways has its own socket."""
 
     number: int
     listener: int | None
@@ -31,11 +31,11 @@ class HeldPort:
 
 @contextlib.contextmanager
 def held_port(host: str, port: int, *, shared: bool) -> Iterator[HeldPort]:
-    """The port for the gateways, kept for them while the block lasts. Until one listens, nobody can connect. Where
-    several gateways share it, the socket that holds it never listens and gets no connection. Raises ConfigError when it
-    is in use."""
+    """Holds the port for the gateways for the duration of the block. Clients cannot connect until a gateway listens. If
+    several gateways share the port, the socket that holds it never listens and gets no connection. Raises ConfigError
+    if the port is in use."""
     with _socket(host) as alone:
-        # Alone, also where gateways share it: others that listen there belong to another cluster.
+        # First without SO_REUSEPORT, even if gateways share the port: present listeners belong to another cluster.
         _bind(alone, host, port)
         number = alone.getsockname()[1]
         if not shared:
@@ -64,10 +64,10 @@ def _bind(made: socket.socket, host: str, port: int) -> None:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` neighbouring TCP ports of the loopback interface that are this process's until it ends.
+    """Reserves `count` adjacent TCP ports of the loopback interface until this process ends, and returns the first.
 
-    No connection gets them while no server listens there, since they lie below those that the kernel gives away; no
-    other caller gets them, since they are locked in a file that all processes of this user share. Raises OSError.
+    The kernel assigns none of them to a connection, because they lie below its ephemeral range. No other caller gets
+    them, because they are locked in a file that all processes of this user share. Raises OSError if none is free.
     """
     span = _last() - FIRST_PORT + 2 - count
     begin = random.randrange(span)
@@ -80,7 +80,7 @@ def free_port(count: int = 1) -> int:
     raise OSError("no port is free")
 
 
-_taken: set[int] = set()  # locks of one process do not exclude each other
+_taken: set[int] = set()  # file locks do not exclude their own process
 
 
 def _last() -> int:
@@ -93,7 +93,7 @@ def _last() -> int:
 
 @functools.cache
 def _lock_fd() -> int:
-    """Open until the process ends."""
+    """Opens the lock file once; it stays open until the process ends."""
     path = Path(tempfile.gettempdir()) / f"moonserve-ports-{os.getuid()}"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 

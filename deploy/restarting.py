@@ -1,4 +1,4 @@
-"""A rolling restart: each process of a launcher gives way to a successor with the same options, one after the other."""
+"""Rolling restart: replaces each process of a launcher by a successor with the same options, one after the other."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from protocol.rpc import Channels
 
 log = logging.getLogger(__name__)
 
-# Stores first, since the caches of workers outlast them; then workers, whose requests go on elsewhere or wait;
-# gateways, which overlap; conductors late, since a new leader knows nothing of requests that another one placed.
+# Stores first, because the caches of workers outlast them; then workers, whose requests continue elsewhere or wait;
+# then gateways, which overlap. Conductors are late, because a new leader does not know the requests placed before it.
 RESTART_ORDER = (
     *(Kind.STORE, Kind.PREFILL, Kind.DECODE),
     *(Kind.GATEWAY, Kind.CONDUCTOR, Kind.DIRECTORY),
 )
-BACK_WITHIN_S = 120.0  # from "ready" to the conductor's knowing it
+BACK_WITHIN_S = 120.0  # from ready to registered with the conductor
 _POLL_S = 0.1
 _CALL_TIMEOUT_S = 5.0
 
 
 async def instances(conductors: Conductors, timeout_s: float = _CALL_TIMEOUT_S) -> list[conductor_pb2.InstanceView]:
-    """The members of the cluster, of whichever conductor leads. Raises MoonserveError when none answers."""
+    """Returns the members of the cluster from the leading conductor. Raises MoonserveError if none answers."""
     request = conductor_pb2.GetClusterRequest()
     view = await conductors.call(lambda stub: stub.GetCluster, request, timeout_s=timeout_s)
     return list(view.instances)
 
 
 class RollingRestart:
-    """The next process goes when the one before is back where requests find it, so that at most one is missing."""
+    """Restart of all processes, one by one. Each waits until requests reach the one before: at most one is missing."""
 
     def __init__(self, supervisor: Supervisor, conductor_addresses: str, channels: Callable[[], Channels]) -> None:
-        """`channels`: fresh ones to the conductors, for one restart."""
+        """`channels`: creates the channels to the conductors for one restart."""
         self._supervisor = supervisor
         self._addresses = conductor_addresses
         self._channels = channels
 
     async def run(self) -> None:
-        """Raises MoonserveError where a successor does not come up or is not found, or nobody says who is there, within
-        `BACK_WITHIN_S`: those that come after it are left as they are."""
+        """Restarts all processes. Raises MoonserveError if a successor fails, if the members are not back within
+        `BACK_WITHIN_S`, or if no conductor lists them in that time. The remaining processes are then not restarted."""
         channels = self._channels()
         try:
             conductors = Conductors(channels, self._addresses)
@@ -59,7 +59,7 @@ class RollingRestart:
 
 
 async def _until_back(conductors: Conductors, instance_id: str, before: dict[str, int]) -> None:
-    """Until every member of before is one again, and this one with a later epoch."""
+    """Waits until every member of `before` is back and this one has another epoch. Raises NoWorker on timeout."""
     missing = set(before)
     try:
         async with asyncio.timeout(BACK_WITHIN_S):
@@ -77,10 +77,10 @@ async def _until_back(conductors: Conductors, instance_id: str, before: dict[str
 
 
 async def _known(conductors: Conductors) -> dict[str, int]:
-    """The members that must be there again before the next one goes. Without an answer, none would be waited for."""
+    """Returns the members that must be back after a restart. Retries an empty answer. Raises NoWorker on timeout."""
     try:
         async with asyncio.timeout(BACK_WITHIN_S):
-            while not (members := await _epochs(conductors)):  # noqa: ASYNC110 - it is elsewhere
+            while not (members := await _epochs(conductors)):  # noqa: ASYNC110 - another process changes it
                 await asyncio.sleep(_POLL_S)
             return members
     except TimeoutError:
@@ -88,7 +88,7 @@ async def _known(conductors: Conductors) -> dict[str, int]:
 
 
 async def _epochs(conductors: Conductors) -> dict[str, int]:
-    """Of the members that take requests, by instance id; empty while no conductor answers."""
+    """Returns the epochs of all members that accept requests, by instance id; empty if no conductor answers."""
     try:
         found = await instances(conductors)
     except MoonserveError as error:

@@ -1,4 +1,4 @@
-"""`moonserve serve`: a whole cluster on this machine, from the first progress line to the last process's end.
+"""`moonserve serve`: runs a whole cluster on this machine, from the first progress line to the last process's end.
 
 SIGUSR1 restarts every process, one after the other, without failing a request (`deploy.restarting`)."""
 
@@ -37,14 +37,14 @@ _JOIN_POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `serve`; the first one may be the model."""
+    """Runs the command. `argv`: the arguments after `serve`; the first one may be the model."""
     return run_command(ServeConfig, run, argv, prog="moonserve serve", positional="--model")
 
 
 def run(config: ServeConfig) -> int:
-    """Runs the cluster until it is told to stop. Raises ConfigError."""
+    """Runs the cluster until a signal stops it, and returns the exit code. Raises ConfigError."""
     try:
-        # Before the event loop, whose signal handling a download would hold up.
+        # Before the event loop starts: a download would delay its signal handling.
         model_path = model_folder(config.model)
         with held_port(config.host, config.port, shared=config.gateways > 1) as port:
             config = replace(config, port=port.number)
@@ -85,7 +85,7 @@ async def _serve(config: ServeConfig, model_path: Path, log_dir: Path, listener:
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> bool:
-    """Whether the work ended before someone asked to stop; else it is cancelled."""
+    """Returns True if the work ended before `stopping` was set. Otherwise cancels it."""
     async with running(stopping.wait()) as stop, running(work) as working:
         await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -95,7 +95,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stopping: asyncio.Eve
 
 
 async def _restarts(rolling: RollingRestart, wanted: asyncio.Event, display: Display) -> None:
-    """A rolling restart whenever one is asked for, until cancelled."""
+    """Runs a rolling restart each time `wanted` is set, until cancelled."""
     while True:
         await wanted.wait()
         wanted.clear()
@@ -117,7 +117,7 @@ async def _start(
     conductors = await supervisor.start([conductor_spec(config, number=number) for number in range(config.conductors)])
     addresses = [conductor.facts["rpc"] for conductor in conductors]
     for number, (conductor, address) in enumerate(zip(conductors, addresses, strict=True)):
-        # A restarted conductor must be found where the others look for it.
+        # A restarted conductor must listen at the address that the other processes know.
         conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
     where = (str(model_path), ",".join(addresses), str(ledger), visible_gpus(os.environ), listener)
     members = await supervisor.start(member_specs(config, *where))
@@ -126,10 +126,10 @@ async def _start(
 
 
 async def _until_joined(url: str) -> None:
-    """A process is ready before conductor and gateway have heard of it. Raises ConfigError when they never do."""
+    """Waits until all have registered and the endpoint takes requests. Raises ConfigError on timeout."""
     try:
         async with asyncio.timeout(_JOINED_WITHIN_S):
-            while not await asyncio.to_thread(takes_requests, url):  # noqa: ASYNC110 - it is elsewhere
+            while not await asyncio.to_thread(takes_requests, url):  # noqa: ASYNC110 - another process changes it
                 await asyncio.sleep(_JOIN_POLL_S)
     except TimeoutError:
         raise ConfigError(
@@ -150,14 +150,14 @@ def _log_dir(config: ServeConfig) -> Path:
 
 
 def _ledger(log_dir: Path) -> Path:
-    """Where workers that share a memory budget keep their shares; an earlier run's are gone."""
+    """Returns the file for the shares of workers with a common memory budget. Deletes that of an earlier run."""
     path = log_dir / "kv-memory"
     path.unlink(missing_ok=True)
     return path
 
 
 def _on(*signals: signal.Signals) -> asyncio.Event:
-    """Set when one of them comes."""
+    """Returns an event that is set when one of the signals arrives."""
     event = asyncio.Event()
     for number in signals:
         asyncio.get_running_loop().add_signal_handler(number, event.set)
@@ -165,14 +165,14 @@ def _on(*signals: signal.Signals) -> asyncio.Event:
 
 
 def _stop_without(pid: int, stopping: asyncio.Event) -> None:
-    """`stopping` is set when that process ends, or now if it has."""
+    """Sets `stopping` when the process ends, or at once if it has ended."""
     loop = asyncio.get_running_loop()
     try:
-        process = os.pidfd_open(pid)  # readable from its end on
+        process = os.pidfd_open(pid)  # readable once the process has ended
     except ProcessLookupError:
         stopping.set()
         return
-    except OSError:  # an old kernel, or a container that forbids it
+    except OSError:  # an old kernel, or a container that forbids pidfd_open
         die_with_parent(pid)
         return
 

@@ -1,8 +1,8 @@
-"""Starts processes, follows their progress, restarts what dies, stops everything.
+"""Starts processes, follows their progress, restarts those that die, and stops all of them.
 
-Rules: a process that dies before it was ready ends the whole start, with its last log lines; one that dies later is
-started again with the same options, at once, and then less and less eagerly; one that is to be restarted gives way in
-order, and goes on where its successor does not come up; whatever happens, `stop` leaves no process behind.
+Rules: a process that dies before it is ready fails the whole start, with its last log lines. One that dies later is
+restarted with the same options, first at once, then with growing delays. One that is replaced on request ends in order;
+if two may overlap and the successor fails, the old one serves on. In every case `stop` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from protocol.errors import ConfigError, MoonserveError
 log = logging.getLogger(__name__)
 
 LAST_LINES = 15
-FIRST_RESTART_DELAY_S = 0.5  # of one that dies soon again; the first time there is none
+FIRST_RESTART_DELAY_S = 0.5  # for a process that dies again soon; the first restart has no delay
 LAST_RESTART_DELAY_S = 30.0
 _STDERR = 2
-STEADY_AFTER_S = 60.0  # one that lived this long is started again at once
+STEADY_AFTER_S = 60.0  # a process that ran this long is restarted at once
 
 
 class ChildDied(MoonserveError):
-    """A process ended before it was ready. `exit_code` is for the launcher's own exit."""
+    """A process ended before it was ready. `exit_code`: the exit code for the launcher itself."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class ChildDied(MoonserveError):
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One process and what it last said of itself."""
+    """One process and its last status report."""
 
     spec: ProcessSpec
     log_path: Path
@@ -50,11 +50,11 @@ class Child:
     stage: str = "starting"
     fraction: float | None = None
     facts: dict[str, str] = field(default_factory=dict)  # from its ready report
-    failure: str | None = None  # why it could not start, in its own words
+    failure: str | None = None  # the error that it reported when it could not start
     restarts: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     follower: asyncio.Task[None] | None = None  # reads its status pipe
-    watcher: asyncio.Task[None] | None = None  # starts it again when it dies; once it was ready
+    watcher: asyncio.Task[None] | None = None  # restarts it when it dies; set once it was ready
 
     @property
     def pid(self) -> int | None:
@@ -62,11 +62,11 @@ class Child:
 
 
 async def _at_once() -> None:
-    """Nobody has to be asked."""
+    """Permits every restart."""
 
 
 class Supervisor:
-    """The processes of one launcher."""
+    """Owner of the processes of one launcher."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class Supervisor:
         on_change: Callable[[], None],
         may_restart: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`may_restart`: returns when a process that died may be started again, for launchers that others may have
-        taken over from."""
+        """`on_change`: called after each change of a process's stage. `may_restart`: returns when a dead process may be
+        restarted; it is for a launcher whose place another may have taken."""
         self.children: list[Child] = []
         self._log_dir = log_dir
         self._environment = environment
         self._on_change = on_change
         self._may_restart = may_restart
-        # By the wait for its end; they have successors.
+        # Replaced processes that are still running, by the task that waits for their end.
         self._leaving: dict[asyncio.Task[int], Child] = {}
         self._stopping = False
 
     async def start(self, specs: list[ProcessSpec]) -> list[Child]:
-        """Starts processes side by side and returns when all are ready. Raises ChildDied or ConfigError."""
+        """Starts processes concurrently and returns when all are ready. Raises ChildDied or ConfigError."""
         children = [Child(spec, self._log_dir / f"{spec.instance_id}.log") for spec in specs]
         self.children += children
         for child in children:
@@ -102,7 +102,7 @@ class Supervisor:
         return children
 
     async def stop(self) -> None:
-        """Ends every process: SIGTERM, and SIGKILL for those that take longer than their grace."""
+        """Ends every process with SIGTERM, and with SIGKILL if it takes longer than its grace period."""
         self._stopping = True
         await _cancel([child.watcher for child in self.children if child.watcher])
         children = [*self.children, *self._leaving.values()]
@@ -110,9 +110,9 @@ class Supervisor:
         await _cancel([child.follower for child in children if child.follower])
 
     async def restart(self, child: Child) -> None:
-        """Replaces a process that is ready, and returns when its successor is. One that overlaps ends when it has done
-        what it had begun, however long that takes. Raises ChildDied or ConfigError where the successor does not come
-        up; one that overlaps serves on then, another one is started again and again."""
+        """Replaces a ready process and returns when its successor is ready. A process that `overlaps` ends after the
+        work that it had begun, however long that takes. Raises ChildDied or ConfigError if the successor fails. Then
+        an overlapping process serves on, and any other is restarted repeatedly."""
         assert child.watcher is not None, "it was ready"
         await _cancel([child.watcher])
         try:
@@ -130,7 +130,7 @@ class Supervisor:
         old = replace(child)
         try:
             await self._renew(child)
-        except BaseException:  # cancelled too: the one that still serves counts again
+        except BaseException:  # also if cancelled: `child` is the old process again, which still serves
             if child.process is not old.process:
                 await asyncio.shield(_end(child))
             child.process, child.follower = old.process, old.follower
@@ -143,7 +143,7 @@ class Supervisor:
         leaving.add_done_callback(self._leaving.pop)
 
     async def _renew(self, child: Child) -> None:
-        """Starts its next process and waits until that is ready."""
+        """Starts a new process for `child` and waits until it is ready."""
         child.ready, child.failure = asyncio.Event(), None
         child.stage, child.fraction = "restarting", None
         self._on_change()
@@ -152,7 +152,7 @@ class Supervisor:
         child.restarts += 1
 
     async def _begin(self, child: Child) -> None:
-        """Raises ChildDied where there is not even a process."""
+        """Starts the process. Raises ChildDied if the operating system cannot create it."""
         try:
             await self._spawn(child)
         except OSError as error:
@@ -178,9 +178,9 @@ class Supervisor:
                     stderr=log_file,
                     pass_fds=(write_fd, *child.spec.fds),
                     env={**self._environment, **child.spec.environment},
-                    start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
+                    start_new_session=True,  # a terminal's Ctrl-C reaches only the launcher
                 )
-        except BaseException:  # whatever it was, nobody else could close it
+        except BaseException:  # no follower owns the descriptor yet
             os.close(read_fd)
             raise
         finally:
@@ -188,7 +188,7 @@ class Supervisor:
         child.follower = asyncio.create_task(self._note_all(child, read_fd))
 
     async def _note_all(self, child: Child, read_fd: int) -> None:
-        """Takes in what the process says on its status pipe, until it ends."""
+        """Applies the reports from the process's status pipe until the pipe ends."""
         async with contextlib.aclosing(status.follow(read_fd)) as said:
             async for report in said:
                 match report:
@@ -224,9 +224,9 @@ class Supervisor:
         return watcher
 
     async def _keep_alive(self, child: Child) -> None:
-        """Restarts a process for as long as it keeps dying, less and less eagerly while it keeps dying soon."""
+        """Restarts a process whenever it dies, with growing delays while it dies soon after each start."""
         loop = asyncio.get_running_loop()
-        delay_s = 0.0  # streams wait for it
+        delay_s = 0.0  # running streams wait for the restart
         while not self._stopping:
             assert child.process is not None
             began_at = loop.time()
@@ -246,14 +246,14 @@ class Supervisor:
             child.restarts += 1
             try:
                 await self._spawn(child)
-            except OSError:  # no memory, no descriptor: the old process's end is found again
+            except OSError:  # no memory or descriptor: the next round sees the old process's end again
                 log.exception("%s could not be started", child.spec.instance_id)
 
 
 @contextlib.contextmanager
 def _log_of(child: Child) -> Iterator[int]:
-    """Descriptor of where it writes: its log; where that cannot be opened, as on a disk that is full or has turned
-    read-only, what the launcher writes to. Its first start has no such way out."""
+    """Yields the descriptor of the process's log. If a restart cannot open the log, for example because the disk is
+    full or read-only, it is the launcher's stderr. On the first start, the OSError is raised instead."""
     try:
         log_fd = os.open(child.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
     except OSError as error:
@@ -269,13 +269,13 @@ def _log_of(child: Child) -> Iterator[int]:
 
 
 def _tell_failure(watcher: asyncio.Task[None]) -> None:
-    """Nobody awaits a watcher, and without one its process is never started again."""
+    """Logs the failure of a watcher: no task awaits it, and without a watcher its process is never restarted."""
     if not watcher.cancelled() and (error := watcher.exception()) is not None:
         log.error("a process is not watched any more", exc_info=error)
 
 
 def cause_of_death(exit_code: int, last_words: str) -> str:
-    """In half a sentence. `exit_code`: as asyncio tells it, below 0 for a signal; `last_words`: the end of its log."""
+    """Describes a process's end. `exit_code`: below 0 for a signal, as in asyncio; `last_words`: end of its log."""
     if exit_code < 0:
         try:
             name = signal.Signals(-exit_code).name
@@ -288,7 +288,7 @@ def cause_of_death(exit_code: int, last_words: str) -> str:
 
 
 def last_lines(path: Path) -> str:
-    """The end of a log file; empty when it is gone."""
+    """Returns the last `LAST_LINES` lines of a log file, or "" if it cannot be read."""
     try:
         with path.open(errors="replace") as file:
             return "".join(deque(file, LAST_LINES)).rstrip()
@@ -309,7 +309,7 @@ def _start_failure(child: Child) -> MoonserveError:
 
 
 async def _end(child: Child) -> None:
-    """In order, and by force once its grace is over. Nothing happens where it has ended."""
+    """Ends a process with SIGTERM, and with SIGKILL after its grace period. Does nothing if it has ended."""
     process, grace_s = child.process, child.spec.stop_grace_s
     if process is None or process.returncode is not None:
         return
@@ -324,12 +324,12 @@ async def _end(child: Child) -> None:
 
 
 def give_way(pid: int, nice: int) -> None:
-    """Lowers the priority of all threads of a session, given its leader: among its like, and where the kernel weighs
-    sessions (sched_autogroup, sched(7)) also that of the session. Done once a process is ready: one that starts at low
-    priority on a busy machine gets so little of the processor that it never becomes ready."""
+    """Lowers the priority of all threads of a session. `pid`: its leader. Where the kernel schedules whole sessions
+    (sched_autogroup, sched(7)), the session's priority is lowered too. Called once a process is ready: a process that
+    starts at low priority on a busy machine gets too little CPU time ever to become ready."""
     if not nice:
         return
-    with contextlib.suppress(OSError):  # it has ended, or there are no autogroups
+    with contextlib.suppress(OSError):  # the process has ended, or there are no autogroups
         os.setpriority(os.PRIO_PGRP, pid, nice)
         Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 

@@ -1,4 +1,4 @@
-"""`moonserve doctor`: one module per thing that is looked at, each of which returns findings.
+"""`moonserve doctor`: one module per subject of examination. Each module returns findings.
 
-Only `command` prints, and nothing here changes the machine.
+Only `command` prints. Nothing here changes the machine.
 """

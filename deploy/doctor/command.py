@@ -1,7 +1,7 @@
-"""`moonserve doctor`: is this machine ready, over which transports can it move KV, can it reach a peer?
+"""`moonserve doctor`: checks whether this machine is ready, which transports work, and whether a peer is reachable.
 
-The exit code is 1 where a line says `fail`: what was asked for (`--transports`, `--peer`, `--port`, `--registry`,
-rails) does not work. Changes nothing, and takes a few seconds.
+The exit code is 1 if a finding is `fail`: a requested item (`--transports`, `--peer`, `--port`, `--registry`, `--disk`,
+rails) or a requirement does not work. The command changes nothing and takes a few seconds.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class DoctorConfig(TransferConfig):
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `doctor`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `doctor`."""
     return run_command(DoctorConfig, run, argv, prog="moonserve doctor")
 
 
 def run(config: DoctorConfig) -> int:
-    """Examines, prints the findings, and returns the exit code. Raises ConfigError."""
+    """Examines the machine, prints the findings, and returns the exit code. Raises ConfigError."""
     with Progress(bars=not config.json, lines=False) as progress, progress.busy("examining"):
         report = examine(config)
     if config.json:
@@ -60,7 +60,7 @@ def run(config: DoctorConfig) -> int:
 
 def examine(config: DoctorConfig) -> list[Finding]:
     options = config.transfer_options(config.host)
-    # What goes wrong is in the report; the engine's own warnings would only be in between.
+    # The report contains every failure; warnings of the transfer engine would only interrupt it.
     logging.getLogger("transfer").addHandler(logging.NullHandler())
     disk = None if config.disk is None else Path(config.disk)
     report = [

@@ -1,6 +1,6 @@
-"""GPUs and RDMA ports for `moonserve doctor`: what there is, and whether KV can be computed on and moved over it.
+"""GPUs and RDMA ports for `moonserve doctor`: lists them and checks if KV can be computed on and moved over them.
 
-Where the drivers show no GPU, torch is not imported, which takes seconds.
+If the drivers show no GPU, torch is not imported, which would take seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UP = 0x1  # RTF_UP, linux/route.h
 
 
 def check_gpus() -> list[Finding]:
-    """A line for each GPU; one where there is none, or none that can be used."""
+    """Returns one finding per GPU, or a single one if there is no usable GPU."""
     num_shown = count_gpus()
     if num_shown == 0:
         return [Finding("gpu", "devices", "none; workers compute on the processor")]
@@ -44,7 +44,7 @@ def _usable(number: int, gpu: Gpu) -> Finding:
 
 
 def check_rdma() -> Iterator[Finding]:
-    """A line for each port; one where there is none."""
+    """Yields one finding per RDMA port, or a single one if there is no port."""
     ports = discover()
     if not ports:
         yield Finding("rdma", "devices", "none; KV between machines goes over tcp")
@@ -55,14 +55,14 @@ def check_rdma() -> Iterator[Finding]:
 
 
 def about_port(port: Port, table: str) -> Finding:
-    """`table`: as /proc/net/route has it."""
+    """Returns the finding for an RDMA port. `table`: contents of /proc/net/route."""
     found = routes_of(port, table)
     where = f"; routes to {', '.join(found)}" if found else ""
     return Finding("rdma", port.name, f"{port}{where}", _remedy(port, found))
 
 
 def routes_of(port: Port, table: str) -> list[str]:
-    """Networks that are reached through the interface behind its GID, the default one as 0.0.0.0/0."""
+    """Returns the networks that are routed through the interface of the port's GID; 0.0.0.0/0 is the default route."""
     interface = port.gid.netdev if port.gid else None
     rows = (line.split() for line in table.splitlines()[1:])
     return [
@@ -73,12 +73,12 @@ def routes_of(port: Port, table: str) -> list[str]:
 
 
 def _address(digits: str) -> str:
-    """The kernel prints the number as it lies in memory."""
+    """Converts the kernel's hexadecimal form, in which an address is a number in the machine's byte order."""
     return socket.inet_ntoa(struct.pack("=I", int(digits, 16)))
 
 
 def _remedy(port: Port, routes: Sequence[str]) -> str:
-    """Empty where it can be used; InfiniBand's routes are its subnet manager's."""
+    """Returns "" for a usable port. Routes of InfiniBand are not checked: its subnet manager sets them."""
     if port.state != "ACTIVE":
         return "rdma link show; the cable, or ip link set INTERFACE up"
     if port.gid is None:

@@ -1,7 +1,7 @@
-"""What `moonserve doctor` found, as text for people and as JSON for programs.
+"""Findings of `moonserve doctor`, as text for people and as JSON for programs.
 
-`fail` is what was asked for and does not work, or what nothing works without; `warn` is what works and could be better.
-Each of both says what to do about it.
+`fail`: a requested item does not work, or a requirement of every cluster is not met. `warn`: the item works and could
+be better. Each finding in one of these states has a remedy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `remedy`: what to do about it, empty where all is well."""
+    """One line of the report. `remedy`: what the operator can do; empty if the state is OK."""
 
     section: str
     subject: str
@@ -44,7 +44,7 @@ def has_failed(findings: Sequence[Finding]) -> bool:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Sections as lists of findings, in order."""
+    """Returns the findings by section, in order, and whether none of them failed."""
     sections: dict[str, list[dict[str, str]]] = {}
     for one in findings:
         told = {"subject": one.subject, "state": str(one.state), "text": one.text}
@@ -54,7 +54,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def as_text(findings: Sequence[Finding]) -> Iterator[str]:
-    """Lines for a terminal; the findings of a section follow each other."""
+    """Yields lines for a terminal. The findings of a section must be adjacent."""
     width = max((len(finding.subject) for finding in findings), default=0)
     named: dict[State, list[str]] = {state: [] for state in State}
     for section, members in groupby(findings, key=lambda finding: finding.section):

@@ -1,6 +1,6 @@
-"""What `moonserve doctor` looks at before any transfer: software, cores, memory, limits.
+"""Checks of `moonserve doctor` that need no transfer: software, processor, cores, memory, limits.
 
-Only a package that is missing, or an old Python, keeps a cluster from starting; whatever else is short is a warning.
+Only an old Python, a missing package or missing compiled code is a failure. Any other shortage is a warning.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transfer.native import data_plane
 PACKAGES = ("moonserve", "torch", "transformers", "numpy", "grpcio", "xxhash")
 VECTORS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 LEAST_PYTHON = (3, 11)  # pyproject.toml
-ENOUGH_FILES = 4096  # per process: a connection per peer and stream, a descriptor per segment
-ENOUGH_AVAILABLE_BYTES = 2 << 30  # about what the demo cluster needs with its default pools
+ENOUGH_FILES = 4096  # per process, for a connection per peer and stream and a descriptor per segment
+ENOUGH_AVAILABLE_BYTES = 2 << 30  # the approximate need of the demo cluster with default pools
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -44,7 +44,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def locked_memory(*, rdma_wanted: bool) -> Finding:
-    """RDMA pins what it registers."""
+    """Returns the finding for the limit on locked memory, which counts because RDMA pins registered memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return _locked_memory(limit, _read(Path("/proc/self/status")), rdma_wanted=rdma_wanted)
 
@@ -53,14 +53,14 @@ def _package(name: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        is_tree = name == "moonserve"  # run from its source tree
+        is_tree = name == "moonserve"  # not installed, but run from its source tree
         remedy = f"pip install {'.' if is_tree else name}"
         return Finding("software", name, "not installed", remedy, fails=not is_tree)
     return Finding("software", name, version)
 
 
 def _compiled() -> Finding:
-    """Nothing runs without compiled code, which a wheel brings or a compiler makes."""
+    """Checks the compiled code that every process needs. It comes with a wheel or is built by a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     try:
         data_plane()
@@ -72,7 +72,7 @@ def _compiled() -> Finding:
 
 
 def _features(cpuinfo: str) -> Finding:
-    """What native kernels use of a processor, by the names of /proc/cpuinfo."""
+    """Checks the processor features that native kernels use. `cpuinfo`: contents of /proc/cpuinfo."""
     model = cpuinfo.partition("model name")[2].partition("\n")[0].strip(" \t:")
     flags = set(cpuinfo.partition("\nflags")[2].partition("\n")[0].split())
     found = [name for name in VECTORS if name in flags]
@@ -131,7 +131,7 @@ def _locked_memory(limit: int, status: str, *, rdma_wanted: bool) -> Finding:
 
 
 def _is_exempt(status: str) -> bool:
-    """Whether /proc/self/status shows CAP_IPC_LOCK (bit 14, linux/capability.h)."""
+    """Returns True if /proc/self/status shows CAP_IPC_LOCK (bit 14, linux/capability.h)."""
     mask = status.partition("CapEff:")[2].split()
     return bool(mask) and bool(int(mask[0], 16) >> 14 & 1)
 

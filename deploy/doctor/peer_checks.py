@@ -1,6 +1,6 @@
-"""Whether this host can reach a peer, for `moonserve doctor --peer`: endpoint by endpoint, then the handshake.
+"""Reachability of a peer from this host, for `moonserve doctor --peer`: checks each endpoint, then the handshake.
 
-Every wait is bounded by seconds.
+Every wait has a timeout of a few seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SAME_VERSION = "run the same version of moonserve at both ends"
 
 
 def check_peer(text: str, options: TransferOptions, cluster_token: str) -> Iterator[Finding]:
-    """`text` is what an engine publishes ("ms2;…"), or just host:port."""
+    """Yields the findings for a peer. `text`: address published by a transfer engine ("ms2;…"), or host:port."""
     if _HOST_AND_PORT.fullmatch(text):
         yield _dial_tcp("tcp", Rail("tcp", text, text))
         return
@@ -88,7 +88,7 @@ def _dial_shm(address: Address, rail: Rail) -> Finding:
 
 
 def _dial_tcp(transport: str, rail: Rail) -> Finding:
-    """Of rdma, this is the connection beside the queue pairs."""
+    """Connects to a rail over TCP. An rdma rail has a TCP connection in addition to its queue pairs."""
     subject = f"{transport} {rail.name}" if rail.name != rail.endpoint else transport
     host, _, port = rail.endpoint.rpartition(":")
     began = time.perf_counter()
@@ -106,7 +106,7 @@ def _dial_tcp(transport: str, rail: Rail) -> Finding:
 
 
 def unreached(subject: str, endpoint: str, error: Exception) -> Finding:
-    """What an operator is told about each way of failing."""
+    """Returns the finding for a failed connection, with a reason and a remedy for its error."""
     code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
     unknown = (str(error), "is the host name right, and the port below 65536?")
     text, remedy = _WHY.get(code or 0, unknown)
@@ -132,7 +132,7 @@ def _handshake(text: str, address: Address, transport: str, options: TransferOpt
 
 
 def _source_towards(address: Address) -> str | None:
-    """The local address that the route to the peer's first TCP rail starts from. Sends nothing."""
+    """Returns the source address of the route to the peer's first routable TCP rail, or None. Sends nothing."""
     for rail in address.rails.get("tcp", ()):
         host = rail.endpoint.rpartition(":")[0].strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

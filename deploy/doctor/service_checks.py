@@ -1,7 +1,6 @@
-"""What a cluster needs around it, for `moonserve doctor`: ports to listen on, a disk, and the registry if it has one.
+"""Checks of a cluster's surroundings for `moonserve doctor`: ports to listen on, a disk, and the registry if any.
 
-Its rule: what is tried is what the processes would do, on a port that is let go at once, a file that is removed, and a
-registry that is only read.
+Rule: a check does what the processes would do, then releases the port or removes the file. A registry is only read.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ SECTION = "surroundings"
 
 DEFAULT_PORT = 8000  # of `moonserve serve`
 ENOUGH_PORTS = 1024
-"""That the kernel may choose: a listener per process and rail, and a connection per pair and stream."""
+"""Ports that the kernel may choose: for a listener per process and rail, and a connection per pair and stream."""
 ENOUGH_FREE_BYTES = 1 << 30
 ENOUGH_BYTES_S = 200e6
-"""Below it a prefix of a small model is computed sooner than it is read (docs/store-performance.md)."""
+"""Below this rate, computing a prefix of a small model is faster than reading it (docs/store-performance.md)."""
 _PROBE_BYTES = 32 << 20
 _REGISTRY_S = 3.0
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def check_ports(host: str, port: int | None) -> Iterator[Finding]:
-    """`port`: that somebody means to listen on; None = the default one, which may as well be another."""
+    """Yields the findings for ports. `port`: must be free; None = the default port, which causes only a warning."""
     number = DEFAULT_PORT if port is None else port
     text, remedy = f"free on {host}", ""
     try:
@@ -53,7 +52,7 @@ def check_ports(host: str, port: int | None) -> Iterator[Finding]:
 
 
 def _listen(host: str, port: int) -> None:
-    """Raises OSError."""
+    """Listens for a moment. Raises OSError if that is impossible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -62,7 +61,8 @@ def _listen(host: str, port: int) -> None:
 
 
 def chosen_ports(first: int, last: int) -> Finding:
-    """Those that processes listen on where nobody names one; a firewall between machines has to let them through."""
+    """Returns the finding for the kernel's port range, which firewalls between machines must pass. Processes without a
+    given port listen there."""
     text = f"{first} to {last}, chosen by the kernel"
     remedy = "sysctl net.ipv4.ip_local_port_range='32768 60999'"
     is_short = last - first + 1 < ENOUGH_PORTS
@@ -70,7 +70,7 @@ def chosen_ports(first: int, last: int) -> Finding:
 
 
 def check_disk(folder: Path | None, *, measure: bool) -> Finding:
-    """`folder`: for `--ssd`; None = where logs and caches are, if nothing else is said."""
+    """Returns the finding for a disk. `folder`: folder for `--ssd`; None = the default folder of logs and caches."""
     state = Path.home() / ".local" / "state" / "moonserve"
     where = folder or next(each for each in (state, *state.parents) if each.is_dir())
     try:
@@ -87,7 +87,7 @@ def check_disk(folder: Path | None, *, measure: bool) -> Finding:
 
 
 def about_disk(folder: Path, free_bytes: int, bytes_s: float | None) -> Finding:
-    """`bytes_s`: how fast it reads, if that was measured."""
+    """Returns the finding for a writable folder. `bytes_s`: measured read rate; None = not measured."""
     text = f"{folder}: {size(free_bytes)} free"
     text += "" if bytes_s is None else f", reads {rate(bytes_s)}"
     remedy = ""
@@ -99,7 +99,7 @@ def about_disk(folder: Path, free_bytes: int, bytes_s: float | None) -> Finding:
 
 
 def check_registry(url: str | None, cluster_token: str) -> Finding:
-    """Whether it answers. Blocks."""
+    """Returns the finding for the registry: if it answers, and its number of members. Blocks."""
     if url is None:
         text = "none given; one conductor and one gateway need none"
         return Finding(SECTION, "registry", text)
@@ -126,13 +126,13 @@ async def _members(url: str, cluster_token: str) -> list[str]:
 
 
 FILE_BYTES = 128 << 20
-_READ_BYTES = 1 << 20  # as the SSD tier reads runs of blocks
-_NUM_THREADS = 4  # a disk is fast only when several reads are under way
+_READ_BYTES = 1 << 20  # size of the SSD tier's reads of adjacent blocks
+_NUM_THREADS = 4  # a disk reaches its rate only with several reads in flight
 _PASSES = 3
 
 
 def read_bytes_per_s(folder: Path, *, file_bytes: int = FILE_BYTES) -> float:
-    """The median of a few passes. Raises ConfigError when the folder cannot be written to."""
+    """Returns the median read rate of several passes over a file. Raises ConfigError if the folder is not writable."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="moonserve-profile-") as scratch:
             path = Path(scratch) / "file"
@@ -143,7 +143,7 @@ def read_bytes_per_s(folder: Path, *, file_bytes: int = FILE_BYTES) -> float:
 
 
 def _write(path: Path, nbytes: int) -> None:
-    """Random bytes, since some disks do not store zeros."""
+    """Writes random bytes, because some disks do not store zeros."""
     fd, _ = open_file(path, create=True, direct=False)
     try:
         for offset in range(0, nbytes, _READ_BYTES):
@@ -154,7 +154,7 @@ def _write(path: Path, nbytes: int) -> None:
 
 
 def _read(path: Path, nbytes: int) -> float:
-    """Seconds."""
+    """Returns the seconds to read the file."""
     fd, direct = open_file(path, create=False, direct=True)
     try:
         if not direct:
@@ -170,7 +170,7 @@ def _read(path: Path, nbytes: int) -> float:
 
 
 def _read_share(fd: int, offsets: Sequence[int]) -> None:
-    memory = mmap.mmap(-1, _READ_BYTES)  # begins on a page, as O_DIRECT wants
+    memory = mmap.mmap(-1, _READ_BYTES)  # page-aligned, as O_DIRECT requires
     with memory:
         for offset in offsets:
             os.preadv(fd, [memory], offset)

@@ -1,6 +1,6 @@
-"""What `moonserve doctor` finds out about moving KV: by moving some, between two engines in this process.
+"""Checks of transports and rails for `moonserve doctor`, by transfers between two engines in this process.
 
-A transport is usable when bytes went both ways over it and were right, not when its parts seem to be there.
+A transport counts as usable only if bytes went both ways over it and arrived unchanged.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _NUM_LATENCIES = 100
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Two engines, one transport; what came of it."""
+    """Result of transfers between two engines over one transport."""
 
     transport: str
     error: str = ""
-    """Why it cannot be used; empty when it can."""
+    """Reason why the transport cannot be used; empty if it can."""
     read_bytes_s: float | None = None
     latency_s: float | None = None
-    """Median of single READs of 64 KiB."""
+    """Median time of a single READ of 64 KiB."""
 
 
 def check_transports(options: TransferOptions, *, measure: bool) -> Iterator[Finding]:
-    """Every transport; one that `options` names and that fails is a problem. Raises ConfigError."""
+    """Yields one finding per transport; those in `options` must work. Raises ConfigError if one of them is unknown."""
     unknown = [name for name in options.transports if name not in TRANSPORTS]
     if unknown:
         raise ConfigError(f"--transports {unknown[0]}: choose from {', '.join(TRANSPORTS)}")
@@ -60,7 +60,7 @@ def check_transports(options: TransferOptions, *, measure: bool) -> Iterator[Fin
 
 
 def check_rails(options: TransferOptions) -> list[Finding]:
-    """The rails that an engine with these options has, others that it could have, and which are near which memory."""
+    """Returns findings for the rails that these options use, for the unused ones, and for preferences by memory."""
     try:
         rails = _rails(options)
     except ConfigError as error:
@@ -77,7 +77,7 @@ def check_rails(options: TransferOptions) -> list[Finding]:
 
 
 def try_transport(transport: str, options: TransferOptions, *, measure: bool) -> Trial:
-    """Moves bytes there and back over this transport alone, and measures if told to."""
+    """Moves bytes there and back over only this transport. With `measure`, also measures rate and latency."""
     options = replace(options, transports=(transport,))
     token = secrets.token_hex(16)
     try:
@@ -97,7 +97,7 @@ def try_transport(transport: str, options: TransferOptions, *, measure: bool) ->
 
 
 class _Pair:
-    """Memory at both ends of a trial."""
+    """Memory at both ends of a trial, and transfers between them."""
 
     def __init__(self, near: TransferEngine, far: TransferEngine, nbytes: int) -> None:
         self._near, self._far = near, far
@@ -105,7 +105,7 @@ class _Pair:
         self._memory = far.allocate(nbytes, readable=True)
 
     def verify(self) -> None:
-        """WRITE, then READ back. Raises what goes wrong."""
+        """Does a WRITE and a READ back. Raises MoonserveError if one fails or the bytes differ."""
         sent = secrets.token_bytes(_PROBE_BYTES)
         self._local.buffer[:_PROBE_BYTES] = sent
         window_id = self._far.open_window(self._memory, [(0, _PROBE_BYTES)])
@@ -117,7 +117,7 @@ class _Pair:
             raise MoonserveError("bytes arrived changed: do not use this transport")
 
     def read_bytes_s(self) -> float:
-        """The best of what fits into the time, with transfers as large as are quick."""
+        """Returns the best rate of READs within `_MEASURE_S`. The size doubles while reads take under 1/16 of it."""
         nbytes, best, ends_at = 1 << 20, 0.0, time.monotonic() + _MEASURE_S
         while time.monotonic() < ends_at:
             seconds = _timed(lambda: self._move(Op.READ, 0, 0, nbytes))  # noqa: B023 - called at once
@@ -154,7 +154,7 @@ def _outcome(trial: Trial, *, asked: bool) -> Finding:
 
 
 def _memcpy() -> Finding:
-    """What a copy can be at most."""
+    """Returns the rate of a copy within memory, an upper bound for transports within this host."""
     source, target = np.ones(_MOST_BYTES, np.uint8), np.empty(_MOST_BYTES, np.uint8)
     bytes_s = _MOST_BYTES / min(_timed(lambda: np.copyto(target, source)) for _ in range(5))
     text = f"{rate(bytes_s)}: the limit of any transport within this host"
@@ -162,7 +162,7 @@ def _memcpy() -> Finding:
 
 
 def _rails(options: TransferOptions) -> list[Rail]:
-    """What the transports will find, in their order. Raises ConfigError."""
+    """Returns the rails that the transports will use, in their order. Raises ConfigError."""
     rails: list[Rail] = []
     for transport in options.transports:
         if transport == "tcp":
@@ -175,7 +175,7 @@ def _rails(options: TransferOptions) -> list[Rail]:
 
 
 def _unused(rails: Sequence[Rail]) -> list[Rail]:
-    """What `--transfer-rails` could name besides."""
+    """Returns the other rails that `--transfer-rails` could name."""
     hosts = reachable_addresses(read_addresses())
     others = local_tcp_rails(hosts) + [_rdma_rail(port) for port in discover() if port.usable]
     taken = {(rail.transport, rail.endpoint or rail.name) for rail in rails}

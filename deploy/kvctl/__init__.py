@@ -1,4 +1,4 @@
-"""`moonserve kvctl`: what an operator sees of a running KV store, and does to it.
+"""`moonserve kvctl`: inspects and operates a running KV store.
 
-Each verb is one module with `add_to` (its arguments) and `run`; `cluster` makes the calls.
+Each module has the arguments (`add_…`) and the body (`run…`) of its verbs; `cluster` makes the calls.
 """

@@ -1,7 +1,7 @@
-"""The store nodes that a command is about, and calls to them.
+"""Finds the store nodes that a command applies to, and makes calls to them.
 
-Every unary call has a deadline, so a stopped node costs seconds; a node that does not answer is reported beside the
-answers of the others, never in their place.
+Every unary call has a deadline, so a stopped node costs seconds. A node that does not answer is reported in addition to
+the answers of the others, never instead of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from protocol.wire import endpoint_from_wire
 Reply = TypeVar("Reply")
 
 CALL_TIMEOUT_S = 5.0
-"""All of these calls are answered within milliseconds; a busy machine may need longer."""
+"""Every call takes milliseconds, but a busy machine may need longer."""
 KEYS_PER_CALL = 2_000
 
 Object = kvstore_pb2.StoreListReply.Object
 
 
 class Unreachable(PeerLost):
-    """Says who could not be reached, and why, in words for an operator."""
+    """A process could not be reached. The message names it and the reason in words for an operator."""
 
     def __init__(self, title: str, error: MoonserveError) -> None:
         super().__init__(f"{title}: {reason(error)}")
@@ -41,7 +41,7 @@ class Unreachable(PeerLost):
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """A store node, or the directory. `stub`: its methods are named as in kvstore.proto and directory.proto; `title`:
-    what messages call it."""
+    its name in messages."""
 
     endpoint: Endpoint
     stub: Any
@@ -54,14 +54,14 @@ class Node:
 
 @dataclass(slots=True)
 class Answers(Generic[Reply]):
-    """What several nodes said to one question, in the order of the nodes."""
+    """Replies and failures of several nodes for one call, in the order of the nodes."""
 
     replies: list[tuple[Node, Reply]] = field(default_factory=list)
     lost: list[tuple[Node, PeerLost]] = field(default_factory=list)
 
 
 class Cluster:
-    """`chosen`: ids or addresses of the only nodes that the command is about; empty = all that the registry knows."""
+    """Nodes of a KV store. `chosen`: ids or addresses to which the command is limited; empty = all in the registry."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Cluster:
 
     @property
     def is_limited(self) -> bool:
-        """To the chosen ones."""
+        """True if the command is limited to chosen nodes."""
         return bool(self._chosen)
 
     async def close(self) -> None:
@@ -88,11 +88,11 @@ class Cluster:
             await self.registry.close()
 
     async def nodes(self) -> list[Node]:
-        """By id. Raises PeerLost, NoWorker when there is none, InvalidRequest for one that nobody knows."""
+        """Returns the nodes by id. Raises PeerLost, NoWorker if there is none, InvalidRequest if an id is unknown."""
         return await self.named(self._chosen) if self._chosen else await self.all_nodes()
 
     async def all_nodes(self) -> list[Node]:
-        """Those of the registry, or those given by address where there is none. Raises as `nodes`."""
+        """Returns all nodes in the registry, or without one those chosen by address. Raises the errors of `nodes`."""
         if self.registry is None:
             return [await self._dial(name) for name in self._chosen if ":" in name]
         members = [m for m in await self._members() if m.role == STORE_ROLE]
@@ -101,7 +101,7 @@ class Cluster:
         return [self._node(member.endpoint) for member in members]
 
     async def named(self, names: Iterable[str]) -> list[Node]:
-        """A name with a colon is an address, which is dialled; others are looked up."""
+        """Returns the nodes of these names, by id. A name with a colon is an address to dial; others are looked up."""
         wanted = dict.fromkeys(names)
         nodes = [await self._dial(name) for name in wanted if ":" in name]
         if ids := [name for name in wanted if ":" not in name]:
@@ -110,7 +110,7 @@ class Cluster:
         return sorted(nodes, key=lambda node: node.name)
 
     async def directory(self) -> Node | None:
-        """None when the registry knows none, or there is no registry."""
+        """Returns the directory, or None if the registry has none or there is no registry."""
         for member in await self._members():
             if member.role == DIRECTORY_ROLE:
                 address = member.endpoint.rpc_address
@@ -126,19 +126,19 @@ class Cluster:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
-        """Raises Unreachable, and what the peer raises."""
+        """Calls a method of a node. Raises Unreachable, and the peer's errors."""
         try:
             return await self._channels.call(method, request, timeout_s=timeout_s)
         except PeerLost as error:
             raise Unreachable(peer.title, error) from error
 
     async def stats(self, nodes: Sequence[Node]) -> Answers[kvstore_pb2.StoreStatsReply]:
-        """Of each. Raises what no other node can help with."""
+        """Returns the stats of each node. Raises the errors of `gathered`."""
         request = kvstore_pb2.StoreStatsRequest()
         return await gathered(nodes, lambda node: self.call(node, node.stub.Stats, request))
 
     async def stream(self, node: Node, method: Callable[..., Any], request: Any) -> AsyncGenerator[Any, None]:
-        """Raises Unreachable when the node is or goes away (a silent one is noticed by keepalive)."""
+        """Yields the messages of a stream. Raises Unreachable if the node is lost; keepalive detects a silent node."""
         await self._reach(node)
         try:
             messages: AsyncGenerator[Any, None] = self._channels.stream(method, request)  # type: ignore[assignment]
@@ -149,13 +149,13 @@ class Cluster:
             raise Unreachable(node.title, error) from error
 
     async def _reach(self, node: Node) -> None:
-        """Before the first stream, since gRPC itself waits 20 s for a process that is stopped."""
+        """Makes a call before the node's first stream, because gRPC itself waits 20 s for a stopped process."""
         if node not in self._reached:
             await self.call(node, node.stub.Describe, kvstore_pb2.StoreDescribeRequest())
             self._reached.add(node)
 
     async def objects(self, node: Node, key: bytes = b"") -> AsyncGenerator[Object, None]:
-        """Those that a node holds; with a key, only that one."""
+        """Yields the objects that a node holds; with a key, only that object."""
         request = kvstore_pb2.StoreListRequest(key=key)
         async with aclosing(self.stream(node, node.stub.List, request)) as replies:
             async for reply in replies:
@@ -183,7 +183,7 @@ class Cluster:
 
 
 async def gathered(nodes: Sequence[Node], ask: Callable[[Node], Any]) -> Answers[Any]:
-    """Asks all at once; `ask` gives an awaitable. A refusal that is no loss, such as a wrong token, is raised."""
+    """Awaits `ask(node)` for all nodes at once. Raises any error but PeerLost, for example for a wrong token."""
     replies = await asyncio.gather(*map(ask, nodes), return_exceptions=True)
     answers: Answers[Any] = Answers()
     for node, reply in zip(nodes, replies, strict=True):
@@ -197,13 +197,13 @@ async def gathered(nodes: Sequence[Node], ask: Callable[[Node], Any]) -> Answers
 
 
 def tell_lost(answers: Answers[Any], output: Output) -> None:
-    """One line for each node that did not answer."""
+    """Prints one line for each node that did not answer."""
     for _, error in answers.lost:
         output.problem(error.message)
 
 
 def reason(error: MoonserveError) -> str:
-    """What gRPC says of a lost peer is long, and repeats the address; what matters is one of few things."""
+    """Returns a short reason for a lost peer. gRPC's messages are long and repeat the address."""
     text = error.message
     if "refused" in text:
         return "connection refused; is it running?"
@@ -224,6 +224,6 @@ def _known(known: dict[str, Node], name: str) -> Node:
 
 
 def require_target(registry: str | None, chosen: Sequence[str]) -> None:
-    """Raises ConfigError unless something says where the cluster is."""
+    """Raises ConfigError if neither a registry nor a node's address is given."""
     if registry is None and not any(":" in name for name in chosen):
         raise ConfigError("which cluster? give --registry URL (or set MOONSERVE_REGISTRY), or --node HOST:PORT")

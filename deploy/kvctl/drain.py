@@ -1,8 +1,8 @@
-"""`kvctl drain`: empties a node, so that it can be stopped without loss.
+"""`kvctl drain`: copies a node's objects to the other nodes, so that it can be stopped without loss.
 
-Rules: nothing new is accepted there from the first moment on; nothing is removed there, so readers go on and the drain
-can be interrupted, repeated or undone at any time; it is done when the other nodes themselves say that they hold all.
-Pins come along.
+Rules: the node accepts no new object from the start. Nothing is removed there, so reads continue and the drain can be
+interrupted, repeated or undone at any time. It ends when the other nodes themselves report every object. Pins are
+copied too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.progress import Progress, duration
 from protocol.wire import endpoint_to_wire
 
 COPY_DEADLINE_S = 30.0
-"""For one batch; as long as an abandoned reservation lives."""
+"""Deadline of one batch; equal to the lifetime of an abandoned reservation."""
 CALL_MARGIN_S = 2.0
 COPIES_AT_ONCE = 4
 WRITERS_POLL_S = 0.5
@@ -69,7 +69,7 @@ async def _set_draining(cluster: Cluster, node: Node, draining: bool) -> None:
 
 
 class _Drain:
-    """One run, pass by pass."""
+    """One run of the command, in passes."""
 
     def __init__(self, cluster: Cluster, leaving: Node, others: Others, output: Output) -> None:
         self._cluster = cluster
@@ -79,13 +79,13 @@ class _Drain:
         self._slots = asyncio.Semaphore(COPIES_AT_ONCE)
         self._moved = self._moved_bytes = 0
         self._gone = 0  # evicted or removed on the leaving node before they were copied
-        self._unplaced: set[BlockKey] = set()  # in the last pass
-        self._seen = self._seen_bytes = 0  # in this one
+        self._unplaced: set[BlockKey] = set()  # keys that found no place in the last pass
+        self._seen = self._seen_bytes = 0  # in this pass
         self._is_waiting = False
-        self._why: dict[BlockKey, str] = {}  # of what found no place
+        self._why: dict[BlockKey, str] = {}  # reason for each key without a place
 
     async def run(self) -> int:
-        """The exit code. A pass that leaves no less than the one before was in vain, and is the last."""
+        """Returns the exit code. Gives up once a pass leaves no fewer objects than the pass before."""
         started_at = time.monotonic()
         left_before: int | None = None
         while True:
@@ -100,12 +100,12 @@ class _Drain:
                 await self._pass(found)
             elif await self._has_writers():
                 await asyncio.sleep(WRITERS_POLL_S)
-                left_before = None  # what they finish is new
+                left_before = None  # those writers add objects
             else:
                 return self._finish(time.monotonic() - started_at)
 
     async def _has_writers(self) -> bool:
-        """Writes that began before the drain may still become objects."""
+        """Returns True while writes that began before the drain may still become objects."""
         request = kvstore_pb2.StoreStatsRequest()
         stats = await self._cluster.call(self._leaving, self._leaving.stub.Stats, request)
         if stats.reserved_bytes and not self._is_waiting:
@@ -139,7 +139,7 @@ class _Drain:
         return found.parents_at.get(first.parent) or self._others.home(first.parent)
 
     async def _in_turn(self, of_one: Iterable[Batch], found: Survey, progress: Progress) -> None:
-        """The batches for one node, whose order keeps parents before children."""
+        """Places the batches for one node in their order, which has parents before children."""
         for batch in of_one:
             async with self._slots:
                 left = await self._place(batch)
@@ -158,7 +158,7 @@ class _Drain:
             progress.show(name, self._seen_bytes, found.num_bytes, text)
 
     async def _place(self, batch: Batch) -> Sequence[Resident]:
-        """What no node took."""
+        """Copies a batch to its target or else to other nodes. Returns the objects that no node accepted."""
         left: Sequence[Resident] = batch.objects
         for target in self._others.candidates(batch.target):
             left = await self._copy(left, target)
@@ -167,8 +167,8 @@ class _Drain:
         return left
 
     async def _copy(self, wanted: Sequence[Resident], target: Node) -> Sequence[Resident]:
-        """What is not on the target then. A batch that did not come whole is taken one by one, so that what cannot be
-        copied does not keep the others back."""
+        """Copies objects to a node and returns those that are not on it afterwards. An incomplete batch is repeated one
+        by one, so that an object that cannot be copied does not hold up the others."""
         try:
             request = kvstore_pb2.StoreCopyRequest(
                 source=endpoint_to_wire(self._leaving.endpoint),
@@ -184,7 +184,7 @@ class _Drain:
                 return self._refused(wanted, f"{target.name}: {reason(error)}")
             return await self._copy_singly(wanted, target)
         if reply.copied + reply.present == len(wanted):
-            return ()  # with their pins; the next survey finds what was there without
+            return ()  # copied with pins; those present without a pin are in the next survey
         if len(wanted) > 1:
             return await self._copy_singly(wanted, target)
         why = "no room there" if reply.refused else "the draining node could not read it"
@@ -198,7 +198,7 @@ class _Drain:
         return wanted
 
     async def _keep_pins(self, pinned: Sequence[Resident]) -> None:
-        """What is elsewhere already gets the pin there, unless a replica has it or a stronger one."""
+        """Pins replicas on other nodes like the object here, unless one of them has that pin or a stronger one."""
         for item in pinned:
             nodes = list(self._others.nodes.values())
             found = objects.present(await objects.replicas(self._cluster, nodes, item.key))

@@ -1,8 +1,8 @@
-"""What only the node that is drained holds, and in which order, and to where, it goes.
+"""Finds the objects that only the drained node holds, and plans the order and targets of their copies.
 
-What is in memory goes first, since reading the rest from disk may evict it there; then parents before children. A
-chain goes where the blocks before it are, else to its home as clients compute it (`kvstore.client.placement`), so that
-they find it at once. Calls are bounded in objects and bytes.
+Objects in memory are first, because reading others from disk may evict them; then parents precede children. A chain is
+copied to the node of its preceding blocks, or else to its home as computed by clients (`kvstore.client.placement`), so
+that they find it at once. Each call is bounded in objects and bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.pb import kvstore_pb2
 
 MAX_KEYS = 64
 MAX_BYTES = 64 * 2**20
-"""One call's worth: a fraction of a second to copy. A larger object goes alone."""
+"""Limit of one call, which takes a fraction of a second. A larger object is copied alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Objects for one call to one node, in order."""
+    """Objects for one call to the node `target`, in order."""
 
     target: str
     objects: tuple[Resident, ...]
@@ -47,7 +47,7 @@ class Batch:
 
 
 def batches(objects: Mapping[BlockKey, Resident], target_of: Callable[[Resident], str]) -> dict[str, list[Batch]]:
-    """By target, in the order in which they are to be copied. `target_of` is asked about the first of each chain."""
+    """Returns batches by target, in the order of copying. `target_of` is called for the first object of each chain."""
     places = _places(objects)
     firsts = {first.key: first for first, _ in places.values()}
     targets = {key: target_of(first) for key, first in firsts.items()}
@@ -58,11 +58,11 @@ def batches(objects: Mapping[BlockKey, Resident], target_of: Callable[[Resident]
 
 
 def _places(objects: Mapping[BlockKey, Resident]) -> dict[BlockKey, tuple[Resident, int]]:
-    """Of each object, the first of them that leads to it, and how far that is."""
+    """Returns for each object its first ancestor within `objects`, or itself, and the distance to it."""
     places: dict[BlockKey, tuple[Resident, int]] = {}
     for item in objects.values():
         path: list[Resident] = []
-        while item.key not in places:  # so a circle ends
+        while item.key not in places:  # this also ends a cycle
             places[item.key] = item, 0
             if item.parent is None or item.parent not in objects:
                 break
@@ -92,7 +92,7 @@ Stats = kvstore_pb2.StoreStatsReply
 
 
 class Others:
-    """The nodes that stay and take objects, with what they said of themselves."""
+    """Other nodes that accept objects, with their stats."""
 
     def __init__(self, replies: Sequence[tuple[Node, Stats]]) -> None:
         self.nodes = {node.name: node for node, _ in replies}
@@ -101,7 +101,7 @@ class Others:
 
     @classmethod
     async def of(cls, cluster: Cluster, leaving: Node, output: Output) -> Others:
-        """Raises NoWorker when there is none."""
+        """Requests the stats of the other nodes. Raises NoWorker if none accepts objects."""
         nodes = [node for node in await cluster.all_nodes() if node.name != leaving.name]
         answers = await cluster.stats(nodes)
         tell_lost(answers, output)
@@ -112,16 +112,16 @@ class Others:
 
     @property
     def room(self) -> int:
-        """Bytes for which nothing must be evicted."""
+        """Bytes in memory and on disks that can be stored without eviction."""
         stats = self._stats.values()
         return sum(s.free_bytes + max(0, s.disk_limit_bytes - s.disk_live_bytes) for s in stats)
 
     def home(self, head: BlockKey) -> str:
-        """Where clients look first once the leaving node is gone."""
+        """Returns the node where clients look first for this chain once the leaving node is gone."""
         return self._placement.ids[self._placement.ranked([head])[0][0]]
 
     def candidates(self, first: str) -> list[Node]:
-        """`first`, then the others, those with most room first."""
+        """Returns the node `first`, then the others in descending order of free memory."""
         rest = sorted(
             (name for name in self.nodes if name != first),
             key=lambda name: (-self._stats[name].free_bytes, name),
@@ -131,8 +131,8 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """`alone`: what only the leaving node has. `pinned`: what has a pin there, and replicas elsewhere. `parents_at`:
-    where blocks are that lead to some of `alone`."""
+    """Objects of the leaving node. `alone`: those that no other node has; `pinned`: those with a pin and with replicas
+    on other nodes; `parents_at`: nodes of parents that are not in `alone`."""
 
     alone: Mapping[BlockKey, Resident]
     pinned: Sequence[Resident]
@@ -144,7 +144,7 @@ class Survey:
 
 
 async def survey(cluster: Cluster, leaving: Node, others: Others) -> Survey:
-    """Raises PeerLost when the leaving node, or all others, cannot be reached."""
+    """Compares the leaving node with the others. Raises PeerLost if it, or all others, cannot be reached."""
     alone: dict[BlockKey, Resident] = {}
     pinned: list[Resident] = []
     async for part in _parts(cluster, leaving):

@@ -1,7 +1,7 @@
-"""`kvctl limits` and `kvctl limit TARGET [CEILING]`: what workers' KV may take of their host's memory, now.
+"""`kvctl limits` and `kvctl limit TARGET [CEILING]`: show and set how much host memory the KV of workers may take.
 
-These are about workers, not store nodes: the gateway says where they are (--url), or --node HOST:PORT does. TARGET is a
-worker's id, or the model's name for all its workers.
+These verbs apply to workers, not store nodes. The gateway (--url) or --node HOST:PORT gives their addresses. TARGET is
+a worker's id, or the model's name for all its workers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TOLD = ("resident_bytes", "held_bytes", *_SIZES.values())
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Where one is."""
+    """A worker and its address."""
 
     name: str
     role: str
@@ -85,17 +85,17 @@ async def run_limit(arguments: Namespace, cluster: Cluster, output: Output) -> i
         budget_bytes=arguments.budget,
     )
     async with calling(cluster.token, cluster.tls) as channels:
-        # One after the other: floors that are lowered make room for those that are raised.
+        # One after the other: lowered floors make room for raised ones.
         outcomes = [await _call(channels, each, "SetLimits", request) for each in workers]
     return _show(workers, outcomes, output)
 
 
 async def _workers(arguments: Namespace, cluster: Cluster) -> tuple[list[Worker], list[str]]:
-    """And the names of their model. Raises MoonserveError."""
+    """Returns the workers and the names of their model. Raises MoonserveError."""
     if arguments.nodes:
         if any(":" not in node for node in arguments.nodes):
             raise ConfigError("a worker's --node is its HOST:PORT; its id goes after the verb")
-        # Whoever is named by its address is meant, whatever the target.
+        # A worker given by address is selected for any target.
         named = getattr(arguments, "target", "")
         return [Worker(named or node, "", node) for node in arguments.nodes], [named]
     view = await asyncio.to_thread(cluster_view, arguments.url, os.environ.get(KEY_ENV, ""))
@@ -117,7 +117,7 @@ async def _call(channels: Channels, worker: Worker, method: str, request: Any) -
 
 
 def _show(workers: list[Worker], outcomes: list[Outcome], output: Output) -> int:
-    """Prints what each said; the exit code."""
+    """Prints each worker's limits or error and returns the exit code."""
     table = Table(output, "worker", "role", "resident", *_SIZES, ">budget")
     for worker, outcome in zip(workers, outcomes, strict=True):
         if isinstance(outcome, MoonserveError):

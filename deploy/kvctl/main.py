@@ -1,4 +1,4 @@
-"""`moonserve kvctl`: which verb, which cluster, and how it ends."""
+"""`moonserve kvctl`: selects the verb and the cluster, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ could not be reached
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """`argv`: the arguments after `kvctl`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `kvctl`."""
 
     def body(arguments: Namespace) -> int:
         output = Output("kvctl", as_json=arguments.json, long=arguments.long)
@@ -80,7 +80,7 @@ def _parser() -> ArgumentParser:
     _add_common(parser)
     parser.set_defaults(registry=None, nodes=[], url=None, json=False, long=False)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    # The same options after the verb; there, absent ones must not undo those before it.
+    # The same options are valid after the verb. If absent there, they must not reset those before the verb.
     common = ArgumentParser(add_help=False, argument_default=SUPPRESS)
     _add_common(common)
     for add in VERBS:
@@ -89,7 +89,7 @@ def _parser() -> ArgumentParser:
 
 
 def _add_common(parser: ArgumentParser) -> None:
-    # Without a default of its own, an option has the parser's.
+    # The options have no default of their own, so the parser's default applies.
     parser.add_argument("--registry", metavar="URL", help="where the cluster is")
     parser.add_argument(
         "--node",

@@ -1,4 +1,4 @@
-"""`kvctl replicas`, `pin`, `drop` and `verify`: what they change, on every node that holds the objects."""
+"""`kvctl replicas`, `pin`, `drop` and `verify`: change objects on every node that holds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from protocol.pb import directory_pb2, kvstore_pb2
 from protocol.progress import Progress
 
 Change = directory_pb2.ChangeReplicaReply
-# The chain comes along, and each call copies for at most 30 s.
+# The change includes the chain, and each call copies for at most 30 s.
 CHANGE_TIMEOUT_S = 120.0
 
 
@@ -104,7 +104,7 @@ async def run_pin(arguments: Namespace, cluster: Cluster, output: Output) -> int
     there = {node: held for node, held in answers.replies if held}
 
     async def pin(node: Node) -> int:
-        """How many replicas were there."""
+        """Returns the number of replicas that the node had."""
         pinned = 0
         for piece in objects.pieces(there[node]):
             request = kvstore_pb2.StorePinRequest(keys=piece, pin=_PINS[arguments.pin])
@@ -118,7 +118,7 @@ async def run_pin(arguments: Namespace, cluster: Cluster, output: Output) -> int
 
 
 UNASKED = 10
-"""More objects than this need --yes: the slip of a glob or of a chain's head."""
+"""More objects than this need --yes, in case a glob or a chain's head was given by mistake."""
 
 
 def add_drop(verbs: objects.Verbs, common: ArgumentParser) -> None:
@@ -141,12 +141,12 @@ async def run_drop(arguments: Namespace, cluster: Cluster, output: Output) -> in
     if len(found) > UNASKED and not arguments.yes:
         output.problem(f"this would drop {count(len(found), 'object')}; add --yes if it is meant")
         return EXIT_USAGE
-    # Every node is told, also those that hold nothing: they tell those that cannot be reached now. With --node it is a
-    # matter of the nodes that were named.
+    # Every node is notified, also one without the objects: it later notifies nodes that cannot be reached now. With
+    # --node, the removal applies only to the given nodes (id 0).
     removal_id = 0 if cluster.is_limited else new_removal_id()
 
     async def remove(node: Node) -> int:
-        """In the order given, so that no block is there without what leads to it."""
+        """Removes the objects in the order of `wanted`, so that no block remains without its ancestors."""
         removed = 0
         for piece in objects.pieces(wanted):
             request = kvstore_pb2.StoreRemoveRequest(keys=piece, removal_id=removal_id)
@@ -170,7 +170,7 @@ async def run_verify(arguments: Namespace, cluster: Cluster, output: Output) -> 
     passes = {node: _Pass() for node in nodes}
     with output.progress() as progress:
         answers = await gathered(nodes, lambda node: passes[node].follow(cluster, node, progress))
-    # Also of a node that was lost on the way: what it found was dropped.
+    # Includes nodes that were lost during the pass: the objects that they had found are dropped.
     corrupt = [key for done in passes.values() for key in done.corrupt]
     others = await objects.holders(cluster, await cluster.all_nodes(), corrupt)
     lost = {node for node, _ in answers.lost}
@@ -193,7 +193,7 @@ async def run_verify(arguments: Namespace, cluster: Cluster, output: Output) -> 
 
 @dataclass(slots=True)
 class _Pass:
-    """Over one node."""
+    """Verification of one node."""
 
     checked: int = 0
     total: int = 0
@@ -208,7 +208,7 @@ class _Pass:
 
 
 async def _changed(nodes: Sequence[Node], change: Callable[[Node], Awaitable[int]], answers: Answers[Any]) -> list[int]:
-    """Replicas by node that had any; nodes that were lost are noted in `answers`."""
+    """Returns the number of replicas per node that had any. Adds lost nodes to `answers`."""
     changed = await gathered(nodes, change)
     answers.lost += changed.lost
     return [number for _, number in changed.replies if number]
@@ -223,8 +223,8 @@ def _ended(
     answers: Answers[list[BlockKey]],
     output: Output,
 ) -> int:
-    """Says what was `done` to the keys that were found, which are missing, and which nodes were not reached. `changed`:
-    replicas by node. The exit code."""
+    """Prints what was `done` to the keys that were found, the missing keys and the lost nodes, and returns the exit
+    code. `changed`: numbers of replicas by node."""
     output.record(**told, objects=len(found), replicas=sum(changed), nodes=len(changed))
     if found:
         where = f"{count(sum(changed), 'replica')} on {count(len(changed), 'node')}"

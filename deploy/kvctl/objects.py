@@ -1,4 +1,4 @@
-"""Objects of the store for all verbs: keys on the command line, replicas, what leads to a block, what follows it."""
+"""Objects of the store for all verbs: keys on the command line, replicas, ancestors and descendants of a block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Replica:
 
     @property
     def parent(self) -> BlockKey | None:
-        """None = the chain starts here."""
+        """Key of the block before it; None = the chain starts here."""
         return parent_of(self.object)
 
 
@@ -52,7 +52,7 @@ def tier(found: Object) -> str:
 
 
 def as_json(node: Node, found: Object) -> dict[str, Any]:
-    """Checksums as hex: programs read large JSON numbers as floats."""
+    """Returns a JSON record. Checksums are hex, because programs read large JSON numbers as floats."""
     parent = parent_of(found)
     return {
         "key": found.key.hex(),
@@ -85,7 +85,7 @@ _CELLS: dict[str, Callable[[Replica], str]] = {
 
 
 def cells(replica: Replica, columns: Iterable[str], output: Output) -> list[str]:
-    """Of a table's row."""
+    """Returns the cells of a table's row."""
     return [output.key(replica.object.key) if column == "key" else _CELLS[column](replica) for column in columns]
 
 
@@ -98,7 +98,7 @@ def show_replicas(found: Sequence[Replica], output: Output) -> None:
 
 
 async def replicas(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> Answers[list[Object]]:
-    """What each node has under `key`: a list of one, or an empty one."""
+    """Returns for each node a list of its object with this key, or an empty list."""
 
     async def one(node: Node) -> list[Object]:
         return [found async for found in cluster.objects(node, key)]
@@ -113,7 +113,7 @@ def present(answers: Answers[list[Object]]) -> list[Replica]:
 async def ancestors(
     cluster: Cluster, nodes: Sequence[Node], first: Sequence[Replica]
 ) -> AsyncIterator[tuple[BlockKey, list[Replica]]]:
-    """What leads to a block, nearest first, up to the head; the last has no replicas where the chain is broken."""
+    """Yields a block's ancestors with their replicas, nearest first. If the chain is broken, the last has none."""
     seen: set[BlockKey] = set()
     parent = first[0].parent
     while parent is not None and parent not in seen:
@@ -124,7 +124,7 @@ async def ancestors(
 
 
 async def chain_of(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> list[BlockKey]:
-    """The key, if it is anywhere, and its resident ancestors; head first."""
+    """Returns the key and its resident ancestors, head first; empty if no node has the key."""
     answers = await replicas(cluster, nodes, key)
     found = present(answers)
     if not found:
@@ -135,7 +135,7 @@ async def chain_of(cluster: Cluster, nodes: Sequence[Node], key: BlockKey) -> li
 
 
 async def below(cluster: Cluster, nodes: Sequence[Node], keys: Iterable[BlockKey]) -> list[BlockKey]:
-    """The keys and their resident descendants, children before parents. Lists every node once."""
+    """Returns the keys and their resident descendants, children before parents. Lists each node's objects once."""
     children: dict[BlockKey, set[BlockKey]] = {}
     for node in nodes:
         async for found in cluster.objects(node):
@@ -155,7 +155,7 @@ def _generations(children: dict[BlockKey, set[BlockKey]], keys: Collection[Block
 
 
 async def holders(cluster: Cluster, nodes: Sequence[Node], keys: Sequence[BlockKey]) -> Answers[list[BlockKey]]:
-    """By node: which of the keys it has."""
+    """Returns for each node the keys that it has."""
 
     async def one(node: Node) -> list[BlockKey]:
         found: list[BlockKey] = []
@@ -169,7 +169,7 @@ async def holders(cluster: Cluster, nodes: Sequence[Node], keys: Sequence[BlockK
 
 
 def pieces(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
-    """As many as go into one call."""
+    """Splits keys into portions for one call each."""
     return (keys[start : start + KEYS_PER_CALL] for start in range(0, len(keys), KEYS_PER_CALL))
 
 
@@ -184,14 +184,14 @@ def add_key(parser: ArgumentParser, *, several: bool = False) -> None:
 
 
 def parse(text: str, *, plain: bool) -> BlockKey:
-    """Raises InvalidRequest for a plain key that is too long."""
+    """Returns the block key of a key from the command line. Raises InvalidRequest if a plain key is too long."""
     if not plain and _BLOCK_KEY.fullmatch(text):
         return BlockKey(bytes.fromhex(text))
     return plain_key(text.encode(errors="surrogateescape"))
 
 
 def texts_by_key(texts: Iterable[str], arguments: Namespace) -> dict[BlockKey, str]:
-    """Each key once, with what the operator called it."""
+    """Returns each key once, with its text from the command line."""
     return {parse(text, plain=arguments.plain): text for text in texts}
 
 
@@ -206,7 +206,7 @@ Verbs: TypeAlias = "_SubParsersAction[ArgumentParser]"  # argparse has no public
 
 
 def add(verbs: Verbs, name: str, run: Run, common: ArgumentParser, help: str) -> ArgumentParser:
-    """The parser of one verb, for arguments of its own."""
+    """Adds a verb and returns its parser, so that its own arguments can be added."""
     parser = verbs.add_parser(name, parents=[common], help=help, description=help)
     parser.set_defaults(run=run, asks_stores=True)
     return parser

@@ -1,4 +1,4 @@
-"""`kvctl ls`, `stat` and `nodes`: what the store holds. Changes nothing."""
+"""`kvctl ls`, `stat` and `nodes`: show the contents and the nodes of the store. They change nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def run_ls(arguments: Namespace, cluster: Cluster, output: Output) -> int:
                     if not _is_wanted(item, arguments):
                         continue
                     shown += 1
-                    if 0 < limit < shown:  # there is more
+                    if 0 < limit < shown:  # there are more objects
                         break
                     output.record(**objects.as_json(node, item))
                     table.add(*objects.cells(Replica(node, item), columns, output))
@@ -93,7 +93,7 @@ async def run_stat(arguments: Namespace, cluster: Cluster, output: Output) -> in
     tell_lost(answers, output)
     if found:
         holding = {replica.node.name for replica in found}
-        # Those that hold the block first: the parents' parents are read from the first that has one.
+        # Nodes with the block come first: each further parent is read from the first node that has the object.
         nodes = sorted((n for n, _ in answers.replies), key=lambda node: node.name not in holding)
         above = [each async for each in objects.ancestors(cluster, nodes, found)]
         _show(key, found, above, output)
@@ -129,7 +129,7 @@ def _show(key: BlockKey, found: Sequence[Replica], above: Sequence[Above], outpu
 
 
 def _show_chain(above: Sequence[Above], output: Output) -> None:
-    """Neighbours that are on the same nodes are one row, so that a chain of hundreds stays readable."""
+    """Prints adjacent ancestors on the same nodes as one row, so that a chain of hundreds of blocks stays readable."""
     is_broken = not above[-1][1]
     resident = above[:-1] if is_broken else above
     if resident:
@@ -150,7 +150,7 @@ def _where(found: Sequence[Replica]) -> str:
 
 
 def _state(stats: Stats) -> str:
-    """The most urgent thing that an operator should know."""
+    """Returns the most urgent state for an operator."""
     if stats.draining:
         return "draining"
     if stats.disk_limit_bytes and stats.recovered < 1:
@@ -164,7 +164,7 @@ def _memory(stats: Stats) -> str:
 
 
 def _disk(stats: Stats) -> str:
-    """Its health only where it is not good: it must be seen."""
+    """Formats disk usage. The health is shown only if it is not good, so that it is noticed."""
     if not stats.disk_limit_bytes:
         return "none" if stats.disk_health in ("", "none") else stats.disk_health
     health = "" if stats.disk_health == "good" else f" {stats.disk_health}"
@@ -178,7 +178,7 @@ def _hits(stats: Stats) -> str:
 
 
 def hit_ratio(counters: Mapping[str, int]) -> float | None:
-    """Of the objects that were asked for since the node's start; None when there were none."""
+    """Returns the share of objects requested since the node's start that it had; None if none was requested."""
     hits, misses = counters.get("lease_hits", 0), counters.get("lease_misses", 0)
     return hits / (hits + misses) if hits + misses else None
 
@@ -239,7 +239,7 @@ def _cells(stats: Stats, columns: Mapping[str, Callable[[Stats], str]]) -> list[
 
 
 async def _heard(cluster: Cluster, output: Output) -> dict[str, float]:
-    """Seconds since the directory heard of each node; empty without a directory, which is no reason to fail."""
+    """Returns the seconds since the directory heard from each node. Without a directory it is empty: not an error."""
     try:
         directory = await cluster.directory()
         if directory is None:
@@ -257,7 +257,7 @@ def _known(node: Node, heard_s: float | None) -> dict[str, Any]:
         "node": node.name,
         "address": node.endpoint.rpc_address,
         "host": node.endpoint.host,
-        "epoch": str(node.endpoint.epoch),  # above what JSON readers keep exactly
+        "epoch": str(node.endpoint.epoch),  # too large for an exact JSON number
         "last_heard_s": heard_s,
     }
 

@@ -1,5 +1,5 @@
-"""`moonserve profile`: how fast a model is on this machine, alone or, with `--serving`, in a cluster of processes.
+"""`moonserve profile`: measures a model on this machine, alone or, with `--serving`, in a cluster of processes.
 
-`command` measures steps and rates; `serving` starts a cluster that `probe` observes from outside as `runs`, of which
-`bursts` and `terms` make coefficients and `calibration` the last of them.
+`command` measures steps and rates. `serving` starts a cluster, which `probe` observes from outside. `bursts` and
+`terms` derive coefficients from the observations; `serving.calibrated` finds the last one.
 """

@@ -1,9 +1,9 @@
-"""What prompts of one moment and their answers say of a cluster: steps and handoffs beside prefill machines. Pure.
+"""Derives decode steps and handoffs, by the prefill machines that compute meanwhile, from bursts of prompts. Pure.
 
-A burst is measured rather than one long answer beside one long prompt, because short stretches differ from long ones:
-a decode machine that was idle is served first by the operating system, and one that computes for seconds is not; and
-while a burst lasts, a prefill machine that hands one prompt off goes on with the next. Who computes when is known from
-the workers' own reports, set on the client's clock. Knows no endpoint and fits nothing.
+A burst is measured instead of one long answer next to one long prompt, because short stretches differ from long ones.
+The operating system favours a decode machine that was idle, but not one that computes for seconds. During a burst, a
+prefill machine continues with the next prompt after a handoff. The workers' own reports, converted to the client's
+clock, show which machine computes when. Knows no endpoint and fits nothing.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRun:
-    """One prompt, seconds."""
+    """Measurements of one prompt, in seconds."""
 
-    machine: str  # that computed it
+    machine: str  # prefill machine that computed it
     num_tokens: int
     num_cached: int
-    num_others: int  # machines that computed beside it
+    num_others: int  # other machines that computed at the same time
     decodes_beside: bool  # one of them was a decode machine
     ttft_s: float  # at the client
-    placed_s: float  # of it, until the conductor has placed it
+    placed_s: float  # part of ttft_s until the conductor has placed the prompt
     queue_s: float  # at the prefill worker, like the next two
     load_s: float
     compute_s: float
-    handoff_s: float | None  # the second token's gap beyond a step; None where there was no step
+    handoff_s: float | None  # the second token's gap minus a step; None without later steps
 
     @property
     def request_s(self) -> float:
-        """All that is not its worker's."""
+        """TTFT without the prefill worker's part."""
         return self.ttft_s - self.queue_s - self.load_s - self.compute_s
 
     @property
     def back_s(self) -> float:
-        """From its computing's end to its first token's coming to the client."""
+        """Time from the end of prefill to the arrival of the first token at the client."""
         return self.request_s - self.placed_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """Steps of a batch while nobody joined or left."""
+    """Steps of a batch while no sequence joined or left."""
 
     num_seqs: int
     prompt_tokens: int  # of each
-    context_tokens: int  # of all together, generated ones too
+    context_tokens: int  # of all sequences together, including generated tokens
     num_others: int
     seconds: float  # per step
-    gaps_s: tuple[float, ...] = ()  # between tokens as their client sees them, of all sequences
+    gaps_s: tuple[float, ...] = ()  # between tokens at the client, of all sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """One prompt of a burst and its answer; instants of the client's clock."""
+    """One prompt of a burst and its answer. Times are on the client's clock."""
 
     prompt: PromptRun
     sent_at: float
@@ -75,19 +75,19 @@ Burst = Sequence[Answered]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """Everything that was measured; `beside_prompts` are compared with each other only."""
+    """All measurements. `beside_prompts` are compared only with each other."""
 
     prompts: Sequence[PromptRun]
     steps: Sequence[StepRun]
     beside_prompts: Sequence[PromptRun]
-    bursts: Sequence[Burst] = ()  # whose answers are as long as they usually are
+    bursts: Sequence[Burst] = ()  # with answers of the expected load's length
 
 
-_FEWEST_GAPS = 4  # that tell a step time
+_FEWEST_GAPS = 4  # needed for a step time
 
 
 def steps_of(burst: Burst) -> list[StepRun]:
-    """For each answer the steps that it lived through beside one number of prefill machines, its first gap left out."""
+    """Returns each answer's steps, one run per number of prefill machines that computed meanwhile. Omits first gaps."""
     found: list[StepRun] = []
     for each in burst:
         by_company: dict[int, list[tuple[int, float, float]]] = {}
@@ -115,8 +115,8 @@ def steps_of(burst: Burst) -> list[StepRun]:
 
 
 def handoffs_of(burst: Burst) -> list[tuple[int, float]]:
-    """For each answer that has a step beside: how many prefill machines computed meanwhile, its own one too when that
-    went on; and the seconds by which the second token's gap exceeds a step."""
+    """Returns for each answer with enough gaps the number of prefill machines that computed meanwhile, including its
+    own if that continued, and the seconds by which the second token's gap exceeds a step."""
     return [
         (
             _num_prefills(burst, (each.token_at[0] + each.token_at[1]) / 2),

@@ -1,9 +1,9 @@
-"""`moonserve profile`: how fast a model is on this machine, as coefficients with their errors and rates of moving KV.
+"""`moonserve profile`: measures a model's speed here, as coefficients with their errors, and the rates of moving KV.
 
 Everything is measured as the cluster does it: prompts in a worker's chunks, copies and connections by the transfer
-engine, the disk around the page cache. Runs alone, in one process, or with `--serving` as the client of a cluster that
-it starts and stops, so that what serving adds and what the processes cost each other is measured too. Changes nothing
-but the file that `moonserve simulate` reads.
+engine, disk reads without the page cache. The command runs in one process, or with `--serving` as the client of a
+cluster that it starts and stops. With `--serving` it also measures the overhead of serving and how much the processes
+slow each other down. It changes nothing but the file that `moonserve simulate` reads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(FormatConfig):
-    """Options of `moonserve profile`; those that a worker has too mean the same."""
+    """Options of `moonserve profile`. Options that a worker has too have the same meaning."""
 
     model: str | None = option(None, help="local Hugging Face folder or hub name; the demo model when not given")
     json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
@@ -88,31 +88,31 @@ class ProfileConfig(FormatConfig):
             raise ConfigError("--clock cpu adds up all threads: it needs --num-threads 1")
 
 
-# Options that a cluster is started with.
+# Options that are passed to the cluster.
 _OF_WORKERS = (
     *("dtype", "kv_cache_dtype", "load_format", "block_size", "kv_cache_memory", "dram"),
     *("max_num_seqs", "max_num_batched_tokens", "kernels"),
 )
 
-# `cpu` leaves out the time that other programs had the processor.
+# `cpu` excludes the time in which other programs had the processor.
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Timed:
-    """The model's steps, as measured and as fitted."""
+    """Measured and fitted steps of the model."""
 
     prefill_points: Sequence[PrefillPoint | PromptRun]
     decode_points: Sequence[DecodePoint | StepRun]
     prefill: PrefillFit
     decode: DecodeFit
-    overheads: Overheads = field(default_factory=Overheads)  # with --serving, like the others
+    overheads: Overheads = field(default_factory=Overheads)  # only with --serving, like the next two
     crowding: Crowding = field(default_factory=Crowding)
     bursts: Sequence[Burst] = ()
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the arguments after `profile`; the first one may be the model."""
+    """Runs the command. `argv`: the arguments after `profile`; the first one may be the model."""
 
     def measured(config: ProfileConfig) -> int:
         run(config)
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(config: ProfileConfig) -> ModelProfile:
-    """Measures, prints the report and writes the file if there is to be one. Raises ConfigError."""
+    """Measures, prints the report and writes the file if `--json` names one. Raises ConfigError."""
     path = demo_model_path() if config.model is None else resolve_model(config.model)
     model = load_model_config(path)
     replica = ReplicaConfig(
@@ -136,7 +136,7 @@ def run(config: ProfileConfig) -> ModelProfile:
     plan = plan_pool(replica, model)
     disk = config.disk or os.environ.get("TMPDIR", "/var/tmp")  # /tmp is often memory
     with Progress() as progress:
-        with progress.busy("copies, connections and the disk"):  # torch's threads are not about yet
+        with progress.busy("copies, connections and the disk"):  # before torch starts its threads
             rates = {
                 "copy within this machine (shm)": _transport_rate("shm"),
                 "tcp over loopback": _transport_rate("tcp"),
@@ -190,8 +190,8 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
 
 
 def _measure_alone(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan) -> _Timed:
-    """Decode steps first, since they take least."""
-    # Here, so that a wrong option is told before torch is imported.
+    """Measures the engine in this process. Decode steps are first, because they take the least time."""
+    # Imported here, so that a wrong option is reported before torch is imported.
     from engine.engine import Engine
     from engine.profile import FINE_GRID, decode_points, prefill_points
 
@@ -240,7 +240,7 @@ def _profile(
     timed: _Timed,
     rates: Sequence[float],
 ) -> ModelProfile:
-    """`rates`: of copies, connections and the disk."""
+    """Returns the profile. `rates`: bytes per second of copies, connections and the disk."""
     token_bytes = plan.layout.block_bytes // plan.layout.block_size
     copy, tcp, disk = rates
     return ModelProfile(
@@ -262,7 +262,7 @@ def _profile(
 
 
 def _calibrated(config: ProfileConfig, profile: ModelProfile, timed: _Timed) -> ModelProfile:
-    """The cluster that was measured, as the simulator knows it, and what its bursts say of it."""
+    """Returns the profile with the turnover for which a simulation of the measured cluster matches its bursts."""
     spec = ClusterSpec(
         model=profile,
         num_prefill=config.prefill_workers,
@@ -277,7 +277,7 @@ def _calibrated(config: ProfileConfig, profile: ModelProfile, timed: _Timed) -> 
 
 
 def _measured(config: ProfileConfig, timed: _Timed) -> dict[str, Any]:
-    """What the coefficients rest on; readers may ignore it."""
+    """Returns the measurements behind the coefficients. Readers of the file may ignore them."""
     return {
         "clock": config.clock,
         "num_threads": config.num_threads,

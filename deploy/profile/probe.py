@@ -1,9 +1,9 @@
-"""What a running cluster takes for known work, seen from a client: the measurements of `moonserve profile --serving`.
+"""Measures as a client how long a running cluster takes for known work, for `moonserve profile --serving`.
 
-Sends prompts that nobody has sent before, alone and beside others, and notes what came when; how long a prompt waited,
-loaded and computed is the prefill worker's own report, as the conductor explains it. Its rule: runs of one shape lie
-far apart and what is compared is measured in turn, so that a busy neighbour disturbs some of each and not all of one.
-Makes no formula of it: that is `terms`.
+Sends new prompts, alone and next to others, and records when tokens arrive. The times that a prompt waited, loaded and
+computed are the prefill worker's report, from the conductor's explanation. Rule: runs of one shape are far apart, and
+compared shapes are measured in turn, so that other load on the machine disturbs some runs of each shape instead of all
+runs of one. Fits no formula: `terms` does.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from protocol.timeline import Timeline
 from traces.client import ModelFacts, Outcome, StreamClient
 from traces.simulator.spec import CROWDED_BATCH
 
-FIRST_TOKEN_ID = 16  # those before are special in most vocabularies
-_OUTPUT_TOKENS = 12  # of a prompt alone: enough for a step time beside the handoff
-_STEADY_TOKENS = 64  # of each stream of a batch
+FIRST_TOKEN_ID = 16  # lower ids are special in most vocabularies
+_OUTPUT_TOKENS = 12  # of a single prompt: enough for a step time in addition to the handoff
+_STEADY_TOKENS = 64  # output of each stream of a batch
 _BESIDE_PROMPT = 1024
-_BESIDE_STREAMS = (1, CROWDED_BATCH)  # of the batches that prompts are computed beside
+_BESIDE_STREAMS = (1, CROWDED_BATCH)  # sizes of the batches that decode while prompts are computed
 _BESIDE_CONTEXT = 256
-_BESIDE_S = 2.0  # that a batch lasts at least, alone: several prompts are computed beside it
-_BURST = 8  # prompts at one moment
-_BURSTS = 5  # with answers, between the others
-_PUTS_S = 1.0  # for putting what a burst has computed into stores
-_SPREAD = (4 / 15, 8 / 15, 16 / 15, 32 / 15)  # of their prompts' lengths; the mean is 1
+_BESIDE_S = 2.0  # least duration of such a batch alone, so that several prompts are computed meanwhile
+_BURST = 8  # prompts per prefill worker, sent at one moment
+_BURSTS = 5  # per round of `_beside`
+_PUTS_S = 1.0  # pause in which the KV of a burst is written to stores
+_SPREAD = (4 / 15, 8 / 15, 16 / 15, 32 / 15)  # lengths of a burst's prompts; the mean is 1
 _REPORTED_WITHIN_S = 2.0
-_ENOUGH_SHAPES = 4  # for three coefficients; measured however long they take
-_TERMS = ("queue_s", "transfer_s", "prefill_s")  # of a prefill worker's report, as explained
+_ENOUGH_SHAPES = 4  # for three coefficients; measured regardless of the deadline
+_TERMS = ("queue_s", "transfer_s", "prefill_s")  # the prefill worker's report in an explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Shapes to time. Those that do not fit the model are left out."""
+    """Shapes to time. Shapes that do not fit the model are omitted."""
 
     prompt_tokens: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096, 7168)
-    cached_shares: tuple[float, ...] = (0.5,)  # of a prompt that was sent before
+    cached_shares: tuple[float, ...] = (0.5,)  # common prefix with a prompt that was sent before
     batches: tuple[int, ...] = (1, 4, 16, 32)
     contexts: tuple[int, ...] = (64, 512, 1536)
-    load_prompt_tokens: int = 512  # of the load that it is for, on average, and of its answers
-    load_answer_tokens: int = 64
-    max_pool_tokens: int = 40_000  # of all streams together, or they push each other out
+    load_prompt_tokens: int = 512  # mean length of prompts in the expected load
+    load_answer_tokens: int = 64  # mean length of its answers
+    max_pool_tokens: int = 40_000  # of all streams together; with more they would evict each other
     runs: int = 3
 
 
 class Probe:
-    """Measures through one client. Every prompt is new to the cluster, or as cached as it is meant to be."""
+    """Measurements through one client. Each prompt is new to the cluster, or has an intended cached prefix."""
 
     def __init__(self, client: StreamClient, facts: ModelFacts, grid: Grid) -> None:
-        """Raises ConfigError when the endpoint does not tell what its prompts may be."""
+        """Raises ConfigError if the endpoint does not report its vocabulary size and longest prompt."""
         if facts.vocab_size is None or facts.max_model_len is None:
             raise ConfigError("the endpoint's /v1/models tells no vocab_size and max_model_len")
         self._client = client
@@ -68,8 +68,8 @@ class Probe:
         self._random = np.random.default_rng(0)
 
     async def observe(self, num_prefill: int, budget_s: float) -> Observations:
-        """Takes about `budget_s` seconds, more where the first shapes do."""
-        for num_tokens in (16, 256, 256):  # connections, first touches of memory
+        """Measures everything in about `budget_s` seconds, or longer if the first shapes take longer."""
+        for num_tokens in (16, 256, 256):  # warm up connections and memory
             await self._one(self._fresh(num_tokens))
         ends_at = time.monotonic() + budget_s
         prompts = await self._prompts(_after(0.5, ends_at))
@@ -81,7 +81,7 @@ class Probe:
     # -- prompts alone
 
     async def _prompts(self, deadline: float) -> list[PromptRun]:
-        """Shortest first, as many shapes as one run has time for."""
+        """Measures prompts in several runs, shortest first. The first run's time limits the number of shapes."""
         share_s = (deadline - time.monotonic()) / self._grid.runs
         fitting = [n for n in self._grid.prompt_tokens if n + _OUTPUT_TOKENS <= self._longest]
         found: list[PromptRun] = []
@@ -100,7 +100,7 @@ class Probe:
         return found
 
     async def _with_prefixes(self, num_tokens: int) -> list[PromptRun]:
-        """A new prompt, then prompts that begin like it."""
+        """Measures a new prompt, then prompts with a common prefix."""
         first = self._fresh(num_tokens)
         kept = [int(num_tokens * share) for share in self._grid.cached_shares]
         later = [first[:count] + self._fresh(num_tokens - count) for count in kept]
@@ -131,7 +131,7 @@ class Probe:
         )
 
     async def _burst(self, num_prefill: int) -> list[Answered]:
-        """Prompts that are decoded while those behind them are computed."""
+        """Sends prompts at one moment, so that the first are decoded while later ones are computed."""
         answer = min(self._grid.load_answer_tokens, self._longest // 2)
         mean = self._grid.load_prompt_tokens
         lengths = [min(round(mean * share) + 1, self._longest - answer) for share in _SPREAD]
@@ -147,8 +147,8 @@ class Probe:
         ]
 
     async def _explained(self, outcome: Outcome) -> Mapping[str, Any]:
-        """What the conductor knows of it, its machine as `prefill`. Reports reach it beside the tokens, so that they
-        may come after the last one. Raises ConfigError where nobody explains."""
+        """Returns the conductor's report of a request, with its machine as `prefill`. Polls, because reports travel
+        apart from the tokens and may arrive after the last one. Raises ConfigError if the report stays incomplete."""
         ends_at = time.monotonic() + _REPORTED_WITHIN_S
         while True:
             record = await self._client.explain(outcome.request_id) or {}
@@ -166,7 +166,7 @@ class Probe:
     # -- batches
 
     async def _steps(self, deadline: float) -> list[StepRun]:
-        """Fewest tokens first, over and over until the time is up."""
+        """Measures all batches in several runs, fewest tokens first, until the deadline."""
         shapes = [
             (batch, context)
             for context, batch in itertools.product(self._grid.contexts, self._grid.batches)
@@ -183,7 +183,7 @@ class Probe:
         return found
 
     async def _batch(self, batch: int, context: int) -> list[StepRun]:
-        """Their prompts are computed beforehand, so that all begin to decode at about the same time."""
+        """Measures one batch. Its prompts are computed beforehand, so that all begin decode at about the same time."""
         prompts = [self._fresh(context) for _ in range(batch)]
         for prompt in prompts:
             await self._complete(prompt, 1)
@@ -196,7 +196,7 @@ class Probe:
     # -- side by side
 
     async def _beside(self, num_prefill: int, step_s: float, deadline: float) -> tuple[list[PromptRun], list[Burst]]:
-        """In turn: one prompt, several at once, both beside a batch, and bursts with answers."""
+        """Measures in turn one prompt, several at once, both while a batch decodes, and bursts with answers."""
         prompts: list[PromptRun] = []
         bursts: list[Burst] = []
         while not bursts or time.monotonic() < deadline:
@@ -215,7 +215,7 @@ class Probe:
         return list(await asyncio.gather(*runs))
 
     async def _beside_batch(self, width: int, num_streams: int, step_s: float) -> list[PromptRun]:
-        """`width` prompts, as often as a batch lasts, that were computed wholly beside it. `step_s`: of a short one."""
+        """Sends `width` prompts repeatedly while a batch decodes; keeps runs that end before it. `step_s`: one step."""
         streams = [self._fresh(_BESIDE_CONTEXT) for _ in range(num_streams)]
         for prompt in streams:
             await self._complete(prompt, 1)
@@ -223,7 +223,7 @@ class Probe:
         length = min(self._longest - _BESIDE_CONTEXT, max(wanted, 8 * _STEADY_TOKENS))
         tasks = [asyncio.create_task(self._complete(p, length)) for p in streams]
         await asyncio.sleep(0.2)
-        found: list[tuple[float, list[PromptRun]]] = []  # with their end
+        found: list[tuple[float, list[PromptRun]]] = []  # with the time of their end
         while not any(task.done() for task in tasks):
             runs = await self._at_once(width, width, decodes_beside=True)
             found.append((time.monotonic(), runs))
@@ -246,7 +246,7 @@ class Probe:
 
 
 def _after(share: float, ends_at: float) -> float:
-    """When so much of the time that is left will have passed."""
+    """Returns the time when this share of the remaining time will have passed."""
     now = time.monotonic()
     return now + share * max(ends_at - now, 0.0)
 
@@ -257,9 +257,9 @@ def _timeline(outcome: Outcome) -> Timeline:
 
 
 def steps_between(timelines: Sequence[Timeline], context: int, begin: float, end: float) -> list[StepRun]:
-    """The steps of streams that all decode alone from `begin` to `end`, whose prompts had `context` tokens; nothing for
-    less than three, nor where all tokens came at one instant. A step takes the mean gap: tokens that reach the client
-    together are steps all the same, and who waits for a processor is slower by that."""
+    """Returns the steps of streams that decode without others from `begin` to `end`. `context`: tokens per prompt.
+    Empty for fewer than three steps, or if all tokens arrived at one instant. The step time is the mean gap: tokens
+    that arrive together are separate steps, and waits for a processor count."""
     gaps: list[float] = []
     tokens = []
     for timeline in timelines:
@@ -281,5 +281,5 @@ def steps_between(timelines: Sequence[Timeline], context: int, begin: float, end
 
 
 def _apart(found: list[PromptRun], width: int) -> list[PromptRun]:
-    """None of them where some waited for each other at one machine."""
+    """Returns the runs if each had its own machine; else none, because some waited for each other."""
     return found if len({run.machine for run in found}) == width else []

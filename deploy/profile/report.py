@@ -1,4 +1,4 @@
-"""What `moonserve profile` found, as text for people. Owns the form; measures nothing."""
+"""Report of `moonserve profile`, as text for people. Owns the format; measures nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ARGUMENTS = {"prefill": ("n", "p"), "decode": ("b", "c")}
 
 
 def as_text(prefill: PrefillFit, decode: DecodeFit, rates: Mapping[str, float]) -> str:
-    """`rates`: what was moved how, and bytes per second."""
+    """Returns the report. `rates`: bytes per second by name of the measured path."""
     width = max(map(len, rates))
     lines = [
         *_FORMULAE.values(),

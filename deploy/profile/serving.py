@@ -1,6 +1,6 @@
-"""Starts a cluster as `moonserve serve` does, measures it from outside, stops it: `moonserve profile --serving`.
+"""Starts a cluster with `moonserve serve`, measures it from outside and stops it, for `moonserve profile --serving`.
 
-Knows how to start what is to be measured; what is measured is `probe`'s business, what follows from it `terms`'.
+Owns the cluster's start and the calibration of its turnover. `probe` measures; `terms` derives the other coefficients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from traces.simulator.spec import ClusterSpec, Crowding, Overheads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
-    """A cluster of one machine. `flags`: further ones of `moonserve serve`."""
+    """Size of a cluster on one machine. `flags`: further flags of `moonserve serve`."""
 
     model: Path | None  # None: the demo model
     num_prefill: int
@@ -36,7 +36,7 @@ class ClusterShape:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[LocalCluster]:
-        """A ready cluster of this shape, stopped at the end of the block."""
+        """Yields a ready cluster of this shape and stops it at the end of the block."""
         with (
             tempfile.TemporaryDirectory() as log_dir,
             running(self.model, *self.serve_flags(), log_dir=Path(log_dir)) as cluster,
@@ -44,7 +44,7 @@ class ClusterShape:
             yield cluster
 
     def serve_flags(self) -> list[str]:
-        """A store node beside each prefill worker, as the simulator has it."""
+        """Returns the flags of `moonserve serve`. There is one store node per prefill worker, as in the simulator."""
         sizes = {
             "--prefill-workers": self.num_prefill,
             "--decode-workers": self.num_decode,
@@ -57,7 +57,7 @@ class ClusterShape:
 def measure(
     shape: ClusterShape, grid: Grid, *, chunk_tokens: int, budget_s: float
 ) -> tuple[ServingTerms, Observations]:
-    """Takes `budget_s` and the time to start. Raises ConfigError when the cluster does not come up or answer."""
+    """Takes `budget_s` plus the time to start. Raises ConfigError if the cluster does not start or answer."""
 
     async def observe(url: str) -> Observations:
         async with StreamClient(url) as client:
@@ -75,7 +75,7 @@ def measure(
 
 
 def as_text(overheads: Overheads, crowding: Crowding) -> Sequence[str]:
-    """What serving adds, for people."""
+    """Returns lines for people: overheads of serving and crowding factors."""
     seconds = {
         "request, beside its computing": overheads.request_s,
         "… of it at the gateway by turns": overheads.gateway_s,
@@ -103,13 +103,13 @@ def as_text(overheads: Overheads, crowding: Crowding) -> Sequence[str]:
     ]
 
 
-_APART_S = 60.0  # between bursts, so that none meets another
-_MOST_S = 0.25  # a turnover's
-_HALVINGS = 12  # to a sixteenth of a millisecond
+_APART_S = 60.0  # between simulated bursts, so that they do not overlap
+_MOST_S = 0.25  # upper bound of the turnover
+_HALVINGS = 12  # precise to a sixteenth of a millisecond
 
 
 def calibrated(spec: ClusterSpec, bursts: Sequence[Burst]) -> ClusterSpec:
-    """`spec` with another turnover; as it is where there was no burst."""
+    """Returns `spec` with the turnover at which its simulated mean TTFT is that of the bursts. No bursts: no change."""
     if not bursts:
         return spec
     wanted_s = mean([each.token_at[0] - each.sent_at for burst in bursts for each in burst])
@@ -131,7 +131,7 @@ def calibrated(spec: ClusterSpec, bursts: Sequence[Burst]) -> ClusterSpec:
 
 
 def _records(bursts: Sequence[Burst], block_size: int) -> list[TraceRecord]:
-    """In the order in which they were sent; no two prompts share a block."""
+    """Returns the bursts as a trace in the order of sending. No two prompts share a block."""
     records: list[TraceRecord] = []
     next_id = 0
     for number, burst in enumerate(bursts):

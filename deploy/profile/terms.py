@@ -1,8 +1,8 @@
-"""From what a client saw of a cluster to the terms of a simulation: formulae, overheads, crowding. Pure.
+"""Derives the terms of a simulation from observations of a cluster: formulae, overheads, crowding factors. Pure.
 
-The formulae hold for machines alone; crowding says how many times as long the same work took beside others. The
-constant of the prefill formula is paid per step, so that a prompt of several chunks pays it several times, as the
-simulator's prefill machine does it. Knows no endpoint.
+The formulae apply to a machine that computes alone. A crowding factor is the time of the same work while others compute
+÷ its time alone. The prefill formula's constant is paid per step: a prompt of several chunks pays it several times, as
+in the simulator's prefill machine. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from protocol.fitting import fit_relative
 from protocol.profile import DecodeProfile, PrefillProfile
 from traces.simulator.spec import CROWDED_BATCH, Crowding, Overheads
 
-_SHARES = 40  # of gaps: a 90th percentile lies well within them
+_SHARES = 40  # parts of the sorted gaps: fine enough for a 90th percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingTerms:
-    """What a simulation of this cluster needs beside its size."""
+    """Terms that a simulation of this cluster needs in addition to its size."""
 
     prefill: PrefillFit
     decode: DecodeFit
@@ -38,7 +38,7 @@ class ServingTerms:
 
 
 def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
-    """Raises ConfigError when too little was measured."""
+    """Fits all terms. Raises ConfigError if too little was measured."""
     prefill = fit_chunked_prefill(seen.prompts, chunk_tokens)
     prefill = of_all_machines(prefill, seen, chunk_tokens)
     steps = _medians(seen.steps, lambda run: (run.num_seqs, run.prompt_tokens), attrgetter("seconds"))
@@ -56,7 +56,7 @@ def terms_of(seen: Observations, chunk_tokens: int) -> ServingTerms:
 
 
 def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> PrefillFit:
-    """t = c0 · steps + c1·(n−p) + c2·(n²−p²)."""
+    """Fits t = c0 · steps + c1·(n−p) + c2·(n²−p²) for prompts of n tokens, p of them cached."""
     runs = _medians(prompts, lambda run: (run.num_tokens, run.num_cached), attrgetter("compute_s"))
     tokens = np.array([run.num_tokens for run, _ in runs], np.int64)
     cached = np.array([run.num_cached for run, _ in runs], np.int64)
@@ -73,8 +73,8 @@ def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> Pref
 
 
 def of_all_machines(fit: PrefillFit, seen: Observations, chunk_tokens: int) -> PrefillFit:
-    """Prompts sent alone mostly go to one machine, and no two are equally fast. The formula becomes that of their mean,
-    by the prompts that were computed alone on each of them."""
+    """Scales the formula to the mean of all prefill machines, by prompts computed alone on each. Prompts sent alone go
+    mostly to one machine, and machines differ in speed. Unchanged unless every machine has such prompts."""
     machines = {run.machine for run in seen.beside_prompts}
 
     def seconds(num_tokens: int, num_cached: int) -> float:
@@ -91,7 +91,7 @@ def of_all_machines(fit: PrefillFit, seen: Observations, chunk_tokens: int) -> P
 
 
 def _alone(seen: Observations, seconds: Callable[[int, int], float]) -> dict[str, float]:
-    """By machine: the median of actual ÷ formula, of the shape that is compared beside others."""
+    """Returns by machine the median of actual ÷ formula when alone, for the shapes that are compared with others."""
     shapes = {(run.num_tokens, run.num_cached) for run in seen.beside_prompts}
     ratios: dict[str, list[float]] = {}
     for run in (*seen.prompts, *seen.beside_prompts):
@@ -104,7 +104,7 @@ R = TypeVar("R")
 
 
 def _medians(runs: Iterable[R], shape: Callable[[R], Hashable], seconds: Callable[[R], float]) -> list[tuple[R, float]]:
-    """One run of each shape, with the median of all of them."""
+    """Returns one run of each shape, with the median seconds of all runs of that shape."""
     by_shape: dict[Hashable, list[R]] = {}
     for run in runs:
         by_shape.setdefault(shape(run), []).append(run)
@@ -112,8 +112,8 @@ def _medians(runs: Iterable[R], shape: Callable[[R], Hashable], seconds: Callabl
 
 
 def overheads_of(seen: Observations) -> Overheads:
-    """Medians over prompts that nobody delayed. A landing is what a prompt without a prefix waits for before its first
-    step. The turnover is what all of this does not explain of bursts (`serving.calibrated`)."""
+    """Returns medians over prompts computed alone and over bursts. The landing is the wait of a prompt without a prefix
+    before its first step. `serving.calibrated` sets the turnover: the rest of the bursts' TTFT."""
     alone = [run for run in seen.prompts if run.num_others == 0]
     back_s = _median([run.back_s for run in alone])
     prompts = [each.prompt for burst in seen.bursts for each in burst]
@@ -129,7 +129,7 @@ def overheads_of(seen: Observations) -> Overheads:
 
 
 def _gateway_s(seen: Observations, alone_s: float) -> float:
-    """What a prompt takes of the time until others of its moment are placed."""
+    """Returns the seconds that each other prompt of a burst adds to the time until a prompt is placed."""
     found = [
         (fmean(each.prompt.placed_s for each in burst) - alone_s) / (len(burst) - 1)
         for burst in seen.bursts
@@ -145,7 +145,7 @@ def _median(seconds: Sequence[float]) -> float:
 
 
 def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfile) -> Crowding:
-    """Each time against the formula's, so that shapes may differ a little; then against the times alone."""
+    """Returns all factors. Times are divided by the formula's, so that shapes may differ, then by the ratios alone."""
     alone = [run for run in seen.beside_prompts if run.num_others == 0]
     decoding = [*alone, *(run for run in seen.beside_prompts if run.decodes_beside)]
     prefills = [run for run in seen.beside_prompts if not run.decodes_beside]
@@ -166,8 +166,9 @@ def crowding_of(seen: Observations, prefill: PrefillProfile, decode: DecodeProfi
 
 
 def _step_factors(seen: Observations, decode: DecodeProfile) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of one sequence and of a batch, which is empty where none was seen, and as one where it was not seen."""
-    runs: dict[bool, list[StepRun]] = {}  # by whether it is nearer to a batch
+    """Returns step factors of one sequence and of a batch; () for the second if only one of the two was measured.
+    Factors that the batch lacks are those of one sequence."""
+    runs: dict[bool, list[StepRun]] = {}  # by whether they are nearer to the batch's size
     for run in _in_bursts(seen):
         runs.setdefault(2 * run.num_seqs > CROWDED_BATCH + 1, []).append(run)
     if len(runs) < 2:
@@ -181,8 +182,8 @@ def _in_bursts(seen: Observations) -> list[StepRun]:
 
 
 def _burst_factors(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[float, ...]:
-    """All time that steps took against all that the formula says: stretches are short, and in some all tokens came at
-    once that others had waited for."""
+    """Returns the total time of steps ÷ the formula's total. Stretches are short, and in some all tokens that had been
+    delayed in others came at once."""
     actual, alone = defaultdict[int, float](float), defaultdict[int, float](float)  # seconds
     for run in runs:
         num_steps = len(run.gaps_s)
@@ -192,7 +193,7 @@ def _burst_factors(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[floa
 
 
 def _handoff_factors(seen: Observations) -> tuple[float, ...]:
-    """By the number of prefill machines that compute meanwhile, whether or not the decode machine does."""
+    """Returns factors by the number of prefill machines that compute meanwhile, with or without the decode machine."""
     alone_s = _median(_handoffs_alone(seen))
     found = [handoff for burst in seen.bursts for handoff in handoffs_of(burst) if handoff[0]]
     if not found or alone_s <= 0.0:
@@ -201,7 +202,7 @@ def _handoff_factors(seen: Observations) -> tuple[float, ...]:
 
 
 def _handoffs_alone(seen: Observations) -> list[float]:
-    """Seconds, of prompts that nobody delayed."""
+    """Returns the handoff seconds of prompts computed alone."""
     found = (run.handoff_s for run in seen.prompts if run.num_others == 0)
     return [seconds for seconds in found if seconds is not None]
 
@@ -209,7 +210,7 @@ def _handoffs_alone(seen: Observations) -> list[float]:
 def _prefill_factors(
     runs: Sequence[PromptRun], prefill: PrefillProfile, alone: Mapping[str, float]
 ) -> tuple[float, ...]:
-    """`alone`: actual ÷ formula by machine; of several each counts the same, however often it was alone."""
+    """Returns prefill factors. `alone`: actual ÷ formula by machine; each of several machines counts the same."""
     ratios = [(run.num_others, run.compute_s / prefill.seconds(run.num_tokens, run.num_cached)) for run in runs]
     if len(alone) > 1:
         ratios = [(0, ratio) for ratio in alone.values()] + [each for each in ratios if each[0]]
@@ -217,9 +218,9 @@ def _prefill_factors(
 
 
 def _gaps(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[tuple[float, ...], ...]:
-    """Each gap against the formula's step, not against the mean of its own stretch: whole stretches come at once, too,
-    while others wait, and so half of all gaps may be far shorter than the mean. What is left is how tokens are bunched,
-    and their mean is 1."""
+    """Returns the distributions of gaps ÷ formula step, with mean 1: they show how tokens are bunched. The divisor is
+    not the mean of the gap's own stretch, because whole stretches also come at once while others wait. So half of all
+    gaps may be far shorter than the mean."""
     by_others: dict[int, list[float]] = {}
     for run in runs:
         expected_s = decode.step_s(run.num_seqs, run.context_tokens)
@@ -231,16 +232,15 @@ def _gaps(runs: Sequence[StepRun], decode: DecodeProfile) -> tuple[tuple[float, 
 
 
 def _shares(gaps: Sequence[float]) -> tuple[float, ...]:
-    """Means of equal shares of them, shortest first, against the mean of all: the few longest, which have most of the
-    time, keep it."""
+    """Returns means of equal parts of the sorted gaps ÷ the mean of all. The few longest gaps keep most of the time."""
     passed = np.concatenate([[0.0], np.cumsum(np.sort(np.array(gaps, float)))])
     ends = np.interp(np.linspace(0, len(gaps), _SHARES + 1), np.arange(len(passed)), passed)
     return tuple((np.diff(ends) * _SHARES / ends[-1]).tolist())
 
 
 def _factors(ratios: Sequence[tuple[int, float]]) -> tuple[float, ...]:
-    """By number of others, from 0 on, as far as measured without a gap; the first one is 1, and none is less: company
-    makes nobody faster."""
+    """Returns median ratios by number of others, up to the first number that was not measured, relative to 0 others.
+    None is below 1, because others make no work faster."""
     by_others: dict[int, list[float]] = {}
     for num_others, ratio in ratios:
         by_others.setdefault(num_others, []).append(ratio)

@@ -1,5 +1,5 @@
-"""A cluster on Ray: actors that supervise the processes which `moonserve serve` would start, on many machines.
+"""A cluster on Ray: actors on many machines supervise the same processes that `moonserve serve` starts.
 
-Ray places, watches and restarts; tokens and KV go over the project's own channels. Nothing here imports ray before it
-is needed: it is an extra.
+Ray places, watches and restarts. Tokens and KV use the project's own channels. Nothing here imports ray before it is
+needed, because it is an extra.
 """

@@ -1,4 +1,4 @@
-"""`python -m deploy.ray CLUSTER.yaml`: `moonserve deploy ray`, as the entry point of `ray job submit`."""
+"""Entry point of `python -m deploy.ray CLUSTER.yaml`, for `ray job submit`. Same as `moonserve deploy ray`."""
 
 from __future__ import annotations
 

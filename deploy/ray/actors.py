@@ -1,7 +1,7 @@
-"""Ray's side of a controller's actions: placement groups and actors made, asked and ended. No decisions.
+"""Executes a controller's actions in Ray: creates, finds and ends placement groups and actors. Makes no decisions.
 
-All methods block, and are called from threads. Every process has a placement group of its own, on the host that was
-chosen for it: its ranks and stages are processes of that host (PACK), and which host that is spreads them (SPREAD).
+All functions block and are called from threads. Every process has its own placement group (STRICT_PACK) on the host
+chosen for it, which its ranks and stages share. The choice of hosts (`deploy.ray.hosts`) spreads processes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _KV = b"moonserve"
 
 
 class CannotPlace(MoonserveError):
-    """Ray has no room for a process where it was to be."""
+    """Ray has no room for a process on its chosen host, or its name is still in use."""
 
 
 def nodes() -> list[tuple[Host, int]]:
-    """Those that Ray believes alive, each with its raylet's port."""
+    """Returns the nodes that Ray considers alive, each with its raylet's port."""
     return [
         (
             Host(
@@ -54,7 +54,7 @@ def nodes() -> list[tuple[Host, int]]:
 
 
 def make(assignment: Assignment, host: Host, generation: int) -> Any:
-    """The actor for a process; it starts by itself. Raises CannotPlace."""
+    """Creates the actor of a process, which starts the process by itself. Raises CannotPlace."""
     config = assignment.config
     bundle = share_of(config, assignment.unit.kind).bundle()
     group = placement_group(
@@ -84,7 +84,7 @@ def make(assignment: Assignment, host: Host, generation: int) -> Any:
 
 
 def _named(make_actor: Any) -> Any:
-    """An earlier actor's name is free a moment after it was killed."""
+    """Creates a named actor. Retries, because the name of a killed actor stays in use for a moment."""
     give_up_at = time.monotonic() + _NAME_FREE_WITHIN_S
     while True:
         try:
@@ -96,7 +96,7 @@ def _named(make_actor: Any) -> Any:
 
 
 def find(config: ClusterConfig, name: str) -> Any | None:
-    """The actor of that name, if there is one."""
+    """Returns the actor of this name, or None."""
     try:
         return ray.get_actor(name, namespace=config.namespace)
     except ValueError:
@@ -104,17 +104,17 @@ def find(config: ClusterConfig, name: str) -> Any | None:
 
 
 def end(config: ClusterConfig, name: str, generation: int, actor: Any | None) -> None:
-    """Whether it answers or not, and its place."""
+    """Kills an actor, even if it does not answer, and removes its placement group."""
     if actor is not None:
         with contextlib.suppress(RayActorError, ValueError):
             ray.kill(actor, no_restart=True)
-    with contextlib.suppress(ValueError):  # there is none
+    with contextlib.suppress(ValueError):  # there is no such group
         group: PlacementGroup = get_placement_group(_group_name(config, name, generation))
         remove_placement_group(group)
 
 
 def leftovers(namespace: str) -> list[str]:
-    """Actors and placement groups of a cluster that exist still, but for the controller."""
+    """Returns the names of a cluster's remaining actors and placement groups, except the controller."""
     named = list_named_actors(all_namespaces=True)
     actors = [each["name"] for each in named if each["namespace"] == namespace and each["name"] != CONTROLLER]
     groups = ray.util.placement_group_table().values()
@@ -125,7 +125,7 @@ def leftovers(namespace: str) -> list[str]:
 
 
 def write_record(config: ClusterConfig, record: dict[str, Any]) -> None:
-    """What a restarted controller goes on from; in Ray's head, like the actors' names."""
+    """Stores the record from which a restarted controller continues. It is in Ray's head, like the actors' names."""
     internal_kv._internal_kv_put(_key(config), json.dumps(record), True, namespace=_KV)
 
 

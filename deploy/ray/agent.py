@@ -1,8 +1,8 @@
-"""The actor beside one process of the cluster: starts it as `moonserve serve` would, restarts it, tells how it is.
+"""The actor of one process of the cluster: starts it as `moonserve serve` would, restarts it, and reports its state.
 
-Before it starts the process it asks Ray whether it is still the actor of that name. One that was given up for lost and
-lives behind a partition finds out so, ends its process and itself, and never takes the place of its successor. Knows
-nothing of other processes but their addresses.
+Before it starts the process, it asks Ray whether it is still the actor of that name. An actor that was given up but
+lives behind a partition learns of it this way, ends its process and itself, and never displaces its successor. Knows
+nothing of other processes except their addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs until the process ends."""
+    """An event loop in a daemon thread, which runs until the process ends."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -40,11 +40,11 @@ class LoopThread:
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     def run(self, body: Coroutine[Any, Any, T]) -> T:
-        """Waits for it, in a thread that is not the loop's."""
+        """Runs a coroutine in the loop and returns its result. The caller is in another thread."""
         return asyncio.run_coroutine_threadsafe(body, self._loop).result()
 
     def begin(self, body: Coroutine[Any, Any, None]) -> None:
-        """Held until it ends."""
+        """Starts a coroutine in the loop and keeps a reference until it ends."""
         future = asyncio.run_coroutine_threadsafe(body, self._loop)
         self._held.add(future)
         future.add_done_callback(self._held.discard)
@@ -60,13 +60,13 @@ JOINING, STOPPED = "joining", "stopped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Everything an actor is told."""
+    """Complete input of an actor."""
 
     config: ClusterConfig
     unit: Unit
     addresses: Addresses
-    host: str  # its address
-    home: str | None  # the store node there
+    host: str  # the host's address
+    home: str | None  # the store node on that host
     cluster_token: str
 
     @property
@@ -75,15 +75,15 @@ class Assignment:
 
 
 class Lives:
-    """The process's lives, one after the other, in one event loop. Each lasts until it is ended on purpose: the
-    supervisor starts a process that dies again."""
+    """Successive lives of the process, in one event loop. A life lasts until it is ended on purpose. Within a life, the
+    supervisor restarts a process that dies."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
         self._id = secrets.token_hex(4)
         self._number = 0  # deliberate restarts
-        self._turn = asyncio.Lock()  # whoever ends a life waits for another who is ending one
-        self._start: asyncio.Task[None] | None = None  # None: it was ended
+        self._turn = asyncio.Lock()  # held while a life is ended
+        self._start: asyncio.Task[None] | None = None  # None = the life was ended
         self._supervisor: Supervisor | None = None
         self._failure: str | None = None
         self._has_joined = False
@@ -155,19 +155,19 @@ class Lives:
         return True
 
     async def _until_allowed(self) -> None:
-        """Waits while Ray cannot be asked. Ends everything where another actor has the name now."""
+        """Waits while Ray does not answer. Ends this actor and its process if the name is no longer this actor's."""
         is_current = await asyncio.to_thread(_is_current, self._assignment)
         while is_current is None:
             await asyncio.sleep(FIRST_RETRY_S)
             is_current = await asyncio.to_thread(_is_current, self._assignment)
         if not is_current:
             log.warning("%s has been replaced: ending", self._assignment.name)
-            os._exit(0)  # its process dies with it; a worker of Ray leaves nothing to run after it
+            os._exit(0)  # its process ends with it, and a Ray worker needs no cleanup
 
 
 class Agent:
-    """A Ray actor, whose calls come from several threads. Without coroutines of its own: with one, Ray would have all
-    calls in one loop."""
+    """A Ray actor with calls from several threads. It has no coroutine methods: with one, Ray would run all calls in
+    one event loop."""
 
     def __init__(self, assignment: Assignment) -> None:
         serve = assignment.config.serve
@@ -178,31 +178,31 @@ class Agent:
         self._loop.run(self._lives.begin())
 
     def report(self) -> Report:
-        """Answers at once."""
+        """Returns the current state without waiting for the process."""
         return self._loop.run(self._lives.report())
 
     def restart(self, life: int) -> None:
-        """Ends the process in order and starts it anew; returns before it has."""
+        """Ends the process in order and starts it again. Returns before that is done."""
         self._loop.begin(self._lives.restart(life))
 
     def stop(self) -> None:
-        """Returns when the process has ended."""
+        """Ends the process and returns when it has ended."""
         self._loop.run(self._lives.end())
 
     def tail(self) -> str:
-        """The last lines of the process's log."""
+        """Returns the last lines of the process's log."""
         return last_lines(log_dir(self._assignment.config) / f"{self._assignment.name}.log")
 
 
 def _is_current(assignment: Assignment) -> bool | None:
-    """None: Ray does not answer."""
+    """Returns True if this actor is still the one of its name; None if Ray does not answer."""
     import ray
 
     try:
         found = ray.get_actor(assignment.name, namespace=assignment.config.namespace)
-    except ValueError:  # nobody has the name
+    except ValueError:  # no actor has the name
         return False
-    except Exception as error:  # whatever Ray raises where its head is away
+    except Exception as error:  # any error of Ray while its head is away
         log.warning("Ray cannot be asked who %s is: %s", assignment.name, error)
         return None
     is_own: bool = found._actor_id.hex() == ray.get_runtime_context().get_actor_id()
@@ -210,7 +210,7 @@ def _is_current(assignment: Assignment) -> bool | None:
 
 
 def _spec(assignment: Assignment) -> ProcessSpec:
-    """Raises ConfigError; may download the model."""
+    """Returns the process's spec. May download the model. Raises ConfigError."""
     config, unit = assignment.config, assignment.unit
     needs_model = unit.kind in (Kind.PREFILL, Kind.DECODE, Kind.GATEWAY)
     site = Site(
@@ -236,7 +236,7 @@ def _supervisor(assignment: Assignment, may_restart: Callable[[], Awaitable[None
 
 
 def _paths_without_rays() -> list[str]:
-    """Ray's workers see its own copies of libraries first."""
+    """Returns the import path without Ray's own copies of libraries, which are first in Ray's workers."""
     import ray
 
     own = str(Path(ray.__file__).parent)
@@ -244,5 +244,5 @@ def _paths_without_rays() -> list[str]:
 
 
 def log_dir(config: ClusterConfig) -> Path:
-    """On each host, for all of its processes."""
+    """Returns the folder for the logs of all processes on a host."""
     return log_folder(config.serve.log_dir, f"ray-{config.name}")

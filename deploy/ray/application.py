@@ -1,7 +1,7 @@
 """A cluster as an application of Ray Serve, for `serve deploy` and KubeRay's RayService.
 
-Serve starts one replica, which deploys the cluster and says whether it is whole; clients talk to the cluster's own
-gateways, never through Serve. Needs ray[serve].
+Serve starts one replica, which deploys the cluster and reports if it is whole. Clients use the cluster's own gateways,
+never Serve. Needs ray[serve].
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from deploy.ray.config import ClusterConfig, parse_cluster
 from protocol.config import ENV_PREFIX
 from protocol.errors import ConfigError, MoonserveError
 
-# A start with a large model, or a machine lost; Serve would replace a replica that is unhealthy, which helps neither.
+# Enough to start a large model or to replace a lost machine. Serve replaces an unhealthy replica, which helps neither.
 PATIENCE_S = 600.0
 
 
 class Incomplete(MoonserveError):
-    """The cluster has not been whole for long."""
+    """A process of the cluster has been missing for `PATIENCE_S`."""
 
 
 class Keeper:
-    """The replica. It may start anew: the cluster is its actors', and is found again."""
+    """The replica of Serve. It may be restarted: the cluster consists of its own actors and is found again."""
 
     def __init__(self, config: ClusterConfig) -> None:
         token = os.environ.get(f"{ENV_PREFIX}CLUSTER_TOKEN") or secrets.token_hex(16)
         try:
             self._deployment = driver.deploy(config, token)
-        except ConfigError:  # there is one of that name
+        except ConfigError:  # a cluster of that name exists
             self._deployment = driver.find(config.name)
         self._whole_at = time.monotonic()
 
     def check_health(self) -> None:
-        """What Serve asks every few seconds. Raises Incomplete."""
+        """Called by Serve every few seconds. Raises Incomplete."""
         status = self._deployment.status()
         now = time.monotonic()
         if status["is_whole"]:
@@ -46,17 +46,17 @@ class Keeper:
             raise Incomplete(f"missing for {PATIENCE_S:.0f} s: {', '.join(status['missing'])}")
 
     def __call__(self) -> dict[str, Any]:
-        """`Controller.status`, over Serve's own HTTP."""
+        """Returns `Controller.status` over Serve's own HTTP."""
         return self._deployment.status()
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
-    """What `import_path: deploy.ray.application:build` means. `arguments`: those of a cluster's YAML file. Raises
-    ConfigError."""
+    """Builds the application for `import_path: deploy.ray.application:build`. `arguments`: contents of a cluster's YAML
+    file. Raises ConfigError."""
     from ray import serve
 
     config = parse_cluster(arguments)
-    # One that starts may have to wait for its predecessor's last answer.
+    # A replica that starts may have to wait for its predecessor's last answer.
     deployment = serve.deployment(
         name="moonserve",
         num_replicas=1,

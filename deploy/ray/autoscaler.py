@@ -1,10 +1,10 @@
-"""Which processes there are to be, and when a role should have one worker more or less. Pure.
+"""Plans the processes of a cluster, and decides when a role gets or loses a worker. Pure.
 
-Loads are the conductor's (`conductor.roles`): 1 = the latency target is just met, as predicted of what was placed.
-The rule: a role whose mean need is above the upper threshold gets a worker, and one that would use less than the lower
-threshold *with one worker less* loses one, each if that has held for a while, within the bounds, and not while anybody
-starts or leaves. So what was right under a constant load leaves nothing that asks for the way back. Where workers can
-change roles the conductor moves them first: as long as the other role could give one, nothing is added.
+Loads are the conductor's (`conductor.roles`): 1 = the latency target is just met, as predicted for placed requests.
+Rule: a role whose mean need reaches the upper threshold gets a worker. A role whose use would be at most the lower
+threshold *with one worker less* loses one. Either must hold for a while, within the bounds, while no worker starts or
+leaves. So under constant load, a change is never followed by its reversal. If workers can change roles, the conductor
+moves them first: no worker is added while the other role could give one.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A worker of this role is to be added, or `leaving` is to drain and leave."""
+    """Addition of a worker of this role, or removal of the worker `leaving` after a drain."""
 
     role: Role
     leaving: InstanceId | None = None
 
 
 class Autoscaler:
-    """Asked regularly, with all workers that the conductor knows; times are monotonic seconds."""
+    """Decides from the loads of all workers known to the conductor. Called regularly; times are monotonic seconds."""
 
     def __init__(self, terms: ScaleTerms, bounds: Mapping[Role, Workers]) -> None:
         self._terms = terms
         self._bounds = bounds
         self._wished: tuple[Role, int] | None = None  # the role, and +1 or -1
-        self._since = -math.inf  # with it
+        self._since = -math.inf  # time since which it is wished
         self._not_before = -math.inf
 
     def decide(self, loads: Sequence[WorkerLoad], num_wanted: int, now: float) -> Change | None:
-        """The change that is due now. `num_wanted`: workers that there are to be, of both roles: while the conductor
+        """Returns the change that is due now, or None. `num_wanted`: planned workers of both roles. While the conductor
         knows another number, some start or leave."""
         wished = self._wish(loads, num_wanted)
         if wished != self._wished:
@@ -84,7 +84,7 @@ class Autoscaler:
         return sum(load.use for load in own) / (len(own) - 1) <= self._terms.low
 
     def _can_be_helped(self, loads: Sequence[WorkerLoad], role: Role) -> bool:
-        """The conductor will have a worker change its role (`conductor.roles`), which costs a second and no machine."""
+        """Returns True if the conductor can move a worker here (`conductor.roles`): this takes a second, no machine."""
         givers = _of(loads, _OTHER[role])
         if len(givers) < 2 or not any(load.can_change for load in givers):
             return False
@@ -95,12 +95,12 @@ def _of(loads: Sequence[WorkerLoad], role: Role) -> list[WorkerLoad]:
     return [load for load in loads if load.role is role]
 
 
-# Stores follow the hosts, and there is one directory at most.
+# Kinds with a variable count. Stores follow the hosts, and there is at most one directory.
 COUNTED = (Kind.CONDUCTOR, Kind.PREFILL, Kind.DECODE, Kind.GATEWAY)
 
 
 class Wanted:
-    """Numbers by kind. One that was dismissed leaves a gap, which the next addition fills."""
+    """Numbers of planned processes by kind. A dismissed process leaves a gap, which the next addition fills."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -114,7 +114,7 @@ class Wanted:
         self._numbers = {kind: set(range(count)) for kind, count in counts.items()}
 
     def units(self, stores: Sequence[int]) -> list[Unit]:
-        """All, in the order in which they start. `stores`: numbers of the store nodes."""
+        """Returns all units in start order. `stores`: numbers of the store nodes."""
         numbers = {**self._numbers, Kind.STORE: set(stores)}
         return [Unit(kind, number) for kind in Kind for number in sorted(numbers[kind])]
 
@@ -126,7 +126,7 @@ class Wanted:
         return sum(len(self._numbers[kind]) for kind in ROLES)
 
     def scale(self, kind: Kind, count: int) -> None:
-        """Raises ConfigError for what cannot be."""
+        """Sets the count of a kind. Raises ConfigError if that is impossible."""
         if kind not in COUNTED:
             raise ConfigError(f"{kind} cannot be scaled; {', '.join(COUNTED)} can, and stores follow the hosts")
         if count < 1:
@@ -148,7 +148,7 @@ class Wanted:
         numbers.add(next(n for n in range(len(numbers) + 1) if n not in numbers))
 
     def dismiss(self, unit: Unit) -> None:
-        """This one shall leave. Raises ConfigError where that must not be."""
+        """Removes a unit from the plan. Raises ConfigError if it is the last of its kind, or a store or directory."""
         if unit.kind not in COUNTED:
             raise ConfigError(f"a {unit.kind} cannot be drained: {', '.join(COUNTED)} can")
         if self._numbers[unit.kind] == {unit.number}:

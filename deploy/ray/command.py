@@ -1,4 +1,4 @@
-"""`moonserve deploy VERB`: a cluster on Ray from the terminal."""
+"""`moonserve deploy VERB`: operates a cluster on Ray from the terminal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EXIT_NOT_DONE = 1
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """`argv`: the arguments after `deploy`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `deploy`."""
     return run(_parser(environ), argv, lambda arguments: int(arguments.run(arguments)))
 
 
 def _deploy(arguments: Namespace) -> int:
-    config = load_cluster(arguments.cluster)  # says what is wrong before Ray is asked
+    config = load_cluster(arguments.cluster)  # reports errors before Ray is contacted
     if arguments.check:
         print(f"{arguments.cluster} is in order")
         return 0
@@ -63,7 +63,7 @@ def _logs(arguments: Namespace) -> int:
 
 
 def _change(arguments: Namespace) -> int:
-    """`scale`, `restart` and `drain`: what an operator wants, and the wait until it is so."""
+    """Runs `scale`, `restart` or `drain`: sends the operator's wishes and waits until they are done."""
     wishes: list[Event] = arguments.wishes(arguments)
     deployment = _found(arguments)
     for wish in wishes:

@@ -1,7 +1,7 @@
-"""What a cluster on Ray is told: one YAML file, read into frozen dataclasses by pydantic.
+"""Configuration of a cluster on Ray: one YAML file, read into frozen dataclasses by pydantic.
 
-`serve:` holds options of `moonserve serve` under their own names; how many processes there are, what each takes of its
-host and where they find each other is said beside it. Knows nothing of Ray but the names of its resources.
+`serve:` holds options of `moonserve serve` under their own names. Other sections hold the counts of processes, their
+shares of a host, and their ports. Knows nothing of Ray except the names of its resources.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deploy.config import ServeConfig
 from protocol.config import load, options_of, parse_bytes
 from protocol.errors import ConfigError
 
-# Where a port of its own is not given; below those that Linux hands out (32,768).
+# Default ports, below the range that Linux assigns (from 32,768).
 CONDUCTOR_PORT = 7100
 DIRECTORY_PORT = 7090
 
@@ -46,19 +46,19 @@ _section = with_config(ConfigDict(extra="forbid"))
 @_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one process takes of its host, in Ray's terms."""
+    """Resources that one process takes of its host, in Ray's terms."""
 
     cpus: NonNegativeFloat = 0.1
     gpus: NonNegativeFloat = 0.0
     memory: Bytes = 0
-    resources: Mapping[str, NonNegativeFloat] = field(default_factory=dict)  # the host's own names
+    resources: Mapping[str, NonNegativeFloat] = field(default_factory=dict)  # custom resources, by the host's names
 
     def __post_init__(self) -> None:
         empty = "give cpus, gpus, memory or resources: Ray reserves no empty place"
         _require(bool(self.bundle()), empty)
 
     def bundle(self) -> dict[str, float]:
-        """As placement groups take it."""
+        """Returns the share as a bundle of a placement group."""
         named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
         return {name: amount for name, amount in {**named, **self.resources}.items() if amount}
 
@@ -66,7 +66,7 @@ class Share:
 @_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateways(Share):
-    """Endpoints; those on one host share its port."""
+    """HTTP endpoints. Gateways on one host share its port."""
 
     count: PositiveInt = 1
 
@@ -74,11 +74,11 @@ class Gateways(Share):
 @_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conductors(Gateways):
-    """One leads, the others stand by. Number n listens on `port` + n, on whichever of its hosts it is."""
+    """Conductors: one leads, the others stand by. Number n listens on `port` + n, on any of the possible hosts."""
 
     count: PositiveInt = 2
     port: Port = CONDUCTOR_PORT
-    hosts: PositiveInt = 8  # on which they may be; everybody asks all of these for who leads
+    hosts: PositiveInt = 8  # number of possible hosts; every process asks all of them for the leader
 
     def __post_init__(self) -> None:
         super(Conductors, self).__post_init__()
@@ -97,12 +97,12 @@ class Stores(Share):
 @_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers(Share):
-    """Workers of one role: how many at first, and between which bounds the autoscaler moves."""
+    """Workers of one role: the initial count, and the bounds of the autoscaler."""
 
     cpus: NonNegativeFloat = 1.0
     count: int = 1
     min: int = 1
-    max: int | None = None  # as `count` when not given
+    max: int | None = None  # None = `count`
 
     def __post_init__(self) -> None:
         super(Workers, self).__post_init__()
@@ -117,14 +117,14 @@ class Workers(Share):
 
     @property
     def num_threads(self) -> int:
-        """Of a worker that computes on so many processors."""
+        """Compute threads of a worker with this many processors."""
         return max(1, int(self.cpus))
 
 
 @_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory(Share):
-    """The embedded registry, where no Redis is given; on Ray's head, without which there is no Ray cluster either."""
+    """The embedded registry, used if no Redis is given. It is on Ray's head, without which Ray does not work either."""
 
     port: Port = DIRECTORY_PORT
 
@@ -132,14 +132,14 @@ class Directory(Share):
 @_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleTerms:
-    """When the autoscaler adds and removes workers. Values that would oscillate are refused."""
+    """Thresholds and times of the autoscaler. Values that would oscillate are rejected."""
 
-    # As for role switching (`RoleTerms`), and lower for leaving: a worker costs more to bring back.
+    # `high` is that of role switching (`RoleTerms`). `low` is lower: a removed worker is expensive to bring back.
     high: float = RoleTerms().high
     low: PositiveFloat = 0.4
     up_hold_s: NonNegativeFloat = 20.0  # longer than role switching takes to decide
     down_hold_s: NonNegativeFloat = 300.0
-    cool_down_s: NonNegativeFloat = 60.0  # what a change does must show before the next
+    cool_down_s: NonNegativeFloat = 60.0  # the effect of a change must show before the next
 
     def __post_init__(self) -> None:
         _require(self.low < self.high, f"low {self.low} must be below high {self.high}")
@@ -148,10 +148,10 @@ class ScaleTerms:
 @_section
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """A cluster on Ray."""
+    """Configuration of a cluster on Ray."""
 
-    serve: SkipValidation[ServeConfig]  # counts in it are of no meaning here
-    name: Name = "moonserve"  # of Ray's namespace, after `moonserve-`
+    serve: SkipValidation[ServeConfig]  # its counts of processes are ignored
+    name: Name = "moonserve"  # suffix of Ray's namespace, after `moonserve-`
     registry: str | None = None  # redis://… or redis+sentinel://…; None = the embedded one
     conductors: Conductors = field(default_factory=Conductors)
     directory: Directory = field(default_factory=Directory)
@@ -160,12 +160,12 @@ class ClusterConfig:
     prefill: Workers = field(default_factory=Workers)
     decode: Workers = field(default_factory=Workers)
     autoscale: ScaleTerms | None = None
-    drain_s: PositiveFloat = 30.0  # that what is under way gets to finish before a process stops
-    silence_s: PositiveFloat = 3.0  # a host whose raylet does not answer for so long is lost
+    drain_s: PositiveFloat = 30.0  # for requests in flight to finish before a process stops
+    silence_s: PositiveFloat = 3.0  # a host whose raylet does not answer for this long is lost
 
     @property
     def needs_directory(self) -> bool:
-        """Whether the conductors agree by the embedded registry who of them leads."""
+        """True if the conductors elect their leader through the embedded registry."""
         return self.registry is None and self.conductors.count > 1
 
     @property
@@ -175,7 +175,7 @@ class ClusterConfig:
 
 _CLUSTER = TypeAdapter(ClusterConfig)
 _KEYS = {each.name for section in (ClusterConfig, Conductors, Stores, Workers, ScaleTerms) for each in fields(section)}
-# Counts, and what the launcher says itself, have their places outside of `serve`.
+# Options that have other keys outside of `serve`: counts, and the registry.
 _ELSEWHERE = {
     "conductors": "conductors.count",
     "gateways": "gateways.count",
@@ -187,7 +187,7 @@ _ELSEWHERE = {
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """Reads the file. Raises ConfigError, which names the file and the key."""
+    """Reads a YAML file. Raises ConfigError, which names the file and the key."""
     try:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -201,7 +201,7 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def parse_cluster(document: object) -> ClusterConfig:
-    """From the YAML's own types, also as Ray's `serve deploy` takes them. Raises ConfigError, which names the key."""
+    """Parses a YAML document, also in the form of Ray's `serve deploy`. Raises ConfigError, which names the key."""
     values = _underscored(document, "the file")
     if (applications := values.get("applications")) is not None:
         is_one = isinstance(applications, list) and len(applications) == 1
@@ -225,7 +225,7 @@ def _underscored(values: object, where: str) -> dict[str, Any]:
 
 
 def _told(error: Mapping[str, Any]) -> str:
-    """The first of pydantic's complaints, in a line."""
+    """Formats an error of pydantic in one line."""
     path = ".".join(map(str, error["loc"]))
     if error["type"] == "unexpected_keyword_argument":
         return f"unknown key {path!r}{_nearest(str(error['loc'][-1]), _KEYS)}"
@@ -233,10 +233,10 @@ def _told(error: Mapping[str, Any]) -> str:
 
 
 def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
-    """Options of `moonserve serve` with the YAML's values."""
+    """Returns options of `moonserve serve` with the YAML's values."""
     options = {option.name: option for option in options_of(ServeConfig)}
     flags: list[str] = []
-    if registry is not None:  # some options need one, whose address may be known later
+    if registry is not None:  # some options need a registry, whose address may be known only later
         flags += ["--registry", str(registry)]
     for name, value in values.items():
         if name in _ELSEWHERE:
@@ -258,6 +258,6 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _require(holds: bool, message: str) -> None:
-    """For pydantic, which says where."""
+    """Raises ValueError unless `holds`. pydantic adds the location."""
     if not holds:
         raise ValueError(message)

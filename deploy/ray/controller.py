@@ -1,7 +1,7 @@
-"""The actor that keeps a cluster on Ray as it should be: the shell of `deploy.ray.state`.
+"""The actor that keeps a cluster on Ray in its planned state: the shell of `deploy.ray.state`.
 
-Looks at hosts, actors and the conductor's view twice a second, and has done what the state decides. Every change that a
-successor must know is written to Ray's head first, so that Ray can restart this actor like any other.
+Twice a second it reads hosts, actors and the conductor's view, and executes the actions that the state decides. Every
+change that a successor must know is first written to Ray's head, so that Ray can restart this actor like any other.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from protocol.pb import conductor_pb2
 from protocol.rpc import Channels
 from protocol.wire import role_from_wire
 
-PLACING = Report(stage="placing")  # Ray is asked for it
+PLACING = Report(stage="placing")  # until its actor has answered
 
 
 def status_of(state: ControllerState) -> dict[str, Any]:
-    """In JSON's types."""
+    """Returns the status of the cluster in JSON types."""
     return {
         "name": state.config.name,
         "is_whole": state.is_whole,
@@ -75,7 +75,7 @@ def status_of(state: ControllerState) -> dict[str, Any]:
 
 
 def members_of(views: Sequence[conductor_pb2.InstanceView]) -> MembersSeen:
-    """What the conductor shows."""
+    """Converts the conductor's view into an event."""
     return MembersSeen(
         epochs={view.endpoint.instance_id: view.endpoint.epoch for view in views},
         loads=[
@@ -100,13 +100,13 @@ ANSWER_WITHIN_S = 2.0
 PROBE_WITHIN_S = 1.0
 TAIL_WITHIN_S = 10.0
 NUM_EVENTS = 100
-# Beyond the drain: the process's end, and Ray's way.
+# In addition to the drain: for the process's end and the calls through Ray.
 STOP_GRACE_S = 20.0
 
 
 class Controller:
-    """A Ray actor, whose calls come from several threads. Without coroutines of its own: with one, Ray would have all
-    calls in one loop."""
+    """A Ray actor with calls from several threads. It has no coroutine methods: with one, Ray would run all calls in
+    one event loop."""
 
     def __init__(self, config: ClusterConfig, cluster_token: str) -> None:
         logs.configure("controller", log_format=config.serve.log_format, level=config.serve.log_level)
@@ -116,15 +116,15 @@ class Controller:
         self._loop.begin(self._watch.run())
 
     def status(self) -> dict[str, Any]:
-        """The cluster in JSON's types (`Watch.status`)."""
+        """Returns `Watch.status`."""
         return self._loop.run(self._watch.status())
 
     def wish(self, event: Event) -> str:
-        """Empty, or why that cannot be."""
+        """Applies an operator's event. Returns "" or the reason why it is refused."""
         return self._loop.run(self._watch.wish(event))
 
     def tail(self, name: str) -> str:
-        """The end of a process's log. Raises ConfigError."""
+        """Returns the end of a process's log. Raises ConfigError if there is no such process."""
         actor = actors.find(self._config, name)
         if actor is None:
             raise ConfigError(f"there is no {name}; `moonserve deploy status` lists what there is")
@@ -133,7 +133,7 @@ class Controller:
 
 
 class Watch:
-    """What the controller does, in one event loop."""
+    """Work of the controller, in one event loop."""
 
     def __init__(self, config: ClusterConfig, cluster_token: str) -> None:
         self._config = config
@@ -145,15 +145,15 @@ class Watch:
             self._state.restore(record)
         self._written = record
         self._actors: dict[str, tuple[int, Any]] = {}  # generation and handle
-        self._starting: set[str] = set()  # names of those that Ray is being asked for
+        self._starting: set[str] = set()  # names whose actors are being created
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns: dict[str, asyncio.Lock] = {}  # what is done to one name is done in order
+        self._turns: dict[str, asyncio.Lock] = {}  # actions on one name run in order
         self._channels = Channels(cluster_token, config.serve.tls())
         self._conductors: Conductors | None = None
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)  # for operators
 
     async def wish(self, event: Event) -> str:
-        """An operator's. Empty, or why that cannot be."""
+        """Applies an operator's event. Returns "" or the reason why it is refused."""
         try:
             self._handle(event)
         except ConfigError as error:
@@ -161,7 +161,7 @@ class Watch:
         return ""
 
     async def status(self) -> dict[str, Any]:
-        """The cluster in JSON's types."""
+        """Returns the status of the cluster, and recent events for operators, in JSON types."""
         return {
             **status_of(self._state),
             "has_ended": self._has_ended and not self._tasks,
@@ -177,12 +177,12 @@ class Watch:
     # -- the loop
 
     async def run(self) -> None:
-        """Until the process ends."""
+        """Looks at the cluster regularly until the process ends."""
         while True:
             began_at = time.monotonic()
             try:
                 await self._look()
-            except Exception:  # a loop that ends is a cluster that nobody watches
+            except Exception:  # if the loop ended, nothing would watch the cluster
                 log.exception("looking at the cluster failed")
             await asyncio.sleep(max(0.05, LOOK_EVERY_S - (time.monotonic() - began_at)))
 
@@ -213,7 +213,7 @@ class Watch:
     async def _ask_members(self) -> None:
         if self._state.addresses is None:
             return
-        if self._conductors is None:  # whose addresses stay the same
+        if self._conductors is None:  # created once, since the addresses do not change
             self._conductors = Conductors(self._channels, self._state.addresses.conductors)
         try:
             found = await instances(self._conductors, ANSWER_WITHIN_S)
@@ -290,7 +290,7 @@ class Watch:
             cluster_token=self._token,
         )
         try:
-            # Before the actor is there: who comes after this controller must find it.
+            # Before the actor exists, so that a successor of this controller finds it.
             await self._write()
             made = await asyncio.to_thread(actors.make, assignment, action.host, action.generation)
         except (MoonserveError, RayActorError, ValueError) as error:
@@ -320,7 +320,7 @@ class Watch:
     async def _restart(self, action: Restart) -> None:
         actor = await self._actor(action.name, action.generation)
         if actor is not None:
-            with contextlib.suppress(RayActorError):  # then Ray restarts it, or it is given up
+            with contextlib.suppress(RayActorError):  # then Ray restarts the actor, or it is given up
                 await actor.restart.remote(action.life)
 
     def _note(self, text: str) -> None:
@@ -329,7 +329,7 @@ class Watch:
 
 
 async def _probed(host: Host, port: int) -> Host:
-    """Whether its raylet takes a connection."""
+    """Returns the host; `answers` is False if its raylet takes no connection."""
     try:
         async with asyncio.timeout(PROBE_WITHIN_S):
             _, writer = await asyncio.open_connection(host.address, port)

@@ -1,4 +1,4 @@
-"""A cluster on Ray from outside: deployed, looked at, changed and taken away. What `moonserve deploy` does."""
+"""Deploys, inspects, changes and removes a cluster on Ray from outside, for `moonserve deploy`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ INSTALL = "pip install 'moonserve[ray]'"
 NAMESPACE_PREFIX = "moonserve-"
 POLL_S = 0.5
 CALL_WITHIN_S = 30.0
-# A cause that lasts, such as a port in use, and not the moment before a predecessor has ended.
+# A failure that lasts longer has a permanent cause, such as a port in use, not a predecessor that has yet to end.
 FAILS_FOR_S = 20.0
 
 Say = Callable[[str], None]
 
 
 class NotThere(MoonserveError):
-    """No such cluster, or it does not answer."""
+    """There is no such cluster, or it does not answer."""
 
 
 def connect(address: str) -> None:
-    """To the Ray cluster at `address`: `auto`, `host:port` or `ray://…`. Raises ConfigError where ray is not installed,
-    NotThere where nothing answers."""
+    """Connects to the Ray cluster at `address`: `auto`, `host:port` or `ray://…`. Raises ConfigError if ray is not
+    installed, NotThere if nothing answers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -43,30 +43,30 @@ def connect(address: str) -> None:
 
 
 class Deployment:
-    """The cluster of one namespace, by its controller. Calls block."""
+    """Handle of the cluster of one namespace, through its controller. Calls block."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
 
     def status(self) -> dict[str, Any]:
-        """`Controller.status`. Raises NotThere."""
+        """Returns `Controller.status`. Raises NotThere."""
         found: dict[str, Any] = self._ask(self._controller.status)
         return found
 
     def wish(self, event: Event) -> None:
-        """Raises ConfigError for what cannot be, NotThere."""
+        """Sends an operator's event. Raises ConfigError if it is refused, NotThere."""
         refusal: str = self._ask(self._controller.wish, event)
         if refusal:
             raise ConfigError(refusal)
 
     def tail(self, name: str) -> str:
-        """Raises ConfigError where there is no such process, NotThere."""
+        """Returns the end of a process's log. Raises ConfigError if there is no such process, NotThere."""
         text: str = self._ask(self._controller.tail, name)
         return text
 
     def wait(self, until: Callable[[dict[str, Any]], bool], timeout_s: float, say: Say) -> dict[str, Any]:
-        """Tells of every change until a status is as it should be. Raises NotThere after `timeout_s`, ConfigError for a
-        process that cannot start for a reason that lasts."""
+        """Reports every change of a stage to `say` until `until` accepts a status, and returns it. Raises NotThere
+        after `timeout_s`, ConfigError if a process cannot start for `FAILS_FOR_S`."""
         give_up_at = time.monotonic() + timeout_s
         told: dict[str, str] = {}
         failing_since: dict[str, float] = {}
@@ -81,7 +81,7 @@ class Deployment:
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """The controller itself, when everything else has ended."""
+        """Ends the controller itself, after everything else has ended."""
         import ray
 
         ray.kill(self._controller, no_restart=True)
@@ -101,7 +101,7 @@ class Deployment:
 
 
 def deploy(config: ClusterConfig, cluster_token: str) -> Deployment:
-    """Begins; `Deployment.wait` tells when it serves. Raises ConfigError where there is one of that name."""
+    """Starts a cluster; `Deployment.wait` returns once it serves. Raises ConfigError if one of that name exists."""
     import ray
 
     from deploy.ray import actors
@@ -117,8 +117,8 @@ def deploy(config: ClusterConfig, cluster_token: str) -> Deployment:
                 max_restarts=-1,
                 max_concurrency=8,
                 num_cpus=0,
-                # Ray ends with its head; so the controller never ends without it. An affinity to the head's node id may
-                # be spilled to another node, and means nothing after the head has started anew.
+                # On the head, so that the controller ends only if all of Ray does. An affinity to the head's node id
+                # may be spilled to another node, and has no effect after the head is restarted.
                 resources={actors.HEAD: 0.001},
             )
             .remote(config, cluster_token)
@@ -132,7 +132,7 @@ def deploy(config: ClusterConfig, cluster_token: str) -> Deployment:
 
 
 def find(name: str | None) -> Deployment:
-    """The cluster of that name, or the only one. Raises NotThere."""
+    """Returns the cluster of that name, or the only one. Raises NotThere."""
     import ray
     from ray.util import list_named_actors
 
@@ -153,7 +153,7 @@ def find(name: str | None) -> Deployment:
 
 
 def leftovers(name: str) -> list[str]:
-    """What exists still of a cluster that was taken down."""
+    """Returns the names of actors and placement groups that remain of a cluster that was taken down."""
     from deploy.ray import actors
 
     return actors.leftovers(f"{NAMESPACE_PREFIX}{name}")

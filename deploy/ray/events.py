@@ -1,4 +1,4 @@
-"""What the controller of a cluster on Ray hears of, and what it then has done."""
+"""Events that the controller of a cluster on Ray handles, and the actions that follow."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from conductor.roles.controller import WorkerLoad
 from deploy.plan import Kind
 from deploy.ray.units import Unit
 
-READY = "ready"  # a process's stage once it serves, as the supervisor calls it
+READY = "ready"  # the supervisor's stage of a process that serves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One of Ray's nodes."""
+    """A node of the Ray cluster."""
 
     node_id: str
     address: str
-    resources: Mapping[str, float]  # in all
+    resources: Mapping[str, float]  # total
     is_head: bool = False
-    answers: bool = True  # its raylet, just now
+    answers: bool = True  # the last probe reached its raylet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an actor says of its process."""
+    """An actor's report of its process."""
 
     stage: str = "starting"
     fraction: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
-    failure: str | None = None  # why it does not start
-    restarts: int = 0  # after it had died
+    failure: str | None = None  # reason why it does not start
+    restarts: int = 0  # after a death
     life: int = 0  # deliberate restarts
     pid: int | None = None
-    actor: str = ""  # another one after Ray has restarted the actor
+    actor: str = ""  # changes when Ray restarts the actor
 
 
 # -- events
@@ -42,14 +42,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsSeen:
-    """All nodes that Ray believes alive."""
+    """All nodes that Ray considers alive."""
 
     hosts: Sequence[Host]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """An actor answered, or, without a report, did not in time."""
+    """An actor has answered, or, if there is no report, has not answered in time."""
 
     name: str
     generation: int
@@ -58,7 +58,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """An actor has ended: it was stopped, or could not be made, or Ray gave it up."""
+    """An actor has ended: it was stopped, it could not be created, or Ray gave it up."""
 
     name: str
     generation: int
@@ -67,7 +67,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembersSeen:
-    """What the conductor that leads knows."""
+    """View of the leading conductor."""
 
     epochs: Mapping[str, int]  # by instance id
     loads: Sequence[WorkerLoad]
@@ -75,7 +75,7 @@ class MembersSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """An operator wants so many of a kind."""
+    """An operator sets the number of processes of a kind."""
 
     kind: Kind
     count: int
@@ -83,21 +83,21 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """An operator wants this one to finish what it has and go, and none in its place."""
+    """An operator removes this process after it has finished its requests, without a replacement."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartAll:
-    """An operator wants these to start anew, one after the other; all when there are none."""
+    """An operator restarts these processes one after the other; without names, all of them."""
 
     names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeDown:
-    """An operator wants nothing of it left."""
+    """An operator removes the whole cluster."""
 
 
 Event = HostsSeen | Asked | Gone | MembersSeen | Scale | Leave | RestartAll | TakeDown
@@ -107,18 +107,18 @@ Event = HostsSeen | Asked | Gone | MembersSeen | Scale | Leave | RestartAll | Ta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """An actor on this host, for this process. Its end, or that it cannot be, is `Gone`."""
+    """Creates the actor of a process on this host. `Gone` reports its end, or that it could not be created."""
 
     unit: Unit
     name: str
     generation: int
     host: Host
-    home: str | None  # the store node there
+    home: str | None  # the store node on that host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """It drains, and its actor ends. Then it is `Gone`."""
+    """Drains a process and ends its actor. `Gone` follows."""
 
     name: str
     generation: int
@@ -126,7 +126,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """Its actor is ended, whether it answers or not."""
+    """Ends an actor, even if it does not answer."""
 
     name: str
     generation: int
@@ -135,7 +135,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Its process drains and starts anew; `Report.life` tells when."""
+    """Drains a process and starts it again. `Report.life` shows when that is done."""
 
     name: str
     generation: int

@@ -1,4 +1,4 @@
-"""Ray's nodes as the controller knows them: which may be used, which are lost, and which processes have a place there.
+"""Hosts of the Ray cluster as the controller knows them: usable hosts, lost hosts, and the processes placed on them.
 Pure; `now` is monotonic seconds."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from deploy.ray.units import Unit, share_of
 _ROUNDING = 1e-4  # Ray counts resources in ten-thousandths
 
 
-# Those that the conductor knows: a restarted one counts once it has registered again.
+# Kinds that register with the conductor: a restarted process serves once it has registered again.
 _MEMBERS = {Kind.STORE, Kind.PREFILL, Kind.DECODE}
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A unit that has a place."""
+    """A unit that is placed on a host."""
 
     unit: Unit
     name: str
@@ -30,9 +30,9 @@ class Process:
     report: Report | None = None  # None until its actor has answered
     silent_since: float | None = None
     is_leaving: bool = False
-    life: int = 0  # deliberate restarts that its actor was asked for
-    epoch: int = 0  # under which the conductor knows it; 0 = it does not
-    epoch_before: int = 0  # under which it was known when it was told to restart
+    life: int = 0  # deliberate restarts requested from its actor
+    epoch: int = 0  # at the conductor; 0 = not registered
+    epoch_before: int = 0  # at the conductor when its last restart was requested
 
     @property
     def is_ready(self) -> bool:
@@ -41,12 +41,12 @@ class Process:
 
     @property
     def serves(self) -> bool:
-        """Whether it is ready and, where that matters, the conductor knows so."""
+        """True if it is ready and, if its kind registers with the conductor, has done so since its restart."""
         return self.is_ready and (self.unit.kind not in _MEMBERS or self.epoch not in (0, self.epoch_before))
 
 
 def fits(share: Share, host: Host, others: Iterable[Share]) -> bool:
-    """Whether the host has so much beside the others."""
+    """Returns True if the host has room for this share in addition to the others."""
     taken: dict[str, float] = {}
     for other in others:
         for name, amount in other.bundle().items():
@@ -58,8 +58,8 @@ def fits(share: Share, host: Host, others: Iterable[Share]) -> bool:
 
 
 def choose_host(config: ClusterConfig, kind: Kind, hosts: Sequence[Host], placed: Sequence[Process]) -> Host | None:
-    """Of those with room: the fewest of its kind, then the fewest processes, Ray's head last, since all ends with it.
-    None where there is no room. Processes of others on these hosts are not known here: Ray then refuses."""
+    """Returns the host with room that has the fewest processes of this kind, then the fewest in all. Ray's head comes
+    last, because everything ends with it. None = no room. Room taken by others is unknown here: Ray then refuses."""
     here = {host.node_id: [p.unit.kind for p in placed if p.node_id == host.node_id] for host in hosts}
 
     def crowd(host: Host) -> tuple[int, int, bool, str]:
@@ -72,13 +72,13 @@ def choose_host(config: ClusterConfig, kind: Kind, hosts: Sequence[Host], placed
     return min(able, key=crowd, default=None)
 
 
-# A host that could not take a process is not asked again at once.
+# Time until a host that could not take a process is tried again.
 REFUSAL_S = 10.0
 
 
 class Hosts:
-    """Those that Ray believes alive. One whose raylet has not answered for `silence_s` is lost: Ray itself notices that
-    only after a quarter of a minute."""
+    """Hosts that Ray considers alive. A host whose raylet has not answered for `silence_s` is lost: Ray itself notices
+    that only after a quarter of a minute."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -86,15 +86,15 @@ class Hosts:
         self._silent_since: dict[str, float] = {}
         self._seen_at = -math.inf
         self._refused_until: dict[tuple[str, Kind], float] = {}
-        # By node id, in the order of their coming; never used again.
+        # By node id, in order of arrival; never reused.
         self.numbers: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Host]:
-        """The head first."""
+        """Iterates over the hosts, the head first."""
         return iter(sorted(self._hosts.values(), key=_order))
 
     def see(self, hosts: Sequence[Host], now: float) -> None:
-        """All of them, as of now."""
+        """Replaces the hosts by those that were seen at `now`."""
         self._seen_at = now
         self._hosts = {host.node_id: host for host in hosts}
         self._silent_since = {
@@ -104,22 +104,22 @@ class Hosts:
             self.numbers.setdefault(host.node_id, len(self.numbers))
 
     def refuse(self, node_id: str, kind: Kind, now: float) -> None:
-        """It could not take a process of this kind."""
+        """Notes that the host could not take a process of this kind."""
         self._refused_until[node_id, kind] = now + REFUSAL_S
 
     def is_lost(self, node_id: str) -> bool:
-        """Whether it is gone, or had been silent for long when all were seen last."""
+        """Returns True if the host is gone, or had been silent for `silence_s` when hosts were last seen."""
         silent_since = self._silent_since.get(node_id, math.inf)
         return node_id not in self._hosts or self._seen_at - silent_since >= self._silence_s
 
     def open_to(self, kind: Kind, now: float) -> list[Host]:
-        """Those that answer and have not refused such a process lately."""
+        """Returns the hosts that answer and have not refused a process of this kind lately."""
         return [
             host for host in self if host.answers and now >= self._refused_until.get((host.node_id, kind), -math.inf)
         ]
 
     def address_of(self, node_id: str) -> str:
-        """Empty for one that is gone."""
+        """Returns the host's address, or "" if it is gone."""
         host = self._hosts.get(node_id)
         return host.address if host is not None else ""
 

@@ -1,10 +1,10 @@
-"""Which process of a cluster on Ray is where, and what is to be done about those that are not. Pure.
+"""Places the processes of a cluster on Ray, and decides the actions that bring it to its planned state. Pure.
 
-Rules: what is wanted and has no place gets one, in the order of `Kind`; what has a place and is not wanted drains and
-leaves. A host whose raylet is silent is lost: its processes get a place elsewhere under the same names, with a later
-generation; what may still run there is fenced by the registry's epochs and by the actor's own look at Ray. An actor
-that is silent while its host answers is Ray's to restart, for a while. One process at a time is restarted on purpose,
-and only while everything is whole. Knows neither Ray nor what the processes do.
+Rules: a wanted process without a place gets one, in the order of `Kind`. A placed process that is not wanted drains and
+leaves. A host whose raylet is silent is lost: its processes are placed elsewhere under the same names, with a later
+generation. Any that still run there are fenced by the registry's epochs and by the actor's own check with Ray. An actor
+that is silent while its host answers is left to Ray to restart, for a while. One process at a time is restarted on
+purpose, and only while the cluster is whole. Knows neither Ray nor what the processes do.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from deploy.restarting import RESTART_ORDER
 from protocol.errors import ConfigError
 from protocol.ids import Role
 
-# Ray restarts an actor whose worker process died; an interpreter's start takes seconds on a busy machine.
+# For Ray to restart an actor whose worker process died: an interpreter's start takes seconds on a busy machine.
 ACTOR_PATIENCE_S = 20.0
 FIRST_ANSWER_S = 90.0
 
 
 class ControllerState:
-    """One cluster on Ray."""
+    """State of one cluster on Ray."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
-        self.addresses: Addresses | None = None  # once the first hosts were seen
+        self.addresses: Addresses | None = None  # set when the first hosts are seen
         self.is_ending = False
         self.processes: dict[str, Process] = {}
         self.wanted = Wanted(config)
@@ -61,11 +61,11 @@ class ControllerState:
         terms = config.autoscale
         self._autoscaler = None if terms is None else Autoscaler(terms, bounds)
 
-    # -- questions
+    # -- queries
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that is wanted serves, and nothing leaves."""
+        """True if every wanted process serves and none is leaving."""
         processes = self.processes.values()
         return (
             self.addresses is not None
@@ -78,7 +78,7 @@ class ControllerState:
         return self._restarting is not None or bool(self._to_restart)
 
     def missing(self) -> list[str]:
-        """Names of what is wanted and does not serve."""
+        """Returns the names of wanted processes that do not serve."""
         named = {unit.name(self.config): self._process(unit) for unit in self._units()}
         return [name for name, process in named.items() if process is None or not process.serves]
 
@@ -88,7 +88,7 @@ class ControllerState:
     # -- events
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Raises ConfigError for an operator's wish that cannot be; then nothing has changed."""
+        """Applies an event and returns the actions. Raises ConfigError and changes nothing if a wish is impossible."""
         return self._apply(event, now) + self._reconcile(now)
 
     def _apply(self, event: Event, now: float) -> list[Action]:
@@ -122,7 +122,7 @@ class ControllerState:
         return [action for process in lost for action in self._give_up(process, "host is lost")]
 
     def _settle(self) -> None:
-        """Who must be found by everybody gets addresses for good."""
+        """Fixes the addresses of the processes that all others must find, permanently."""
         hosts = list(self._hosts)
         able = [host for host in hosts if fits(share_of(self.config, Kind.CONDUCTOR), host, ())]
         addresses = tuple(dict.fromkeys(host.address for host in able or hosts))
@@ -159,7 +159,7 @@ class ControllerState:
     def _drop(self, process: Process) -> None:
         del self.processes[process.name]
         if self._restarting == process.name:
-            self._restarting = None  # if it comes again it is new anyway
+            self._restarting = None  # its replacement is new anyway
 
     def _know(self, event: MembersSeen, now: float) -> None:
         for process in self.processes.values():
@@ -172,10 +172,10 @@ class ControllerState:
             self.wanted.add(Kind(change.role.value))
         elif change is not None and change.leaving in self.processes:
             unit = self.processes[change.leaving].unit
-            if self.wanted.counts()[unit.kind] > 1:  # of its kind; its role may be another one now
+            if self.wanted.counts()[unit.kind] > 1:  # by its first role, which it may have changed
                 self.wanted.dismiss(unit)
 
-    # -- what follows
+    # -- resulting actions
 
     def _reconcile(self, now: float) -> list[Action]:
         if self.is_ending:
@@ -183,7 +183,7 @@ class ControllerState:
         return [*self._dismissals(), *self._starts(now), *self._next_restart()]
 
     def _end(self) -> list[Action]:
-        """The last kind first, each when the one before is gone."""
+        """Stops kinds in reverse order, each after the one before is gone. Workers of both roles stop together."""
         remaining = {p.unit.kind for p in self.processes.values()}
         last = next((kind for kind in reversed(Kind) if kind in remaining), None)
         kinds = set(ROLES) if last in ROLES else {last}
@@ -218,7 +218,7 @@ class ControllerState:
         return Start(unit=unit, name=name, generation=generation, host=host, home=home)
 
     def _may_start(self, kind: Kind) -> bool:
-        """Whether those are there whom it asks first."""
+        """Returns True if the processes that this kind needs at its start are ready."""
         if kind is Kind.DIRECTORY:
             return True
         if kind is Kind.CONDUCTOR:
@@ -229,7 +229,7 @@ class ControllerState:
         return any(p.is_ready for p in self.processes.values() if p.unit.kind is kind)
 
     def _host_for(self, unit: Unit, now: float) -> Host | None:
-        """None: nowhere, or not yet."""
+        """Returns a host, or None if there is no room or the store node on the chosen host is not ready."""
         suiting = [h for h in self._hosts.open_to(unit.kind, now) if self._suits(unit, h)]
         host = choose_host(self.config, unit.kind, suiting, list(self.processes.values()))
         if host is None or unit.kind not in ROLES or not self.config.stores.enabled:
@@ -248,7 +248,7 @@ class ControllerState:
         return True
 
     def _next_restart(self) -> list[Action]:
-        """When everything serves, and so the process that was restarted last does."""
+        """Restarts the next process once everything serves, including the one restarted last."""
         if not self.is_whole:
             return []
         self._restarting = None
@@ -265,8 +265,8 @@ class ControllerState:
     # -- parts
 
     def _units(self) -> list[Unit]:
-        """All that there are to be, in the order in which they start. A store is on each host that can have a worker,
-        by what the host has in all."""
+        """Returns all wanted units in start order. Each host whose total resources suffice for a store and a worker has
+        a store."""
         if self.addresses is None:
             return []
         stores: list[int] = []
@@ -289,20 +289,20 @@ class ControllerState:
         return self.processes.get(unit.name(self.config))
 
     def _named(self, name: str) -> Process:
-        """Raises ConfigError."""
+        """Returns the process of this name. Raises ConfigError if there is none."""
         if name not in self.processes:
             raise ConfigError(f"there is no {name}; `moonserve deploy status` lists what there is")
         return self.processes[name]
 
     def _current(self, name: str, generation: int) -> Process | None:
-        """None for news of an earlier one of that name."""
+        """Returns the process, or None if the event is about an earlier one of that name."""
         process = self.processes.get(name)
         return process if process is not None and process.generation == generation else None
 
-    # -- for a controller that starts anew
+    # -- for a restarted controller
 
     def to_record(self) -> dict[str, Any]:
-        """What only the controller knows, for `restore`; of JSON's types."""
+        """Returns the state that only the controller knows, in JSON types, for `restore`."""
         return {
             "wanted": self.wanted.to_record(),
             "numbers": self._hosts.numbers,
@@ -314,7 +314,7 @@ class ControllerState:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes on where another controller of this configuration ended; restarts that were to come are forgotten."""
+        """Continues from the record of another controller with this configuration. Pending restarts are forgotten."""
         self.wanted.restore(record["wanted"])
         self._hosts.restore(record["numbers"])
         self._generation, self.is_ending = record["generation"], record["is_ending"]
@@ -327,7 +327,7 @@ class ControllerState:
             self.processes[name] = Process(unit, name, node_id, generation)
 
     def validate(self) -> None:
-        """Raises AssertionError unless the books agree with each other."""
+        """Raises AssertionError if the bookkeeping is inconsistent."""
         generations = [p.generation for p in self.processes.values()]
         assert len(set(generations)) == len(generations)
         assert all(generation <= self._generation for generation in generations)

@@ -1,4 +1,4 @@
-"""The processes of a cluster on Ray, one by one: names, what each takes of its host, and how it is started. Pure."""
+"""Single processes of a cluster on Ray: their names, shares of a host, addresses and specs. Pure."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from deploy.ray.config import ClusterConfig, Share
 
 @dataclass(frozen=True, slots=True, order=True)
 class Unit:
-    """One process that there is to be."""
+    """One planned process."""
 
     kind: Kind
     number: int
 
     def name(self, config: ClusterConfig) -> str:
-        """Of its actor and of its process: the instance id."""
+        """Returns the name of its actor, which is the instance id of its process."""
         if self.kind is Kind.DIRECTORY:
             return "directory"
         if self.kind is Kind.CONDUCTOR and config.conductors.count == 1:
             return "conductor"
         if self.kind in ROLES and config.serve.role_switching == "on":
-            return f"worker-{2 * self.number + (self.kind is Kind.DECODE)}"  # says nothing of a role
+            return f"worker-{2 * self.number + (self.kind is Kind.DECODE)}"  # contains no role, because it may change
         return f"{self.kind}-{self.number}"
 
 
 def share_of(config: ClusterConfig, kind: Kind) -> Share:
-    """What a process of this kind takes of its host."""
+    """Returns the share of its host that a process of this kind takes."""
     shares: dict[Kind, Share] = {
         Kind.DIRECTORY: config.directory,
         Kind.CONDUCTOR: config.conductors,
@@ -52,15 +52,15 @@ def share_of(config: ClusterConfig, kind: Kind) -> Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where those are whom everybody must find; they stay where they were first put, as far as that is an address."""
+    """Addresses of the processes that all others must find. They are fixed when the first hosts are seen."""
 
     head: str  # of Ray's head, without a port
-    conductors: str  # all on which one may be, with commas between
-    registry: str | None  # None: the one conductor needs none
+    conductors: str  # all possible addresses, comma-separated
+    registry: str | None  # None = the only conductor needs none
 
 
 def addresses_of(config: ClusterConfig, hosts: tuple[str, ...], head: str) -> Addresses:
-    """`hosts`: network addresses of those that may have a conductor; `head`: that of Ray's head."""
+    """Returns the addresses. `hosts`: network addresses that may have a conductor; `head`: address of Ray's head."""
     conductors = config.conductors
     ports = range(conductors.port, conductors.port + conductors.count)
     found = dict.fromkeys(f"{host}:{port}" for host in hosts for port in ports)
@@ -69,7 +69,7 @@ def addresses_of(config: ClusterConfig, hosts: tuple[str, ...], head: str) -> Ad
 
 
 def serve_config(config: ClusterConfig, addresses: Addresses) -> ServeConfig:
-    """The options that processes inherit."""
+    """Returns the options that processes inherit."""
     return replace(
         config.serve,
         conductors=config.conductors.count,
@@ -82,7 +82,7 @@ def serve_config(config: ClusterConfig, addresses: Addresses) -> ServeConfig:
 
 
 def process_spec(config: ClusterConfig, unit: Unit, serve: ServeConfig, site: Site, home: str | None) -> ProcessSpec:
-    """How the unit's process is started at `site`, `home` being the store node there."""
+    """Returns the spec of the unit's process at `site`. `home`: the store node on that host."""
     name = unit.name(config)
     match unit.kind:
         case Kind.DIRECTORY:

@@ -1,4 +1,4 @@
-"""Commands that ask a running cluster, or tell it something: top, explain, drain, role.
+"""Commands that query or change a running cluster: top, explain, drain, role.
 
-Each owns its arguments and what it prints; `kvctl` is for the KV store alone.
+Each owns its arguments and its output. `kvctl` is for the KV store.
 """

@@ -1,4 +1,4 @@
-"""`moonserve explain ID`: why a request went where it went, and what then happened.
+"""`moonserve explain ID`: shows why a request was placed on its instances, and the outcome.
 
 Asks the gateway, which knows the names that clients give to requests.
 """
@@ -18,7 +18,7 @@ _TIMEOUT_S = 30.0  # the gateway asks the conductors and the workers
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """`argv`: the arguments after `explain`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `explain`."""
 
     def body(arguments: Namespace) -> int:
         path = f"/v1/requests/{quote(arguments.id, safe='')}/explain"
@@ -51,7 +51,7 @@ _REPORTED = {"queue": "queue", "load and transfer": "transfer", "compute": "pref
 
 
 def show(explanation: Record, output: Output) -> None:
-    """One section per decision: of each choice of the request, and of each attempt after a loss."""
+    """Prints one section per placement decision: for each choice of the request, and each attempt after a loss."""
     for position, decision in enumerate(explanation["decisions"]):
         if position:
             output.line()
@@ -78,7 +78,7 @@ def _heading(decision: Record, output: Output) -> None:
 
 
 def _turn(turn: Record, rank: float, priority: int) -> str:
-    """Whose it is, what of its share the tenant has had, and what that does to its place."""
+    """Describes the request's tenant, the tenant's lead over its share, and the effect on the request's place."""
     who = f"tenant {turn['tenant'] or '(none)'}, weight {turn['weight']:g}"
     ahead = f"{turn['ahead_tokens']:,.0f} tokens ahead of who has had least"
     place = f", {seconds(-rank)} before its arrival" if rank < 0 else ""
@@ -88,7 +88,7 @@ def _turn(turn: Record, rank: float, priority: int) -> str:
 
 def _prefills(decision: Record, output: Output) -> None:
     candidates = decision["prefill_candidates"]
-    # Only some policies count what others wait because of it; a column of zeros would say that nobody does.
+    # Only some policies predict the wait that a request adds to others. A column of zeros would claim that it is zero.
     added = [">others wait"] if any(each["added_s"] for each in candidates) else []
     table = Table(
         output, " ", "prefill", ">device", ">prefix", ">reused", ">queue", ">load", ">transfer",
@@ -123,7 +123,7 @@ def _decodes(decision: Record, output: Output) -> None:
 
 
 def _undivided(decision: Record, output: Output) -> None:
-    """Decode instances that would prefill the prompt themselves, beside the best prefill instance's TTFT."""
+    """Prints the decode instances that could prefill the prompt themselves."""
     table = Table(
         output, " ", "decode, prefilling", ">reused", ">queue", ">load", ">steps", ">step", ">added to it", ">TTFT",
         "within both limits",
@@ -162,7 +162,7 @@ def _ending(decision: Record, output: Output) -> None:
 
 
 def _terms(decision: Record, outcome: Record | None) -> list[tuple[str, float, float | None]]:
-    """Name, prediction and report of each part of the TTFT, of the instance that was chosen; none where nobody told."""
+    """Returns name, prediction and report of each part of the TTFT at the chosen instance; empty without a report."""
     reports = [None if outcome is None else outcome[f"{name}_s"] for name in _REPORTED.values()]
     if not any(report is not None for report in reports):
         return []
@@ -176,7 +176,7 @@ def _terms(decision: Record, outcome: Record | None) -> list[tuple[str, float, f
 
 
 def actual(outcome: Record) -> tuple[float | None, float | None]:
-    """Seconds to the first token and, on average, between tokens; None where nothing was reported."""
+    """Returns the seconds to the first token and the mean seconds between tokens; None if not reported."""
     ttft_s, elapsed_s, tokens = (outcome[key] for key in ("ttft_s", "elapsed_s", "output_tokens"))
     if ttft_s is None or elapsed_s is None or not tokens or tokens < 2:
         return ttft_s, None
@@ -203,7 +203,7 @@ def _fits(candidate: Record) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """`1.25 s`, `13.2 ms`, `0`, `-` for what is not known."""
+    """Formats seconds as `1.25 s`, `13.2 ms`, `0`, or `-` for an unknown value."""
     if value is None:
         return "-"
     if value == 0:

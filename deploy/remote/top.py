@@ -1,6 +1,6 @@
-"""`moonserve top`: the cluster live, in the terminal. Asks the gateway once a second; Ctrl-C ends it.
+"""`moonserve top`: shows the cluster live in the terminal. Asks the gateway once a second; Ctrl-C ends it.
 
-Where nobody looks, as in a pipe, it shows one moment and ends.
+If stdout is not a terminal, it prints one view and ends.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _SILENT_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Bodies of `/v1/cluster` and `/v1/figures`, asked for at once."""
+    """Bodies of `/v1/cluster` and `/v1/figures`, requested at about the same time."""
 
     cluster: Mapping[str, Any]
     figures: Mapping[str, Any]
 
 
 def shown(now: Moment, earlier: Moment | None) -> RenderableType:
-    """Everything, for one screen."""
+    """Returns the whole view, for one screen."""
     parts: list[RenderableType] = [_heading(now), _requests(now, earlier), _instances(now)]
     parts += [part for part in (_rails(now, earlier), _prefixes(now), _refusals(now)) if part]
     return Group(*parts)
 
 
 def rate(now: Moment, earlier: Moment | None, total: str) -> float | None:
-    """Per second, of one of the totals; None without a moment before."""
+    """Returns the increase of a total per second; None without an earlier moment."""
     if earlier is None:
         return None
     seconds = now.figures["at_s"] - earlier.figures["at_s"]
@@ -58,7 +58,7 @@ def _heading(now: Moment) -> Text:
 
 
 def _requests(now: Moment, earlier: Moment | None) -> Table:
-    """Where requests are, and what they waited for against the objectives."""
+    """Returns the table of requests by phase, their latencies with objectives, prefix hits and throughput."""
     figures, totals = now.figures, now.figures["totals"]
     table = grid()
     phases = "  ".join(f"{name} {count}" for name, count in figures["phases"].items())
@@ -112,7 +112,7 @@ def _state(instance: Mapping[str, Any]) -> Text:
 
 
 def _fill(instance: Mapping[str, Any]) -> float | None:
-    """Share of its KV memory that is in use; None where it has told none."""
+    """Returns the share of the instance's KV memory that is in use; None if it has reported no capacity."""
     load = instance["load"]
     if instance["role"] == "store":
         capacity = load["capacity_bytes"]
@@ -166,7 +166,7 @@ def _counted(what: str, counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def grid(*columns: str) -> Table:
-    """Columns that begin with `>` are numbers; without any, no header."""
+    """Returns a table. A `>` before a column's name aligns it right. Without columns there is no header."""
     made = Table(box=None, pad_edge=False, header_style="dim", show_header=bool(columns))
     for column in columns:
         right = column.startswith(">")
@@ -182,7 +182,7 @@ _LEAST_INTERVAL_S = 0.2
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """`argv`: the arguments after `top`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `top`."""
     console = Console(highlight=False)
     key = environ.get(KEY_ENV, "")
 
@@ -204,7 +204,7 @@ def _look(url: str, key: str) -> Moment:
 
 
 def _follow(console: Console, url: str, key: str, interval_s: float, earlier: Moment) -> None:
-    """Until interrupted. A gateway that is away for a while is waited for."""
+    """Updates the view until interrupted. Retries while the gateway does not answer."""
     with Live(shown(earlier, None), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)

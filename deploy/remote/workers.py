@@ -1,8 +1,8 @@
-"""`moonserve drain INSTANCE` and `moonserve role INSTANCE prefill|decode`: tell a running worker something.
+"""`moonserve drain INSTANCE` and `moonserve role INSTANCE prefill|decode`: change a running worker.
 
-A drained worker goes on running and can be put back (`--undo`); a store node is emptied as by `kvctl drain`. Gateways
-and conductors drain as they end, which their signals are for. A worker that changes its role is told so, and the
-gateway says when it is back.
+A drained worker keeps running and can be put back into service (`--undo`). A store node is drained as by `kvctl drain`.
+Gateways and conductors drain when a signal ends them. A change of role is requested from the worker itself, and the
+gateway reports when it is back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from protocol.wire import role_to_wire
 
 
 def drain(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """`argv`: the arguments after `drain`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `drain`."""
 
     def body(arguments: Namespace) -> int:
         view = cluster_view(arguments.url, environ.get(KEY_ENV, ""))
@@ -54,7 +54,7 @@ def drain(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _find(view: dict[str, Any], arguments: Namespace) -> dict[str, Any]:
-    """The instance. Raises NoWorker or InvalidRequest."""
+    """Returns the instance. Raises NoWorker if it is unknown, InvalidRequest if it cannot be drained."""
     name = arguments.instance
     if name in view["gateways"]:
         raise InvalidRequest(
@@ -115,14 +115,14 @@ def _drain_parser(environ: Mapping[str, str]) -> ArgumentParser:
 
 
 _UNKNOWN_CALL = grpc.StatusCode.UNIMPLEMENTED
-# Beyond the drain: its end, and the gateway's next look at the cluster.
+# In addition to the drain: for the end of the turn and the gateway's next view of the cluster.
 _SETTLE_S = 15.0
 _PATIENCE_S = 30.0
-"""How long the gateway may be unable to say how far the change is."""
+"""Time for which the gateway may fail to report the worker's role."""
 
 
 def role(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """`argv`: the arguments after `role`."""
+    """Runs the command and returns its exit code. `argv`: the arguments after `role`."""
     return run(_role_parser(environ), argv, lambda given: asyncio.run(_switch(given, environ)))
 
 
@@ -149,7 +149,7 @@ async def _switch(arguments: Namespace, environ: Mapping[str, str]) -> int:
 
 
 async def _command(channels: Channels, rpc_address: str, role: Role, drain_s: float | None) -> None:
-    """Tells a worker to change. Raises what it answers, InvalidRequest when it cannot."""
+    """Requests a change of role from a worker. Raises the worker's error, InvalidRequest if it cannot change roles."""
     request = worker_pb2.SwitchRoleRequest(role=role_to_wire(role), drain_s=drain_s)
     call = worker_pb2_grpc.RoleSwitchStub(channels.to(rpc_address)).SwitchRole
     try:
@@ -162,19 +162,19 @@ async def _command(channels: Channels, rpc_address: str, role: Role, drain_s: fl
 
 
 async def _until_back(arguments: Namespace, key: str, role: Role) -> None:
-    """Raises NoWorker when it does not come back in time; without --drain-s only the worker knows how long that is."""
+    """Waits until the worker has the role. Raises NoWorker on timeout; without --drain-s, only the worker has one."""
     limit_s = None if arguments.drain_s is None else arguments.drain_s + _SETTLE_S
     try:
         async with asyncio.timeout(limit_s):
-            while await _role_of(arguments, key) != role:  # noqa: ASYNC110 - of another process
+            while await _role_of(arguments, key) != role:  # noqa: ASYNC110 - another process changes it
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise NoWorker(f"{arguments.instance} has not come back as {role} worker yet") from error
 
 
 async def _role_of(arguments: Namespace, key: str) -> str:
-    """The worker's, empty while it is no member; asked for again where nobody can say, as while a conductor starts.
-    Raises MoonserveError."""
+    """Returns the worker's role, or "" while it is not a member. Retries if the gateway cannot answer, for example
+    while a conductor starts. Raises MoonserveError after `_PATIENCE_S`."""
     give_up_at = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -190,7 +190,7 @@ async def _role_of(arguments: Namespace, key: str) -> str:
 
 
 async def _instances(url: str, api_key: str) -> list[dict[str, Any]]:
-    """As the gateway shows them. Raises MoonserveError when it does not answer."""
+    """Returns the instances from the gateway's view. Raises MoonserveError if it does not answer."""
     view = await asyncio.to_thread(cluster_view, url, api_key)
     found: list[dict[str, Any]] = view["instances"]
     return found

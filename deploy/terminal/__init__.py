@@ -1,1 +1,1 @@
-"""What commands about a running cluster share: how to ask its gateway, call its workers, print, and end."""
+"""Code shared by commands about a running cluster: requests to its gateway, calls to workers, output, exit codes."""

@@ -1,7 +1,7 @@
-"""What a command prints: tables for people, JSON lines for programs, problems on stderr.
+"""Output of a command: tables for people, JSON lines for programs, problems on stderr.
 
-stdout has results only, so it can be piped; a table is never cut to the terminal's width. Keys are 16 of their 32 hex
-digits unless `long`.
+stdout has only results, so it can be piped. A table is never cut to the terminal's width. Keys are shortened to 16 of
+their 32 hex digits unless `long`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Output:
-    """`command`: whose output it is, as `kvctl`. `as_json` is for verbs to ask; the methods for people print nothing
-    then."""
+    """Output of one command. `command`: its name, for example `kvctl`. With `as_json`, `line` and `header` print
+    nothing; otherwise `record` does."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Output:
             print(text, file=self.stdout, flush=True)
 
     def record(self, **fields: Any) -> None:
-        """A line of JSON, in that mode only."""
+        """Prints a line of JSON if `as_json`."""
         if self.as_json:
             print(json.dumps(fields), file=self.stdout, flush=True)
 
     def note(self, text: str) -> None:
-        """For people, beside the results."""
+        """Prints a line for people to stderr, in both modes."""
         print(text, file=self.stderr, flush=True)
 
     def problem(self, text: str) -> None:
@@ -59,7 +59,7 @@ class Output:
         return digits if self.long else digits[:SHORT_KEY_DIGITS]
 
     def progress(self) -> Progress:
-        """Of something long, as a context manager: bars for people, lines for programs."""
+        """Returns the progress display of a long operation, a context manager: bars for people, lines for programs."""
         return Progress(self.stderr, bars=not self.as_json)
 
     def header(self, text: str) -> None:
@@ -67,7 +67,7 @@ class Output:
 
 
 class Table:
-    """Rows under a header, printed in portions: columns only grow wider. Columns that begin with `>` are numbers."""
+    """Table that is printed in portions. Columns only grow wider. A `>` before a column's name aligns it right."""
 
     def __init__(self, output: Output, *columns: str) -> None:
         self._output = output
@@ -81,7 +81,7 @@ class Table:
         self._rows.append(cells)
 
     def flush(self) -> None:
-        """Prints what was added."""
+        """Prints the rows added since the last call, after the header if these are the first."""
         for row in self._rows:
             self._widths = [max(w, len(c)) for w, c in zip(self._widths, row, strict=True)]
         if self._rows and not self._has_header:
@@ -98,14 +98,14 @@ class Table:
 
 
 def bar(share: float) -> str:
-    """`███░░░░░░░`; whatever is above nothing shows."""
+    """Formats a share as `███░░░░░░░`. A share above 0 fills at least one cell."""
     share = min(max(share, 0.0), 1.0)
     full = round(share * _BAR_CELLS) or (1 if share > 0 else 0)
     return "█" * full + "░" * (_BAR_CELLS - full)
 
 
 def count(number: int, noun: str) -> str:
-    """`1 object`, `2,000 objects`."""
+    """Formats a number with its noun: `1 object`, `2,000 objects`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -113,7 +113,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(num_bytes: float) -> str:
-    """`3.2 GiB`."""
+    """Formats bytes as `3.2 GiB`."""
     unit = 0
     while num_bytes >= 1024 and unit < len(_UNITS) - 1:
         num_bytes /= 1024
@@ -122,5 +122,5 @@ def size(num_bytes: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """`12.34 GB/s`."""
+    """Formats bytes per second as `12.34 GB/s`."""
     return f"{bytes_per_s / 1e9:.2f} GB/s"

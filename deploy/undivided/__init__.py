@@ -1,1 +1,1 @@
-"""A decode worker that also prefills prompts that were placed there whole (docs/conditional-disaggregation.md)."""
+"""A decode worker that also prefills prompts that are placed on it undivided (docs/conditional-disaggregation.md)."""

@@ -1,4 +1,4 @@
-"""`python -m deploy.undivided`."""
+"""Entry point of `python -m deploy.undivided`."""
 
 import sys
 from functools import partial

@@ -1,4 +1,4 @@
-"""Options of a decode worker that also prefills: those of a decode worker, and what stores and objectives ask for."""
+"""Options of a decode worker that also prefills: those of a decode worker, plus those for stores and the TBT target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_TBT_SLO_S: float = ConductorConfig.tbt_slo
 
 @dataclass(frozen=True, kw_only=True)
 class UndividedConfig(DecodeConfig, PatienceConfig):
-    """`moonserve worker --role decode --conditional-disaggregation on`."""
+    """Options of `moonserve worker --role decode --conditional-disaggregation on`."""
 
     tbt_slo: float = option(
         DEFAULT_TBT_SLO_S,

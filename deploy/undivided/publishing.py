@@ -1,8 +1,8 @@
-"""Blocks that were computed here, on their way to others: sealed, findable in the pool, put into a store. Pure.
+"""Publishes blocks that were computed here: seals them, makes them findable in the pool, puts them into stores. Pure.
 
-Owns the references to blocks whose checksum is being made and to those that are being put. New blocks of a prompt go to
-the store that its prefix was read from, so that chains stay together; to the home store, if there is one, where nothing
-was read. Does not know requests.
+Owns the references to blocks whose checksum is being computed and to blocks that are being put. New blocks of a prompt
+are put into the store of its prefix, so that chains stay together. If its prefix has none, they are put into the home
+store, if there is one. Does not know requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sealed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutEnded(Event):
-    """What became of a put to this store."""
+    """Outcome of a put to this store."""
 
     store_id: str
     outcome: PutDone | PutFailed
@@ -40,14 +40,14 @@ class PutEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealBlocks(Action):
-    """Say the checksums of these whole blocks, which nobody writes any more → Sealed."""
+    """Compute the checksums of these whole blocks, which are no longer written → Sealed."""
 
     seal_id: int
     blocks: tuple[BlockId, ...]
 
 
 class NewBlock(NamedTuple):
-    """A whole block with its KV, and what it is."""
+    """A whole block with its KV, its key and its parent's key."""
 
     block: BlockId
     key: BlockKey
@@ -56,11 +56,11 @@ class NewBlock(NamedTuple):
 
 class _Seal(NamedTuple):
     items: tuple[NewBlock, ...]
-    store: Endpoint | None  # None: the home store
+    store: Endpoint | None  # None = the home store
 
 
 class Publishing:
-    """Of one pool. `max_in_flight` and `max_pending`: blocks, as for a prefill worker's puts to each store."""
+    """Publication for one pool. `max_in_flight`, `max_pending`: blocks per store, as for a prefill worker's puts."""
 
     def __init__(self, pool: BlockPool, *, max_in_flight: int = 64, max_pending: int = 4096) -> None:
         self.counters: Counter[str] = Counter()
@@ -73,32 +73,32 @@ class Publishing:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing holds references to blocks."""
+        """True if this object holds no references to blocks."""
         return not any(self.held_blocks())
 
     def held_blocks(self) -> Iterator[list[BlockId]]:
-        """Blocks that this object keeps references to."""
+        """Yields the blocks to which this object holds references."""
         yield from ([item.block for item in seal.items] for seal in self._seals.values())
         yield from (blocks for puts in self._stores.values() if (blocks := puts.held_blocks()))
 
     def found(self, store: Endpoint) -> None:
-        """The store can be reached (again)."""
+        """Notes that the store can be reached (again)."""
         self._puts_to(store.instance_id).found(store)
 
     def home_found(self, store: Endpoint) -> None:
-        """Likewise the one for new blocks of prompts that were not read from any."""
+        """Notes that the home store can be reached. It is for new blocks of prompts whose prefix has no store."""
         self._home_id = store.instance_id
         self.found(store)
 
     def computed(self, items: Sequence[NewBlock], store: Endpoint | None) -> SealBlocks:
-        """These blocks are held by somebody and have their KV."""
+        """Takes references to blocks that have their KV, and returns the action to seal them. The caller holds them."""
         self._pool.retain(item.block for item in items)
         self._num_seals += 1
         self._seals[self._num_seals] = _Seal(tuple(items), store)
         return SealBlocks(seal_id=self._num_seals, blocks=tuple(item.block for item in items))
 
     def sealed(self, event: Sealed) -> None:
-        """They can be found from now on, and are put in line for their store."""
+        """Makes sealed blocks findable, queues them for their store, and releases the references of the seal."""
         items, store = self._seals.pop(event.seal_id)
         store_id = self._home_id if store is None else store.instance_id
         puts = None if store_id is None else self._puts_to(store_id)
@@ -117,12 +117,12 @@ class Publishing:
             puts.done(event.outcome)
 
     def evicted(self, key: BlockKey) -> None:
-        """The pool cannot serve this block any more."""
+        """Notes that the pool can no longer serve this block."""
         for puts in self._stores.values():
             puts.evicted(key)
 
     def start(self) -> list[PutBlocks]:
-        """The puts that are due, with references taken."""
+        """Returns the puts that are due, with references taken."""
         due = (puts.start() for puts in self._stores.values())
         return [put for put in due if put is not None]
 
@@ -133,7 +133,7 @@ class Publishing:
         return puts
 
     def validate(self) -> None:
-        """Raises AssertionError when a bound or the bookkeeping is broken."""
+        """Raises AssertionError if a bound is exceeded or the bookkeeping is inconsistent."""
         for puts in self._stores.values():
             puts.validate()
         for blocks in self.held_blocks():

@@ -1,10 +1,10 @@
-"""`UndividedState`: a decode worker's automaton that takes requests from the first token of their prompts on. Pure.
+"""`UndividedState`: state machine of a decode worker that also prefills the prompts of requests. Pure.
 
-    WAITING (no blocks) → LOADING (its prefix is read) → READING (a sequence; chunks beside decode steps) → first token
+    WAITING (no blocks) → LOADING (its prefix is read) → READING (a sequence; chunks next to decode) → first token
 
-Prompts get blocks in the order of their arrival, before new landings, and not before a preempted sequence has its own
-again. From its blocks on a prompt is a sequence like one that was preempted: the schedule computes what is missing in
-chunks, within the budget. What is computed is sealed and published block by block, so that later prompts share it.
+Prompts get blocks in order of arrival, before new landings, and only while no preempted sequence waits for its own.
+From then on a prompt is a sequence like one that was preempted: the schedule computes the missing tokens in chunks,
+within the budget. Computed blocks are sealed and published one by one, so that later prompts share them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from worker.events import Action, Event, Submitted
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Prompt:
-    """Until its first token."""
+    """A prompt until its first token."""
 
     request: Request
     sources: tuple[PrefixSource, ...]
@@ -44,7 +44,7 @@ class _Prompt:
     blocks: list[BlockId] = field(default_factory=list)  # LOADING
     num_found: int = 0  # LOADING: leading blocks that were in the pool
 
-    is_over: bool = False  # LOADING: nobody wants it; its blocks are free when nothing is read into them any more
+    is_over: bool = False  # LOADING: dropped; its blocks are freed when nothing is read into them any more
     admitted_at: float | None = None  # LOADING, READING
     loaded_at: float = 0.0  # READING
     began_at: float | None = None  # READING: its first chunk
@@ -66,12 +66,12 @@ class _Prompt:
 
     @property
     def store(self) -> Endpoint | None:
-        """That its new blocks go to."""
+        """Store for its new blocks; None = the home store."""
         return self.sources[-1].store if self.sources else None
 
 
 class UndividedState(DecodeState):
-    """Takes `deploy.undivided.publishing` as well. `report` goes with a first token."""
+    """State of the worker. It also handles the events of `deploy.undivided.publishing`."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class UndividedState(DecodeState):
         super().__init__(pool, limits, policy, keeping)
         self._limits = limits
         self.publishing = publishing or Publishing(pool)
-        self._prompts: dict[RequestId, _Prompt] = {}  # wanted ones, in order of arrival
-        self._loading: dict[RequestId, _Prompt] = {}  # also unwanted ones
+        self._prompts: dict[RequestId, _Prompt] = {}  # without dropped ones, in order of arrival
+        self._loading: dict[RequestId, _Prompt] = {}  # including dropped ones
         self._handlers = {
             **self._handlers,
             Submitted: self._submitted,
@@ -108,13 +108,13 @@ class UndividedState(DecodeState):
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts, to be computed before one that came now."""
+        """Tokens of prompts that are computed before a prompt that arrives now."""
         return sum(
             len(p.request.token_ids) if p.sequence is None else p.sequence.num_missing for p in self._prompts.values()
         )
 
     def report(self, request_id: RequestId, now: float) -> PrefillReport | None:
-        """With the first token, once; None for sequences that were prefilled elsewhere."""
+        """Returns the report for a prompt's first token, once; None for sequences that were prefilled elsewhere."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is None or prompt.began_at is None:
             return None
@@ -148,7 +148,7 @@ class UndividedState(DecodeState):
     def _submitted(self, event: Submitted, now: float, out: list[Action]) -> None:
         request, sources = event.request, event.placement.prefix_sources
         if self._tombstones.take(request.request_id, now):
-            return  # its gateway has given it up
+            return  # its gateway has cancelled it
         if sources:
             self.publishing.found(sources[-1].store)
         self._tombstones.seen(request.request_id, now)
@@ -173,7 +173,7 @@ class UndividedState(DecodeState):
         self._loaded(event.request_id, event.checksums, now, out)
 
     def _loaded(self, request_id: RequestId, checksums: tuple[int, ...], now: float, out: list[Action]) -> None:
-        """So many blocks behind those that were here arrived well; nothing is written to any other."""
+        """Ends a load. `checksums`: of the blocks that arrived after those found here; no other is written any more."""
         prompt = self._loading.pop(request_id)
         if prompt.is_over:
             self.pool.release(prompt.blocks)
@@ -199,7 +199,7 @@ class UndividedState(DecodeState):
         super()._stop(event, now, out)
 
     def _time_out(self, request_id: RequestId, now: float, out: list[Action]) -> None:
-        """A prompt's time to begin may be over."""
+        """Fails a prompt that has not begun by its deadline."""
         prompt = self._prompts.get(request_id)
         if prompt is not None and prompt.sequence is None and prompt.deadline_at <= now:
             self._drop_prompt(request_id)
@@ -217,14 +217,14 @@ class UndividedState(DecodeState):
                 self._drop_prompt(prompt.request.request_id)
 
     def _drop_prompt(self, request_id: RequestId) -> bool:
-        """Nobody wants it. False where it is no prompt, or a sequence already: then the schedule has to be told."""
+        """Drops a prompt. Returns False if there is none or it is a sequence: then the schedule must be notified."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is None or prompt.sequence is not None:
             return False
         prompt.is_over = True
         return True
 
-    # -- what follows from any event
+    # -- after every event
 
     def _advance(self, now: float, out: list[Action]) -> None:
         self._admit_prompts(now, out)
@@ -232,7 +232,7 @@ class UndividedState(DecodeState):
 
     @property
     def _may_grant(self) -> bool:
-        """A prompt that waits for blocks goes before landings that would take them."""
+        """False while a prompt waits for blocks, because it goes before landings that would take them."""
         return not any(self._is_waiting(p) for p in self._prompts.values())
 
     def _is_waiting(self, prompt: _Prompt) -> bool:
@@ -243,17 +243,17 @@ class UndividedState(DecodeState):
             return
         for prompt in [p for p in self._prompts.values() if self._is_waiting(p)]:
             num_tokens = len(prompt.request.token_ids)
-            if self._limits.blocks_for(num_tokens) > self.pool.capacity:  # which was more before
+            if self._limits.blocks_for(num_tokens) > self.pool.capacity:  # it may have shrunk
                 self._drop_prompt(prompt.request.request_id)
                 self._refuse(prompt, InvalidRequest(f"{num_tokens} tokens do not fit here"), out)
                 continue
-            # Of an earlier attempt: its blocks are written until that load has ended.
+            # The blocks of an earlier attempt are written until its load has ended.
             if prompt.request.request_id in self._loading or not self._take_blocks(prompt):
                 return
             self._admit(prompt, now, out)
 
     def _take_blocks(self, prompt: _Prompt) -> bool:
-        """Cached blocks and fresh ones for the rest, where that is allowed."""
+        """Takes cached blocks, and fresh ones for the rest. Returns False if the allotment does not allow it."""
         request = prompt.request
         num_tokens = len(request.token_ids)
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
@@ -278,7 +278,7 @@ class UndividedState(DecodeState):
         out.append(LoadPrefix(request_id=request_id, parts=parts, choice=choice))
 
     def _parts(self, prompt: _Prompt) -> tuple[PrefixPart, ...]:
-        """What the sources hold behind the blocks that are here, without a gap."""
+        """Returns the parts of the prefix that sources hold after the blocks found here, without a gap."""
         if prompt.request.scores_prompt:
             return ()
         keys, blocks = prompt.request.block_keys, prompt.blocks
@@ -296,7 +296,7 @@ class UndividedState(DecodeState):
         return tuple(parts)
 
     def _read(self, prompt: _Prompt, num_cached: int, now: float) -> None:
-        """Its leading blocks are there; the schedule computes the others."""
+        """Makes the prompt a sequence. Its leading blocks are present; the schedule computes the others."""
         prompt.loaded_at = now
         prompt.num_cached = prompt.num_sealed = num_cached
         prompt.sequence = self._schedule.add(
@@ -308,7 +308,7 @@ class UndividedState(DecodeState):
         prompt.blocks = []
 
     def _note(self, prompt: _Prompt, sequence: Sequence, now: float, out: list[Action]) -> None:
-        """What of it is computed is sealed, and what it began with is known from its first chunk on."""
+        """Seals the blocks that have been computed, and notes when the first chunk begins."""
         if sequence.phase is SequencePhase.ENDED and sequence.is_new:
             self._prompts.pop(prompt.request.request_id, None)
             return

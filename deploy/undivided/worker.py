@@ -1,4 +1,4 @@
-"""A decode worker that also prefills, from start to stop: as `decode_worker.worker`, with a way to the stores."""
+"""Runs a decode worker that also prefills: as `decode_worker.worker`, with loads from and puts to stores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from worker.process import Equipment, equipped
 
 
 class UndividedService(DecodeService):
-    """`patience`: with stores."""
+    """Service of the worker. `patience`: for calls to stores."""
 
     state: UndividedState
 
@@ -111,7 +111,7 @@ class UndividedWorker(DecodeWorker):
 
 
 def budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
-    """What steps with chunks may take on this replica."""
+    """Returns the time budget of steps with chunks on this replica."""
     prefill, decode = replica.profiles
     return StepBudget(
         decode=decode_profile_from_wire(decode),
@@ -121,6 +121,6 @@ def budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
 
 
 async def serve(config: UndividedConfig, lifecycle: Lifecycle) -> None:
-    """Runs the worker until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs the worker until the process is stopped. Raises ConfigError if it cannot start."""
     async with equipped(config, lifecycle, "decode") as equipment:
         await UndividedWorker(config, equipment).run(lifecycle)

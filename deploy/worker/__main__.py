@@ -1,4 +1,4 @@
-"""`python -m deploy.worker`."""
+"""Entry point of `python -m deploy.worker`."""
 
 import sys
 from functools import partial

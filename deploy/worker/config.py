@@ -1,4 +1,4 @@
-"""Options of a worker that can change its role: those of a prefill worker, which has all that a decode worker has."""
+"""Options of a worker that can change its role: those of a prefill worker, plus those that only a decode worker has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_ROLE_DRAIN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(PrefillConfig, AllotmentConfig):
-    """`moonserve worker --role-switching on`."""
+    """Options of `moonserve worker --role-switching on`."""
 
     role: str = option(help="role at the start", choices=("prefill", "decode"))
     role_drain_s: float = option(
@@ -27,7 +27,7 @@ class WorkerConfig(PrefillConfig, AllotmentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.as_decode()  # says what is wrong before anything is loaded
+        self.as_decode()  # reports errors before anything is loaded
         if self.role_drain_s < 0:
             raise ConfigError("--role-drain-s must not be negative")
 
@@ -40,5 +40,5 @@ class WorkerConfig(PrefillConfig, AllotmentConfig):
         return Role(self.role)
 
     def as_decode(self) -> DecodeConfig:
-        """Raises ConfigError for options with which it could not decode."""
+        """Returns the options of its decode role. Raises ConfigError if it could not decode with them."""
         return DecodeConfig(**{each.name: getattr(self, each.name) for each in fields(DecodeConfig)})

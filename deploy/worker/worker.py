@@ -1,7 +1,7 @@
-"""A worker that takes turns as prefill and as decode worker over one replica, from start to stop.
+"""Runs a worker that alternates between prefill and decode over one replica.
 
-Its rule: a turn begins when the one before has ended, and then nothing writes to the pool's memory any more. What
-outlives a turn is the replica, the transfer engine with its memory, and the pool's findable blocks.
+Rule: a turn begins after the previous turn has ended, when nothing writes to the pool's memory any more. The replica,
+the transfer engine with its memory, and the pool's findable blocks outlive a turn.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _RETRY_AFTER_S = 1.0
 
 
 class Turn(Lifecycle):
-    """`drain_s`: what is under way gets so long to finish before another role begins."""
+    """Period in one role. `drain_s`: time for requests in flight to finish before another role begins."""
 
     def __init__(self, role: Role, process: Lifecycle, *, drain_s: float) -> None:
         super().__init__(status_fd=None)
         self.role = role
         self._process = process
         self._drain_s = drain_s
-        self._wanted: Role | None = None  # once a switch was asked for
+        self._wanted: Role | None = None  # set once a switch is requested
 
     @property
     def next_role(self) -> Role | None:
-        """None: the process ends with this turn, as far as known."""
+        """Role of the next turn. None = the process ends with this turn, as far as known."""
         return None if self._process.stopping.is_set() else self._wanted
 
     @property
@@ -48,8 +48,8 @@ class Turn(Lifecycle):
         return self._wanted is not None
 
     def switch_to(self, role: Role, drain_s: float | None = None) -> None:
-        """Ends the turn so that `role` begins; no-op when it is its own. Raises Overloaded when the other one has been
-        asked for."""
+        """Ends the turn so that `role` begins. Does nothing if the turn has that role already; raises Overloaded if it
+        is then about to change to the other one."""
         if role is self.role:
             if self.is_switching:
                 raise Overloaded(
@@ -63,11 +63,11 @@ class Turn(Lifecycle):
             self.stopping.set()
 
     async def end_with_process(self) -> None:
-        """Run beside the turn."""
+        """Ends the turn when the process is stopped. Runs concurrently with the turn."""
         await self._process.stopping.wait()
         self.stopping.set()
 
-    # What a role's code calls
+    # Called by a role's code
 
     def progress(self, stage: str, fraction: float | None = None) -> None:
         self._process.progress(stage, fraction)
@@ -76,7 +76,7 @@ class Turn(Lifecycle):
         self._process.ready(role=self.role.value, **facts)
 
     async def drained(self, idle: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
-        """A process that is told to stop grants what it would grant without turns."""
+        """Waits for `idle` for `drain_s`. If the process is stopped meanwhile, waits as the process's own `drained`."""
         async with running(idle) as finishing, running(self._process.stopping.wait()) as told:
             await asyncio.wait({finishing, told}, timeout=self._drain_s, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
@@ -96,7 +96,7 @@ class RoleSwitchServicer(worker_pb2_grpc.RoleSwitchServicer):
         self._turn = turn
 
     async def SwitchRole(self, request: worker_pb2.SwitchRoleRequest, context: Context) -> worker_pb2.SwitchRoleReply:
-        """Raises InvalidRequest, or Overloaded while it changes to the role that it is to leave again."""
+        """Starts a switch. Raises InvalidRequest, or Overloaded for the present role while a switch has begun."""
         drain_s = request.drain_s if request.HasField("drain_s") else None
         if drain_s is not None and not 0 <= drain_s < float("inf"):
             raise InvalidRequest(f"drain_s is {drain_s}; it is finite and at least 0")
@@ -118,7 +118,7 @@ log = logging.getLogger(__name__)
 
 
 class SwitchingWorker:
-    """One replica and whose turn it is."""
+    """Successive turns over one replica."""
 
     def __init__(self, config: WorkerConfig, equipment: Equipment) -> None:
         self._config = config
@@ -126,13 +126,13 @@ class SwitchingWorker:
         self._pool: BlockPool | None = None  # of the latest turn
 
     async def run(self, lifecycle: Lifecycle) -> None:
-        """Serves until told to stop. Raises what ends a turn before its time."""
+        """Serves until the process is stopped. Raises the error that ends a turn early."""
         role: Role | None = self._config.first_role
         while role is not None:
             role = await self._take_turn(role, lifecycle)
 
     async def _take_turn(self, role: Role, lifecycle: Lifecycle) -> Role | None:
-        """The role that is to follow; None when the process is to stop."""
+        """Runs one turn and returns the next role; None if the process is to stop."""
         turn = Turn(role, lifecycle, drain_s=self._config.role_drain_s)
         servicer = RoleSwitchServicer(turn)
         worker = self._worker(role)
@@ -150,6 +150,6 @@ class SwitchingWorker:
 
 
 async def serve(config: WorkerConfig, lifecycle: Lifecycle) -> None:
-    """Runs a worker of changing roles until the process is told to stop. Raises ConfigError when it cannot start."""
+    """Runs a worker of changing roles until the process is stopped. Raises ConfigError if it cannot start."""
     async with equipped(config, lifecycle, "worker", config.faults()) as equipment:
         await SwitchingWorker(config, equipment).run(lifecycle)
