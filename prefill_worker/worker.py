@@ -50,8 +50,8 @@ class PrefixLoadCollector(Collector):
             for store, figure in figures.items():
                 family.add_metric((store,), getattr(figure, field))
             yield family
-        latency = GaugeMetricFamily("moonserve_prefix_load_latency_seconds", "By the most recent reads.", labels=("store",))
-        rate = GaugeMetricFamily("moonserve_prefix_load_bytes_per_second", "By the most recent reads.", labels=("store",))
+        latency = GaugeMetricFamily("moonserve_prefix_load_latency_seconds", "Recent reads.", labels=("store",))
+        rate = GaugeMetricFamily("moonserve_prefix_load_bytes_per_second", "Recent reads.", labels=("store",))
         for store, speed in self._loads.speeds().items():
             latency.add_metric((store,), speed.latency_s)
             rate.add_metric((store,), 1 / speed.s_per_byte)
