@@ -15,42 +15,42 @@ OVERLOADED = 0.9  # overload: Algorithm 1 serves a smaller share of requests tha
 
 _PROSE = """# The placement policy moonserve
 
-`--placement-policy moonserve`, the default of `moonserve serve` and `moonserve conductor`, places a prompt where it
-adds the least delay: its own TTFT and, for each prompt that it goes before, its prefill time. Prompts wait shortest
-first, as far as their TTFT objectives allow; what costs more than it brings while many wait goes behind the others.
-`conductor/policies/least_added_delay.py` has reasons and constants, the record of a decision (`moonserve explain`) each
-instance's wait in the order of ranks and what others wait longer.
+This page tells operators how `--placement-policy moonserve`, the default, works and compares with Algorithm 1
+(FAST'25). The policy places a prompt where it adds the least delay: its own TTFT plus its prefill time for each prompt
+that it delays. The shortest prompt goes first, as far as the TTFT objectives allow. While many prompts wait, a prompt
+that costs more than it gains goes behind all others. `conductor/policies/least_added_delay.py` has reasons and
+constants. The decision record (`moonserve explain`) shows each instance's wait in this order and others' delay.
 
-The order reaches the machines as a *rank*, seconds that a prompt yields: a prefill worker takes prompts by arrival +
-rank, for each step anew, so that a long prompt is passed between its chunks, and by nothing that comes later than its
-rank. Ranks are relative to the arrival where the prompt waits, since clocks of different hosts are never compared.
+A placement carries the order as a *rank*, the seconds by which the prompt yields. A prefill worker takes prompts by
+arrival + rank, anew for each step. So prompts that arrive within its rank overtake a long prompt between its chunks.
+Ranks are relative to the arrival at the worker, so clocks of different hosts are never compared.
 
-## Beside Algorithm 1
+## Comparison with Algorithm 1
 
 Simulated (`python -m benchmarks.policies --trace FILE`): Llama 3 70B on machines of eight A800, objectives 30 s to the
-first token and 0.1 s between tokens. *Algorithm 1* is `global-cache-aware` at the best of several balancing thresholds,
-by mean TTFT. TTFT in seconds, of all that got a first token; *in time*: requests that kept both objectives. Admission
-*none* serves everybody, *predicted* refuses whose prediction misses an objective. The constants were tuned on other
-synthetic traces than those of the table; the price of copies was also looked at on the published one.
+first token and 0.1 s between tokens. *Algorithm 1* is `global-cache-aware` with the best of several balancing
+thresholds by mean TTFT. TTFT in seconds, over requests with a first token; *in time*: both objectives met. Admission
+*none* serves all requests, *predicted* rejects those whose prediction misses an objective. The constants were tuned on
+synthetic traces that are not in the table; the price of copies was also checked on the published trace.
 """
 
 
 _LIMITS = """
-## What it costs, and what it does not do
+## Costs and limits
 
-- Weighing 16 instances with a dozen prompts each takes about 15 µs of processor time where Algorithm 1 takes 9. Of
-  more instances only the 16 with the shortest waits in order of arrival are looked at exactly.
-- The mean is bought from long prompts: under overload without admission the last percent waits for minutes, at most
-  for 30 objectives and ten times its own prefill time, then it is its turn. With admission it is refused at once.
-- Where queues are short there is nothing to win: at the trace's own speed prompts wait a tenth of their TTFT.
-- With admission little is won beside the time that others wait. Algorithm 1 refuses long prompts first, too: waits
-  are near the objective then, and theirs are the longest. Of the first 8,000 requests at six times the speed it
-  keeps 78.0%, moonserve 79.5%. Whoever knew them all, refused the longest first and forgot no prefix would keep
-  86%; but what is refused leaves no prefix to its conversation. A fixed limit on seconds of prefill keeps 79.2% with
-  2.1 s and 72.0% with 1.6 s, a steeper price (10 for 4) 79.7%. So 10% more are what such foresight could win there.
-- Where decoding is short, letting in what adds much to steps only while little runs keeps 88.7, 87.4 and 84.3% for
-  three strengths, and 89.3% without: it holds room free that nobody uses.
-- The order assumes that predictions of prefill time are about right; a wrong one costs time, never a token.
+- Weighing 16 instances with a dozen prompts each takes about 15 µs of processor time; Algorithm 1 takes 9. Of more
+  instances only the 16 with the shortest waits in order of arrival are examined exactly.
+- Long prompts pay for the lower mean. Under overload without admission the last percent waits for minutes, at most for
+  30 objectives and ten times its own prefill time. With admission it is rejected at once.
+- Short queues leave nothing to gain: at the trace's own speed, waiting is a tenth of the TTFT.
+- With admission only waiting times gain much. Algorithm 1 also rejects long prompts first, since waits are near the
+  objective and theirs are longest. Of the first 8,000 requests at six times the speed it keeps 78.0%, moonserve 79.5%.
+  Full foresight that rejects the longest first and keeps all prefixes keeps 86%, but a rejected request leaves no
+  prefix to its conversation. A limit on prefill seconds keeps 79.2% with 2.1 s and 72.0% with 1.6 s, a steeper price
+  (10, not 4) 79.7%. So such foresight gains at most 10% there.
+- If decode is the bottleneck, admitting requests that lengthen steps much only while few sequences run keeps 88.7, 87.4
+  and 84.3% (three strengths), and 89.3% without this rule: it reserves room that stays unused.
+- The order assumes roughly correct predictions of prefill time. A wrong prediction costs time, never a token.
 """
 
 
@@ -63,7 +63,7 @@ def as_page(result: Mapping[str, Any]) -> str:
             *_verdicts(result["rows"]),
             _last_percent(result["rows"]),
             "",
-            "## What each term is worth",
+            "## Effect of each term",
             "",
             f"{result['ablated']['trace']}, at {result['ablated']['speedup']:g} times its speed, 8 + 8 machines,"
             f" {result['ablated']['requests']} requests, admission none.",
