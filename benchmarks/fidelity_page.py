@@ -39,14 +39,15 @@ def as_page(result: dict[str, Any]) -> str:
     return "\n".join(
         (
             _INTRODUCTION,
-            f"The first {load['requests']} requests of {load['trace']}, {load['speedup']:g} times as fast, prompts at "
-            f"1/{1 / LENGTHS:g} and answers at 1/{1 / OUTPUTS:g} of their lengths; policy {load['policy']}; "
-            f"the demo model, one thread per worker, {machine['cores']} cores, load {machine['load']:g} at the end.",
+            f"The load is the first {load['requests']} requests of {load['trace']} at speed {load['speedup']:g}, "
+            f"prompts at 1/{1 / LENGTHS:g} and answers at 1/{1 / OUTPUTS:g} of their lengths; policy {load['policy']}; "
+            f"the demo model, one thread per worker, {machine['cores']} cores, system load {machine['load']:g} at the "
+            "end.",
             *_remark(machine),
             "",
             *(_section(shape) for shape in result["shapes"]),
-            f"The claim, {BAR:.0%} for the first five rows of each table, is {met}. That half of the live TTFTs are "
-            f"predicted to {PREDICTION_BAR:.0%} is {predicted}.",
+            f"The goal of an error within {BAR:.0%} in the first five rows of each table is {met}. The goal of "
+            f"predicting half of the live TTFTs within {PREDICTION_BAR:.0%} is {predicted}.",
             "",
             _READING,
         )
@@ -59,8 +60,8 @@ def _remark(machine: dict[str, Any]) -> Sequence[str]:
         return ()
     return (
         "",
-        "**Other programs had most of the processor while this was measured**: tokens reached the client several at "
-        "once, so that gaps say little, and predictions were late. Measure again on an idle machine.",
+        "**Other programs used most of the processor during this measurement**: several tokens reached the client at "
+        "once, so gaps mean little, and predictions were late. Measure again on an idle machine.",
     )
 
 
@@ -83,12 +84,12 @@ def _section(shape: dict[str, Any]) -> str:
                 *(" / ".join(f"{c:.2e}" for c in terms[part]) for part in ("prefill", "decode"))
             )
             + _OVERHEADS.format_map(terms),
-            "Beside 0, 1, … others, one of which decodes, these take so many times as long: "
+            "Factors beside 0, 1, … other busy machines, one of which decodes: "
             + _crowding(terms, "crowding", ("prefill", "request", "landing"))
             + "; beside 0, 1, … prefill machines: "
             + _crowding(terms, "crowding", ("decode", "batch", "handoff"))
             + ".",
-            "Beside 0, 1, … others, none of which decodes: "
+            "Factors beside 0, 1, … other busy machines, none of which decodes: "
             + _crowding(terms, "prefills", ("prefill", "request", "landing"))
             + ".",
             "",
@@ -98,7 +99,7 @@ def _section(shape: dict[str, Any]) -> str:
             + _terms(shape["means"], "simulated", ("queue", "load", "prefill"))
             + "; predicted "
             + _terms(shape["means"], "predicted", ("queue", "load", "prefill"))
-            + ". Predicted less actual as a share of the TTFT, p50: "
+            + ". Prediction error as a share of the TTFT, p50: "
             + ", ".join(f"{name} {off:.1%}" for name, off in shape["prediction_errors"].items())
             + ".",
             "",
@@ -124,39 +125,39 @@ _OVERHEADS = (
     "landing {landing_ms:.1f}, handoff {handoff_ms:.1f} ms."
 )
 
-_INTRODUCTION = """# Does the simulator tell the truth?
+_INTRODUCTION = """# Accuracy of the simulator
 
-One trace, served live and simulated. `python -m benchmarks.fidelity --trace FILE` makes this page: for each shape it
-profiles a cluster (`moonserve profile --serving`), replays the trace against a fresh one, and simulates the same
-records on the profile, several rounds. Nothing of a replay goes into its simulation; the profile knows the load's mean
-lengths, as an operator would. Figures are medians of the
-rounds, errors the medians of each round's errors.
+This page shows how well the simulator predicts a live cluster, for readers who rely on its results. One trace is
+replayed live and simulated. `python -m benchmarks.fidelity --trace FILE` makes this page. For each shape, it profiles a
+cluster (`moonserve profile --serving`), replays the trace against a fresh cluster, and simulates the same records with
+the profile, for several rounds. The simulation uses no data of the replay; the profile knows the mean lengths of the
+load, as an operator would. Figures are medians of the rounds, errors are medians of each round's errors.
 """
 
-_READING = """## What the simulation has, and what it leaves out
+_READING = """## Terms of the simulation, and omissions
 
 | term | measured as |
 |---|---|
-| prefill, decode | computing as prefill workers report it (the mean of several), steps as clients see them, alone |
-| request | TTFT less what the prefill worker reports: HTTP, keys, placement, submission, the way back |
-| the gateway's part | by how much each prompt of one moment makes the others be placed later, by turns |
-| the way back | of a first token: TTFT since placement less what the worker reports; alone, with others behind |
-| turnover | what the others leave unexplained of the TTFT of prompts of one moment: handing one off delays the next |
+| prefill, decode | compute time as prefill workers report it (mean of several), steps as clients see them; alone |
+| request | TTFT less the times that the prefill worker reports: HTTP, keys, placement, submission, the way back |
+| the gateway's part | the delay that each of several simultaneous prompts adds to the placement of the others |
+| the way back | of a first token: TTFT since placement less the worker's report; alone, and with others behind |
+| turnover | the unexplained rest of the TTFT of simultaneous prompts: handing one off delays the next |
 | landing | from asking the decode worker for blocks to having them, while it is idle |
 | handoff | the second token's gap less a step: last writes, commit, verification |
-| crowding | how many times as long each of these takes beside 1, 2, … others that compute on this host |
-| … beside prefills | likewise beside prefill machines alone; one that decodes keeps gateway and clients busy, too |
+| crowding | the factor by which each of these is slower beside 1, 2, … others that compute on this host |
+| … beside prefills | the same beside prefill machines alone; a decode machine also keeps gateway and clients busy |
 | decode, batch | crowding of steps of one sequence and of four, in bursts with the load's mean lengths |
-| handoff beside prefills | likewise in bursts, by the number of prefill machines that go on, the prompt's own too |
-| gaps | how tokens are bunched on their way to the client: each gap against a step's time, beside 0, 1, 2, … others |
-| mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides it |
+| handoff beside prefills | the same in bursts, by the number of prefill machines that go on, the prompt's own too |
+| gaps | bunching of tokens on their way to the client: each gap against a step's time, beside 0, 1, 2, … others |
+| mixed steps | not measured: short prompts share steps as `prefill_worker.steps` decides |
 
-Left out: a crowd that changes during a chunk (it counts from the next one on); which of two machines is the faster
-one; what other programs do. TBT is each gap between tokens. Where half of the gaps are within a bunch of tokens,
-which takes microseconds, and half between two steps, the median lies between two kinds of gaps, and one percent more
-of the one kind moves it by a tenth or more: of a recording of the second shape, 46.4 % of the live gaps and 48.5 % of
-the simulated ones were below 0.1 ms, 59.0 and 58.8 below 0.5, 76.6 and 76.9 below 2. The trace's hash ids stand for
-32 tokens here, so that hits are exact. Terms: *before* is from the client's sending to the placement, *queue*, *load*
-and *prefill* are the prefill worker's report, *rest* the submission and the first token's way back. A prediction is
+The simulation omits changes of crowding during a chunk (they count from the next one on), speed differences between
+machines, and other programs. TBT is each gap between tokens. If half of the gaps are within a bunch of tokens, which
+takes microseconds, and half between two steps, the median lies between two kinds of gaps, and one percent more of one
+kind moves it by a tenth or more. In a recording of the second shape, 46.4 % of the live gaps and 48.5 % of the
+simulated ones were below 0.1 ms, 59.0 and 58.8 below 0.5, 76.6 and 76.9 below 2. The trace's hash ids stand for 32
+tokens here, so that hits are exact. *before* is the time from the client's sending to the placement. *queue*, *load*
+and *prefill* are the prefill worker's report. *rest* is the submission and the first token's way back. A prediction is
 compared with the TTFT from the placement on.
 """
