@@ -1,35 +1,33 @@
-"""What the README shows, runs."""
+"""What docs/libraries.md shows, runs."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 from deploy.ports import free_port
 from kvstore.client import connect
+from tests.docs.fences import ROOT, fences_of
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.nodes import TOKEN, running_node
 from tests.patience import until
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
 
-
-def snippets() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def snippet_with(name: str) -> str:
+    page = (ROOT / "docs" / "libraries.md").read_text()
+    [code] = [fence.text for fence in fences_of(page) if fence.language == "python" and name in fence.text]
+    return code
 
 
 def test_the_transfer_engine_alone_takes_ten_lines_that_run() -> None:
-    [code] = [snippet for snippet in snippets() if "TransferEngine" in snippet]
+    code = snippet_with("TransferEngine")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "libraries.md", "exec"), {})
 
 
 def test_the_store_alone_takes_ten_lines_that_run() -> None:
-    [code] = [snippet for snippet in snippets() if "kvstore.client" in snippet]
+    code = snippet_with("kvstore.client")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     port = free_port()
     with running_directory(port=port), running_node("--dram", "8MiB", "--join", f"127.0.0.1:{port}"):
         with connect(f"127.0.0.1:{port}", cluster_token=TOKEN) as store:
             until(store.nodes)  # a node is ready before it belongs to the others
         code = code.replace("127.0.0.1:7000", f"127.0.0.1:{port}").replace('"secret"', repr(TOKEN))
-        exec(compile(code, "README.md", "exec"), {})
+        exec(compile(code, "libraries.md", "exec"), {})
