@@ -1,4 +1,4 @@
-"""Random models, made once per run."""
+"""Small random models of each supported family, made once per run, with transformers as the reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A checkpoint and what transformers makes of it."""
+    """Checkpoint and the transformers model loaded from it."""
 
     path: Path
     reference: PreTrainedModel
@@ -60,7 +60,7 @@ class Pair:
         attention: str = "torch",
         **options: Any,
     ) -> Engine:
-        """`kernels` compute the layers; attention is torch's unless that is said, too."""
+        """Loads the engine. Attention uses torch unless `attention` is given, whatever `kernels` the layers use."""
         config = load_model_config(self.path)
         return Engine.load(
             self.path,
@@ -74,7 +74,7 @@ class Pair:
         )
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The reference's greedy continuation."""
+        """Returns the reference's greedy continuation."""
         output = self.reference.generate(
             torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
         )
@@ -82,12 +82,12 @@ class Pair:
         return tokens
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
-        """The reference's log-probabilities after each token: [tokens, vocab]."""
+        """Returns the reference's log-probabilities after each token: [tokens, vocab]."""
         with torch.inference_mode():
             return torch.log_softmax(self.reference(torch.tensor([tokens])).logits[0].float(), -1)
 
     def check(self, engine: Engine, prompts: Sequence[list[int]], num_top: int = 1, **options: Any) -> None:
-        """Ten greedy tokens and their log-probabilities are those of transformers."""
+        """Requires that ten greedy tokens and their log-probabilities equal those of transformers."""
         sampling = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=num_top)
         results = generate(engine, prompts, sampling, **options)
         assert [one.token_ids for one in results] == [self.generate(one, 10) for one in prompts]
@@ -100,7 +100,7 @@ class Pair:
                 assert [value for _, value in found.top] == pytest.approx(top, abs=1e-4)
 
     def off_by(self, engine: Engine) -> torch.Tensor:
-        """How far ten log-probabilities are from those of transformers for the same tokens."""
+        """Returns the absolute errors of ten log-probabilities against transformers for the same tokens."""
         sampling = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=1)
         prompt = random_prompt(70, seed=3)
         [result] = generate(engine, [prompt], sampling, chunk_size=32)
@@ -111,7 +111,7 @@ class Pair:
 
 
 def tokens_of(engine: Engine, prompts: Sequence[list[int]], num_tokens: int, **options: Any) -> list[list[int]]:
-    """Greedy continuations."""
+    """Returns the greedy continuations."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
     return [one.token_ids for one in generate(engine, prompts, sampling, **options)]
 

@@ -1,4 +1,4 @@
-"""Slices for tests that drive the engine step by step, and decoding by steps that run ahead."""
+"""Builds slices for tests that drive the engine step by step, and decodes with steps that run ahead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def last_of(
     *,
     request_id: str = "request",
 ) -> Slice:
-    """The step that computes the last of these tokens and samples the next one."""
+    """Returns the step that computes the last of these tokens and samples the next one."""
     end = len(tokens)
     return make_slice(
         tokens, end - 1, end, [0], request_id=request_id, sampling=sampling, num_prompt_tokens=num_prompt_tokens
@@ -60,8 +60,8 @@ def last_of(
 def decode_ahead(
     engine: Engine, prompts: Sequence[list[int]], wishes: Sequence[SamplingParams], num_tokens: int
 ) -> list[list[int]]:
-    """What follows each prompt. Prompts are one step; each step behind it is begun before the one before it has ended,
-    and those who listed the tokens so far get a token appended only when its step has ended."""
+    """Returns the tokens after each prompt. All prompts are one step. Each later step begins before the previous one
+    has ended, and a sampled token is appended to its history only when its step has ended."""
     per_prompt = engine.layout.blocks_for(max(map(len, prompts)) + num_tokens)
     histories = [list(prompt) for prompt in prompts]
 

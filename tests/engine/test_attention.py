@@ -1,7 +1,7 @@
-"""Attention on CPUs gives dense attention, whatever the shape, and native kernels give the same bits however work is
-cut.
+"""Attention on CPUs equals dense attention for any shape. Native kernels give the same bits however work is split.
 
-Every pool is NaN wherever no token may look (`Case`), so each of these tests also finds a read too far."""
+Every pool is NaN in all places that no token may read (`Case`), so each of these tests also detects reads out of range.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
 @dataclass(kw_only=True)
 class Case:
-    """A step over `lengths` (start, end). Whatever no token may see is NaN, in the pool and behind each sequence."""
+    """Step over `lengths` (start, end). All places that no token may read are NaN, also behind each sequence."""
 
     lengths: Sequence[tuple[int, int]]
     dtype: str = "float32"
-    kept: str | None = None  # what the pool is quantised to
+    kept: str | None = None  # dtype to which the pool is quantised
     kv_heads: int = 2
     group: int = 3
     head_dim: int = 64
     block_size: int = 16
     window: int | None = None
-    num_shared: int = 0  # leading tokens that all sequences have in the same blocks
+    num_shared: int = 0  # number of leading tokens that all sequences have in the same blocks
     seed: int = 0
     pool: KvPool = field(init=False)
     spans: list[Span] = field(init=False)
@@ -64,7 +64,7 @@ class Case:
         )
         tables = self._tables()
         self.pool = KvPool(layout, int(max(map(max, tables))) + 2, dtype=self.dtype)
-        self.pool.memory[:] = b"\xff" * self.pool.memory.nbytes  # NaN, be it an element, a scale or a code of fp8
+        self.pool.memory[:] = b"\xff" * self.pool.memory.nbytes  # NaN as an element, as a scale and as an fp8 code
         self.spans = [
             Span(start, end, table, start if end - start == 1 else end)
             for (start, end), table in zip(self.lengths, tables, strict=True)
@@ -80,7 +80,7 @@ class Case:
         return sum(end - start for start, end in self.lengths)
 
     def _tables(self) -> list[npt.NDArray[np.int64]]:
-        """Blocks in no order; those of the shared tokens are the same for all."""
+        """Returns block tables in random order. The blocks of the shared tokens are the same for all sequences."""
         shared = self.num_shared // self.block_size
         counts = [-(-end // self.block_size) for _, end in self.lengths]
         total = shared + sum(counts)
@@ -91,7 +91,7 @@ class Case:
         ]
 
     def _fill(self, generator: torch.Generator) -> None:
-        own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a slot's K and V
+        own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K and V by slot
         for span in self.spans:
             for slot in self._slots(span, self._oldest(span)).tolist():
                 if slot not in own:
@@ -102,7 +102,7 @@ class Case:
         self.pool.write(
             0, slots, torch.stack([key for key, _ in own.values()]), torch.stack([value for _, value in own.values()])
         )
-        # As in the model: queries are a part of a wider tensor.
+        # As in the model, queries are a slice of a wider tensor.
         shape = (self.num_tokens, self.geometry.num_heads + 2 * self.kv_heads, self.head_dim)
         wide = (2 * torch.randn(shape, generator=generator)).to(TORCH_DTYPES[self.dtype])
         self.queries = wide[:, : self.geometry.num_heads]
@@ -110,7 +110,7 @@ class Case:
         self.keys, self.values = (heads.to(TORCH_DTYPES[self.dtype]) for heads in self._read(now))
 
     def _read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V that lie there."""
+        """Returns K and V of the slots, dequantised if needed."""
         keys, values = (pieces[0].flatten(0, 1)[slots] for pieces in (self.pool.keys, self.pool.values))
         if self.kept is None:
             return keys, values
@@ -118,20 +118,20 @@ class Case:
         return dequantise(keys, code, torch.float32), dequantise(values, code, torch.float32)
 
     def _slots(self, span: Span, first: int) -> torch.Tensor:
-        """Where tokens [first, end) lie."""
+        """Returns the slots of the tokens [first, end)."""
         tokens = np.arange(first, span.end)
         blocks = span.blocks[tokens // self.block_size]
         return torch.from_numpy(blocks * self.block_size + tokens % self.block_size)
 
-    # -- what comes out
+    # -- results
 
     def attend(self, backend: Attention) -> torch.Tensor:
-        """All tokens in one step."""
+        """Computes all tokens in one step."""
         plan = backend.plan(self.spans, self.window)
         return backend.attend(0, plan, self.queries, self.keys, self.values)
 
     def attend_alone(self, backend: Attention) -> torch.Tensor:
-        """Each sequence in a step of its own."""
+        """Computes each sequence in a step of its own."""
         rows = np.cumsum([0, *(end - start for start, end in self.lengths)])
         parts = []
         for span, first, end in zip(self.spans, rows, rows[1:], strict=False):
@@ -142,7 +142,7 @@ class Case:
         return torch.cat(parts)
 
     def expected(self) -> torch.Tensor:
-        """[tokens, heads · head_dim] float64."""
+        """Returns dense attention: [tokens, heads · head_dim] float64."""
         parts = []
         row = 0
         for span in self.spans:
@@ -163,14 +163,14 @@ class Case:
 
 DTYPES = list(TORCH_DTYPES)
 POOLS = [(dtype, None) for dtype in DTYPES]
-# What the pool is quantised to; a library for each, and some seconds of a compiler.
+# Quantised pools. Each needs a library of its own, which takes seconds to compile.
 QUANTISED = [
     pytest.param("float32", "int8"),
     pytest.param("bfloat16", "int8"),
     pytest.param("float32", "fp8", marks=pytest.mark.slow),
     pytest.param("bfloat16", "fp8", marks=pytest.mark.slow),
 ]
-# Single tokens of all kinds of lengths, whole prompts, and chunks behind cached tokens.
+# Single tokens of many lengths, whole prompts, and chunks after cached tokens.
 MIXED = [(0, 1), (15, 16), (16, 17), (599, 600), (0, 2), (0, 17), (0, 130), (70, 75), (100, 301)]
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -210,7 +210,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def check(case: Case) -> None:
-    """Dense attention's numbers; and the same bits in two threads, and for each sequence in a step of its own."""
+    """Requires dense attention's values, and the same bits with two threads and with one step for each sequence."""
     alone = make("native", case)
     with threads(2):
         both = make("native", case)
@@ -263,14 +263,14 @@ def test_torch_equals_dense_attention(dtype: str, head_dim: int, window: int | N
     lengths = [(n - 1, n) for n in (1, 2, 15, 16, 17, 60, 150)] + [(10, 35), (0, 50)]
     case = Case(lengths=lengths, dtype=dtype, head_dim=head_dim, window=window)
     for piece in (*case.pool.keys, *case.pool.values):
-        piece.nan_to_num_(9.0)  # it reads whole blocks
+        piece.nan_to_num_(9.0)  # the torch backend reads whole blocks
     case.check(case.attend(make("torch", case)))
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [*POOLS, *QUANTISED])
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_how_a_prompt_is_cut_does_not_change_a_bit(dtype: str, kept: str | None, window: int | None) -> None:
-    """For the same K and V, that is."""
+    """The same K and V give the same bits, whether a prompt is one chunk or several."""
     cuts = [(0, 300), (0, 37), (37, 38), (38, 235), (235, 300)]
     case = Case(lengths=cuts, dtype=dtype, kept=kept, window=window)
     slots = case.pool.num_blocks * case.block_size
@@ -296,7 +296,7 @@ def test_how_a_prompt_is_cut_does_not_change_a_bit(dtype: str, kept: str | None,
 def test_processors_without_avx512_compute_the_same(
     flag: str, pools: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler is needed once for each; it optimises little, which takes a fraction of the time."""
+    """Each case compiles a library, with little optimisation, which takes a fraction of the time."""
 
     def load_older(source: Path, folder: Path | None, *, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
         return load_kernels(source, folder, flags=(*flags, "-O1", flag))
@@ -309,7 +309,7 @@ def test_processors_without_avx512_compute_the_same(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_far_apart_neither_overflow_nor_vanish(dtype: str) -> None:
-    """Weights thousands of powers of two apart still add up to one."""
+    """Weights that differ by thousands of powers of two still add up to one."""
     case = Case(lengths=[(199, 200), (0, 100)], dtype=dtype, window=70)
     case.queries = case.queries * 3_000
     values = case.pool.values[0]
@@ -324,7 +324,7 @@ def test_pieces_are_what_the_token_sees_cut_at_places_of_the_sequence(end: int, 
     first = 0 if window is None else max(0, end - window)
     assert [token for one in pieces for token in range(*one)] == list(range(first, end))
     assert all(start < stop for start, stop in pieces)
-    assert len(pieces) <= 17  # 16 whole ones, and what the first cut leaves over
+    assert len(pieces) <= 17  # 16 whole pieces and the rest before the first cut
     assert all(start % 256 == 0 for start, _ in pieces[1:])
 
 

@@ -1,5 +1,5 @@
-"""BlockPool: every block is accounted for, shared by prefix, evicted in order, kept back for urgent requests, cleared;
-and the radix tree gives the answers of a dict of keys (benchmarks.engine.dict_index)."""
+"""BlockPool counts every block, shares prefixes, evicts in order, keeps a reserve for urgent requests and clears
+blocks. The radix tree gives the same answers as a dict of keys (benchmarks.engine.dict_index)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8, dtype=
 
 
 def chain(path: str) -> list[BlockKey]:
-    """The keys of a prompt; one letter is a block."""
+    """Returns the keys of a prompt, in which each letter is one block."""
     return [BlockKey(path[:end].rjust(16, "-").encode()) for end in range(1, len(path) + 1)]
 
 
 class Told:
-    """A pool, and what it told its owner."""
+    """Pool with a record of the events it reported."""
 
     def __init__(self, num_blocks: int = NUM_BLOCKS, **options: Any) -> None:
         self.said: list[tuple[BlockKey, BlockKey | None]] = []
@@ -55,7 +55,7 @@ class Told:
         )
 
     def allocate(self, count: int, *, leave_reserve: bool = False) -> list[BlockId] | None:
-        """What the pool gives, checked against what it said was free, reserved and cached."""
+        """Allocates, and checks the result against the free, reserved and cached counts that the pool reported."""
         pool = self.pool
         free, cached, refused, evicted = (pool.num_free, pool.num_cached, pool.num_refused, pool.num_evicted)
         share = self.options.get("reserved_share", 0.0)
@@ -80,8 +80,8 @@ class Told:
         return keys
 
     def come(self, path: str, order: list[int]) -> int | None:
-        """How many blocks of the prompt were found; None: there is no room for it. `order`: in which the others are
-        published, if they are."""
+        """Lets a prompt use the pool. Returns how many of its blocks were found, or None if it does not fit. `order`:
+        indices of the blocks to publish, in this order."""
         pool, keys = self.pool, chain(path)
         found = pool.match_prefix(keys)
         pool.retain(found)
@@ -99,7 +99,7 @@ class Told:
         return len(found)
 
     def findable(self) -> dict[BlockKey, tuple[BlockKey, int, int | None, int]]:
-        """Parent, references, checksum and hits of every key."""
+        """Returns parent, references, checksum and hits of every key."""
         pool, found = self.pool, {}
         listed = pool.keys()
         for key, parent in listed:
@@ -110,7 +110,7 @@ class Told:
 
 
 class Twins(RuleBasedStateMachine):
-    """Prompts of which many begin alike come, publish, let go of all or of some, and are forgotten."""
+    """Prompts with common prefixes allocate, publish, release some or all blocks, and are forgotten."""
 
     @initialize(eviction=st.sampled_from(EVICTION_NAMES), share=st.sampled_from([0.0, 0.2, 0.9]))
     def begin(self, eviction: str, share: float) -> None:
@@ -270,7 +270,7 @@ def test_memory_is_cleared_piece_by_piece_and_what_others_hold_is_left() -> None
             BlockMemory(wrong, LAYOUT, 6)
 
 
-# -- how the radix tree lays prompts out as runs, which no answer shows
+# -- layout of prompts as runs in the radix tree, which no result shows
 
 
 def tree_of(eviction: str = "lru", *, slack: int = SLACK) -> RadixTree:
@@ -280,7 +280,7 @@ def tree_of(eviction: str = "lru", *, slack: int = SLACK) -> RadixTree:
 
 
 def add(index: RadixTree, path: str, first: BlockId) -> list[BlockId]:
-    """The blocks of a prompt that are new, which get numbers from `first` on, and are idle."""
+    """Adds a prompt. Returns its new blocks, numbered from `first` on, which are idle."""
     added: list[BlockId] = []
     for key, parent in zip(chain(path), [NO_PARENT, *chain(path)], strict=False):
         if index.add(first + len(added), key, parent, 0):
@@ -302,7 +302,7 @@ def test_runs_split_where_prompts_part_and_are_joined_once_there_are_many() -> N
     for block in (7, 6):
         index.let_go(block)
     assert index.evict(3) == [5, 4, 3]
-    assert index._num_runs == 2  # abc and xyz could be one by now
+    assert index._num_runs == 2  # abc and xyz, which could now be joined
     many = tree_of(slack=0)
     for number, letter in enumerate("qrstuvw"):
         add(many, f"{letter}ab", 8 * number)

@@ -1,4 +1,4 @@
-"""Reading config.json: what it means, and one clear complaint for each way it can be wrong."""
+"""Reads config.json: the meaning of each field, and one clear error for each way in which it can be wrong."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_model_config(write(tmp_path)).kv_layout(16, "float64")
 
 
-# -- a model's name
+# -- model names
 
 
 @pytest.mark.parametrize("name", ["./missing/model", "missing", "a/b/c", "/nowhere/at/all"])
@@ -187,12 +187,12 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
         ({**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.5}, {}),
         ({**YARN_ROPE, "attention_factor": 1.25}, {}),
         (DYNAMIC_ROPE, {}),
-        # A context of pre-training beside the rope counts before that in it,
+        # original_max_position_embeddings outside the rope parameters takes precedence over the one inside.
         (LLAMA3_ROPE, {"original_max_position_embeddings": 512}),
         (YARN_ROPE, {"original_max_position_embeddings": 512}),
-        # an older form that is empty gives way to the newer one,
+        # An empty rope_scaling gives way to the newer form.
         (LINEAR_ROPE, {"rope_scaling": {}}),
-        # and a part of the head beside the default rope means nothing.
+        # A partial rotary factor next to the default rope is ignored.
         (PLAIN_ROPE, {"partial_rotary_factor": 0.5}),
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),

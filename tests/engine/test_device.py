@@ -1,4 +1,4 @@
-"""Which device a replica computes on, what of a GPU's memory is left for KV, and what is said where that cannot be."""
+"""Choice of a replica's device, memory left for KV on a GPU, and the error if a device cannot be used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
-    """A machine with a GPU that torch sees; None: with one that it does not see."""
+    """Simulates a machine with one GPU of this compute capability. None: torch does not see the GPU."""
     monkeypatch.setattr("engine.device.count_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -128,7 +128,7 @@ HALF = ReplicaConfig(instance_id="w", model="m", dtype="bfloat16", gpu_memory_ut
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_weights_are_reckoned_as_what_a_checkpoint_holds(family: str, tmp_path: Path) -> None:
-    """At most a tenth above it: biases and norms are counted for families that have none."""
+    """The estimate is at most a tenth too high: biases and norms are counted for families without them."""
     make_model(family, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         held = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118

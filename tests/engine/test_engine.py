@@ -1,4 +1,4 @@
-"""Engine.execute: what it writes where, what it refuses, what it computes in any company."""
+"""Engine.execute: where it writes KV, which slices it refuses, and that results do not depend on the rest of a step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt
 from tests.patience import PATIENCE_S
 
-LAST = 1  # of two layers
+LAST = 1  # index of the last of two layers
 WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
 
 
 def test_kv_lies_where_the_layout_says(llama: Pair) -> None:
-    """The bytes at pool_offset are transformers' keys and values, token by token."""
+    """The bytes at `pool_offset` are transformers' keys and values of each token."""
     engine = llama.engine(num_blocks=6)
     prompt = random_prompt(20)
     engine.execute([make_slice(prompt, 0, 20, [4, 1])])
@@ -99,7 +99,7 @@ def test_fingerprints_differ_by_weights_dtype_and_block_size(pairs: dict[str, Pa
     assert llama.engine(num_blocks=4).fingerprint == engines[0].fingerprint
 
 
-# -- what a step computes
+# -- results of a step
 
 
 @pytest.fixture(params=["torch", "native"])
@@ -116,13 +116,13 @@ def test_a_chunk_without_a_token_to_sample_ends_with_the_last_keys_and_values(
     told: list[int] = []
     assert engine.execute([make_slice(random_prompt(60), 0, 40, range(4))], told.append) == [None]
     assert [call.args[0] for call in attend.call_args_list] == [0]
-    assert told == [0, LAST]  # its K and V are in the pool, and go on from there
+    assert told == [0, LAST]  # all K and V are in the pool and can be sent
     assert engine.execute([]) == []
 
 
 def test_rows_that_are_sampled_are_what_they_are_in_any_company(engine: Engine) -> None:
-    """One prompt ends in the step, one does not, one decodes: each alone gives the same token, and about the same
-    logarithms (torch's products depend on the number of rows)."""
+    """One prompt ends in the step, one does not, and one sequence decodes. Each alone gives the same token and nearly
+    the same log-probabilities (torch's matrix products depend on the number of rows)."""
     ends, goes_on, decodes = (random_prompt(50, seed) for seed in (1, 2, 3))
     engine.execute([make_slice(decodes, 0, 49, range(8, 12))])
     slices = [
@@ -151,7 +151,7 @@ def assert_same(found: Sampled | None, expected: Sampled | None) -> None:
 
 
 def test_a_seeded_stream_depends_neither_on_its_company_nor_on_where_it_began(llama: Pair) -> None:
-    """Prompt plus tokens already sent, with the same seed, goes on with the same tokens."""
+    """A prompt plus the tokens already sent, with the same seed, continues with the same tokens."""
     engine = llama.engine()
     prompts = [random_prompt(20 + seed, seed=seed) for seed in range(4)]
     wishes = [SamplingParams(max_tokens=12, temperature=0.9, seed=seed) for seed in range(4)]

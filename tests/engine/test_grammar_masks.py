@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: a random model under masks writes what is valid, whatever else the sampling wants."""
+"""Grammar masks: a random model under masks writes valid answers, whatever other sampling options are set."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def piece(generated: list[int], grammar: str = JSON_GRAMMAR, request_id: str = "
 
 
 def text_of(token_ids: list[int]) -> str:
-    """Of the byte-level tokenizer whose first 256 ids are the bytes."""
+    """Decodes ids of the byte-level tokenizer, whose first 256 ids are the bytes."""
     return bytes(token_id for token_id in token_ids if token_id < 256).decode()
 
 
@@ -98,7 +98,7 @@ def test_who_has_no_grammar_samples_as_without_such_neighbours(llama: Pair) -> N
 @given(st.data())
 @settings(max_examples=examples(20), deadline=None)
 def test_a_mask_is_a_function_of_the_tokens_alone(llama: Pair, data: st.DataObject) -> None:
-    """Whatever was asked before: the same request further on, set back, or another answer under the same id."""
+    """A mask does not depend on earlier calls: the same request further on, set back, or another answer with its id."""
     masks = masks_of(llama)
     answers: list[list[int]] = [[], []]
     for _ in range(data.draw(st.integers(1, 25), label="steps")):
@@ -164,7 +164,7 @@ def test_a_folder_without_a_tokenizer_and_a_model_without_an_end_say_so(tmp_path
 
 
 def test_a_step_that_runs_ahead_is_masked_as_one_that_waits(llama: Pair) -> None:
-    """It is begun before its only token, which the step before it samples, is among the sequence's."""
+    """The step ahead begins before its only token, sampled by the previous step, is in the sequence."""
     [waited] = generate(llama.engine(), [random_prompt(25)], replace(DEFAULTS, seed=4))
     engine, tokens = llama.engine(), random_prompt(25)
     one = replace(piece([]), token_ids=tokens, start=0, end=25, num_prompt_tokens=25)

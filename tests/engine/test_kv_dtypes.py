@@ -1,4 +1,4 @@
-"""Every block size and dtype of KV: the tokens of transformers, or near."""
+"""Engines with any block size sample the tokens of transformers, and quantised KV stays near float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEN = SamplingParams(max_tokens=10, temperature=0.0)
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 100, 512, 1024])
 def test_any_block_size_gives_the_tokens_of_transformers(block_size: int, llama: Pair) -> None:
-    """No power of two is asked for, nor are 16 and 512 an end."""
+    """Block sizes need not be powers of two, and may be below 16 or above 512."""
     engine = llama.engine(block_size=block_size, num_blocks=2048 // block_size, attention="auto")
     shared = random_prompt(600, seed=1)
     prompts = [random_prompt(31, seed=2), shared, shared[:560] + random_prompt(9, seed=3)]

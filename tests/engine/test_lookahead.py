@@ -1,4 +1,4 @@
-"""Admission policies over a worker's pool, who is let in and who gives way; and the predictor that they ask."""
+"""Admission policies over a worker's pool: which requests they admit and preempt; and the predictor they use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.thoroughness import examples
 
 @dataclass(slots=True, eq=False)
 class Asking:
-    """A request for allocators, whose tokens a test may count up."""
+    """Request for allocators. A test may increase its number of generated tokens."""
 
     number: int
     num_prompt_tokens: int = 100
@@ -44,12 +44,12 @@ class Asking:
         return self.num_prompt_tokens + self.generated
 
 
-# 1,000 tokens take 0.1 s to compute again; a step's constant part is 25 ms.
+# Recomputing 1,000 tokens takes 0.1 s. The constant part of a step is 25 ms.
 COSTS = Costs(decode=DecodeProfile(c0=0.025, c1=1e-4, c2=4e-8), prefill=PrefillProfile(c0=0.0, c1=1e-4, c2=0.0))
 
 
 class Tables(ReplayedTables):
-    """Who holds which blocks of a pool, as a policy lets them."""
+    """Block tables of the requests that a policy has admitted to a pool."""
 
     @property
     def held(self) -> list[Asking]:
@@ -60,7 +60,7 @@ class Tables(ReplayedTables):
 
 
 def taught(num_ended: int, output: int, costs: Costs | None = None, prompt: int = 100) -> Lookahead:
-    """It has seen as many requests end after `output` tokens."""
+    """Returns a policy that has seen `num_ended` requests end after `output` tokens."""
     policy = Lookahead(costs=costs)
     for number in range(num_ended):
         policy.ended(Asking(number, prompt, 10_000, generated=output), stopped=False)
@@ -70,12 +70,12 @@ def taught(num_ended: int, output: int, costs: Costs | None = None, prompt: int 
 @pytest.mark.parametrize(
     ("policy", "num_blocks", "prompt", "max_tokens", "fits"),
     [
-        (OnDemand(), 4, 15, 100, 2),  # one is kept for each of those who are there
+        (OnDemand(), 4, 15, 100, 2),  # one block is kept free for each running request
         (OnDemand(per_holder=0), 4, 15, 100, 4),
         (OnDemand(kept_free=0.1, per_holder=0), 100, 15, 100, 90),
-        (Lookahead(), 20, 32, 128, 2),  # nothing is known: all may use up their limits
-        (taught(200, 16), 20, 32, 4096, 6),  # what others needed, not what these might
-        (taught(200, 5000), 20, 31, 17, 6),  # never more than a request allows: 20 ÷ 3 blocks
+        (Lookahead(), 20, 32, 128, 2),  # without data, all requests may use up their limits
+        (taught(200, 16), 20, 32, 4096, 6),  # uses the lengths of others instead of the limits
+        (taught(200, 5000), 20, 31, 17, 6),  # never above the limit of a request: 20 ÷ 3 blocks
     ],
     ids=["a block kept", "vLLM's", "a share kept", "unknown", "short answers", "limits"],
 )
@@ -99,7 +99,7 @@ def test_lookahead_s_victim_costs_least_and_is_never_the_first_in_rank() -> None
     assert tables.gives_way(requests[1]) is requests[1], "though the other would cost less"
     for request in requests[2:]:
         assert tables.admit(request)
-    # The third has the fewest tokens of those that free a block for each of the four.
+    # Of the requests that free a block for each of the four, the third has the fewest tokens.
     assert tables.gives_way(requests[1]) is requests[2]
     requests[3].priority = 1
     assert tables.gives_way(requests[1]) is requests[3]
@@ -113,7 +113,7 @@ def test_lookahead_s_victim_costs_least_and_is_never_the_first_in_rank() -> None
 def test_a_preemption_is_weighed_against_the_steps_of_an_empty_place(
     num_seqs: int, tokens: float, share: float
 ) -> None:
-    """1,000 tokens take 0.1 s from each sequence; 4 · 5 steps give a token more for 0.025 s each."""
+    """Recomputing 1,000 tokens costs each sequence 0.1 s. An admission gains 4 · 5 steps of 0.025 s."""
     assert COSTS.tolerable(num_seqs, tokens, 5.0) == pytest.approx(share)
     free = Costs(decode=COSTS.decode, prefill=PrefillProfile(c0=0.0, c1=0.0, c2=0.0))
     assert free.tolerable(num_seqs, tokens, 5.0) == 1.0
@@ -135,7 +135,7 @@ def test_the_margin_is_as_wide_as_preemptions_are_dear(
 
 
 def test_a_preemption_widens_the_margin_and_admissions_narrow_it_again() -> None:
-    """Faster where preemptions are tolerable."""
+    """The margin widens less if preemptions are tolerable."""
 
     def widened(costs: Costs | None) -> float:
         policy = Lookahead(costs=costs)
@@ -177,12 +177,12 @@ def learned(lengths: list[int], **of: object) -> Predictor:
 
 
 def alive(predictor: Predictor, request: Asking, steps: int) -> float:
-    """P(the request still runs after so many more tokens)."""
+    """Returns the probability that the request still runs after this many more tokens."""
     return float(predictor.alive([request], np.array([steps]))[0, 0])
 
 
 def test_what_remains_of_a_running_request_is_that_of_those_who_came_so_far() -> None:
-    """Half of all end after 10 tokens, the others after 1,000: whoever passed 10 has 1,000 before it."""
+    """Half of the requests end after 10 tokens, the others after 1,000: one that passes 10 should reach 1,000."""
     predictor = learned([10, 1000] * 100)
     assert alive(predictor, Asking(0, max_tokens=FAR, generated=0), 20) == pytest.approx(0.5, abs=0.1)
     assert alive(predictor, Asking(0, max_tokens=FAR, generated=20), 850) > 0.9
@@ -204,7 +204,7 @@ def test_requests_are_told_apart(short: dict[str, Any], long: dict[str, Any]) ->
 
 
 def test_too_few_ends_say_nothing() -> None:
-    """A request is then expected to use up its limit."""
+    """A request is expected to use up its limit if too few requests have ended."""
     few, enough = learned([5] * (LEAST - 1)), learned([5] * LEAST)
     assert alive(few, Asking(0, max_tokens=300), 298) == 1.0
     assert alive(enough, Asking(0, max_tokens=300), 298) < 0.1
@@ -250,13 +250,13 @@ def test_a_peak_is_between_what_is_there_and_what_may_ever_be(
 
 
 def test_mean_and_spread_are_those_of_draws() -> None:
-    """64 requests at different points of lognormal answers, beside 4,000 draws of what they come to."""
+    """64 requests at different points of lognormal answers are compared with 4,000 random draws of their totals."""
     draw = np.random.default_rng(3)
     lengths = np.maximum(np.round(draw.lognormal(5.5, 0.8, 5000)), 1).astype(int)
     predictor = learned(lengths.tolist())
     requests = [Asking(n, 50 + 20 * n, FAR, generated=1 + 12 * (n % 16)) for n in range(64)]
     found = outlook(requests, predictor, 16)
-    for index in (8, 12, 16):  # 16, 64, 256 steps ahead
+    for index in (8, 12, 16):  # 16, 64 and 256 steps ahead
         steps = int(HORIZONS[index])
         totals = np.zeros(4000)
         for request in requests:
@@ -269,7 +269,7 @@ def test_mean_and_spread_are_those_of_draws() -> None:
 
 
 def test_the_next_end_is_as_far_as_answers_are_long_among_as_many() -> None:
-    """Of those who end after 1,000 tokens, and are evenly spread over that, every 50th step ends one of 20."""
+    """Requests that end after 1,000 tokens: of 20 at evenly spread positions, one ends every 50 steps."""
     predictor = learned([1000] * 200)
     requests = [Asking(n, 100, FAR, generated=25 + 50 * n) for n in range(20)]
     assert outlook(requests, predictor, 16).steps_to_end == pytest.approx(50, rel=0.5)

@@ -1,4 +1,4 @@
-"""The engine's tokens and log-probabilities are those of transformers on the same weights, whatever computes layers."""
+"""Tokens and log-probabilities of the engine equal those of transformers on the same weights, with any kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engines(pairs: dict[str, Pair], kernels: str) -> dict[str, Engine]:
 def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     name: str, pairs: dict[str, Pair], engines: dict[str, Engine]
 ) -> None:
-    """Alone, in chunks that divide nothing, and in one batch of very different lengths."""
+    """Prompts run alone, in chunks of odd sizes, and in one batch of very different lengths."""
     prompts = [random_prompt(length, seed=length) for length in (1, 2, 15, 16, 17, 100, 600)]
     pairs[name].check(engines[name], prompts, num_top=5, chunk_size=37)
 
@@ -60,7 +60,7 @@ def test_dynamic_rope_equals_transformers_while_a_short_prompt_outgrows_the_trai
 
 
 def test_stale_bytes_behind_a_sequence_do_not_reach_it(llama: Pair, kernels: str) -> None:
-    """A block's unwritten end may hold anything, NaN included, when a decode step first meets it."""
+    """The unwritten end of a block may hold anything, even NaN, when a decode step first reads the block."""
     engine = llama.engine(num_blocks=8, kernels=kernels, attention=kernels)
     prompt = random_prompt(20, seed=4)
     engine.memory[:] = b"\xff" * engine.memory.nbytes  # NaN in every element
@@ -73,7 +73,7 @@ def test_stale_bytes_behind_a_sequence_do_not_reach_it(llama: Pair, kernels: str
     assert tokens[len(prompt) :] == llama.generate(prompt, 6)
 
 
-# -- steps that are begun before the one before them has ended
+# -- steps that begin before the previous step has ended
 
 
 NUM_TOKENS = 8
@@ -111,16 +111,16 @@ def test_a_slice_that_follows_nothing_is_refused(llama: Pair) -> None:
         engine.begin([follower])
 
 
-# -- output that is computed again
+# -- recomputed output
 
 
-PROMPT_TOKENS, ALL_TOKENS = 37, 340  # tokens
+PROMPT_TOKENS, ALL_TOKENS = 37, 340
 DECODED = [0, *range(PROMPT_TOKENS, ALL_TOKENS + 1)]
 DRAWN = SamplingParams(max_tokens=ALL_TOKENS, temperature=1.0, seed=3, num_logprobs=5)
 
 
 def computed(engine: Engine, tokens: Sequence[int], ends: Sequence[int]) -> tuple[bytes, object]:
-    """The pool, and what follows the last token."""
+    """Returns the pool's bytes and the result of sampling after the last token."""
     blocks = range(engine.layout.blocks_for(len(tokens)))
     engine.memory[:] = bytes(engine.memory.nbytes)
     for start, end in itertools.pairwise(ends):
@@ -135,7 +135,7 @@ def computed(engine: Engine, tokens: Sequence[int], ends: Sequence[int]) -> tupl
 def test_output_has_the_same_bits_when_it_is_computed_again(
     name: str, dtype: str, kept: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one step, and in chunks of which some end with the prompt, before its last token and within the output."""
+    """Output is recomputed in one step, and in chunks that end at or just before the prompt's end and in the output."""
     monkeypatch.setattr(native, "_SINGLES_AT_ONCE", 100)
     engine = pairs[name].engine(dtype=dtype, kv_dtype=kept, kernels="native", attention="native", num_blocks=24)
     tokens = random_prompt(ALL_TOKENS, seed=1)
@@ -144,7 +144,7 @@ def test_output_has_the_same_bits_when_it_is_computed_again(
         assert computed(engine, tokens, again) == decoded
 
 
-# -- log-probabilities of a prompt's own tokens
+# -- log-probabilities of prompt tokens
 
 
 NUM_TOP = 3
@@ -173,7 +173,7 @@ def check(found: PromptLogprobs, llama: Pair) -> None:
         [(0, 70)],
         [(0, 1), (1, 2), (2, 33), (33, 70)],
         [(0, 69), (69, 70)],
-        [(0, 20), (20, 50), (0, 30), (30, 70)],  # again from the beginning, as after a preemption
+        [(0, 20), (20, 50), (0, 30), (30, 70)],  # starts again, as after a preemption
     ],
     ids=str,
 )
@@ -188,7 +188,7 @@ def test_they_are_those_of_transformers_in_any_chunks(
 
 
 def test_who_shares_the_step_samples_the_same(engine: Engine, llama: Pair) -> None:
-    """Two scored prompts, one of which samples, around one that only samples."""
+    """The step has two scored prompts, one of which samples, around one prompt that only samples."""
     other = random_prompt(30, seed=9)
     [alone] = engine.execute([make_slice(other, 0, 30, [20, 21], request_id="b")])
     first, third = PromptScores(NUM_TOP), PromptScores(NUM_TOP)

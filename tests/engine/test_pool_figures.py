@@ -1,4 +1,4 @@
-"""What a pool counts: percentiles are never too low, and refusals tell when to come back."""
+"""Statistics of a pool: percentiles are never too low, and a refusal says when to retry."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_cumulative_counts_are_of_durations_below_their_bounds() -> None:
 def test_a_refusal_tells_how_long_so_many_blocks_took_to_come_back() -> None:
     turnover = Turnover()
     assert turnover.retry_after_s(0.0, 0, 10) == Turnover.UNKNOWN_S
-    assert turnover.retry_after_s(2.0, 40, 10) == pytest.approx(0.5)  # 20 a second
+    assert turnover.retry_after_s(2.0, 40, 10) == pytest.approx(0.5)  # 20 blocks per second
     assert turnover.retry_after_s(6.0, 120, 10) == pytest.approx(0.5)
-    assert turnover.retry_after_s(12.0, 120, 10) == pytest.approx(1.0)  # none for six seconds
+    assert turnover.retry_after_s(12.0, 120, 10) == pytest.approx(1.0)  # no block for six seconds
     assert turnover.retry_after_s(18.0, 120, 10) == Turnover.LONGEST_S
     assert turnover.retry_after_s(19.0, 10**6, 1) == Turnover.SHORTEST_S
 

@@ -1,4 +1,4 @@
-"""The timing profile: shapes that are timed within a limit, coefficients kept on disk."""
+"""Timing profile: shapes are timed within a time limit, and the coefficients are kept on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.conftest import Pair
 
 
 def test_a_fine_grid_times_every_shape_that_fits(llama: Pair) -> None:
-    """Prompts in chunks with parts of them cached, batches with contexts; what the model cannot hold is left out."""
+    """Times chunked, partly cached prompts and batches with contexts. Shapes the model cannot hold are left out."""
     engine = llama.engine()
     grid = Grid(
         prompt_tokens=(8, 24, 10**9),
@@ -35,13 +35,13 @@ def test_a_measurement_ends_when_its_time_is_over_but_has_enough_points(llama: P
 
 
 def _ticks() -> Callable[[], float]:
-    """A clock that moves one second each time that it is read."""
+    """Returns a clock that advances one second on each reading."""
     seconds = itertools.count(1)
     return lambda: float(next(seconds))
 
 
 def test_a_measurement_is_made_once_for_each_chunk_size_and_kept(llama: Pair, tmp_path: Path) -> None:
-    """A prompt in larger steps takes another time."""
+    """The chunk size is part of the key, since a prompt in larger steps takes a different time."""
     engine = llama.engine()
     first = measure_cached(engine, tmp_path, chunk_tokens=64)
     [kept] = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""A worker's replica: what fits its memory, and that a wrong option is told without waiting for torch."""
+"""A worker's replica: what fits in its memory, and that a wrong option is reported without importing torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_memory_that_cannot_be_had_is_told_with_its_flag(model_path: Path)
 
 
 def test_ranks_share_the_workers_threads() -> None:
-    """A worker takes the cores that it is given and never more."""
+    """A worker uses no more cores than it is given."""
     assert config_of(num_threads=4, tensor_parallel_size=2).threads_per_rank == 2
 
 
@@ -74,7 +74,7 @@ def test_workers_read_their_options_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-# -- ranks as processes: what keeps them from starting. What they compute and how they die: tests/e2e
+# -- ranks as processes: what prevents their start. tests/e2e covers their results and crashes.
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def ranks_of(path: Path, size: int) -> ReplicaConfig:
 
 
 async def test_a_model_that_ranks_cannot_share_is_refused(own_model: Path) -> None:
-    """Before anything is started."""
+    """The model is refused before any process starts."""
     config = ranks_of(own_model, 3)
     refused = pytest.raises(ConfigError, match="does not divide")
     with TransferEngine(cluster_token="x") as transfer, refused:
@@ -98,11 +98,11 @@ async def test_a_model_that_ranks_cannot_share_is_refused(own_model: Path) -> No
 
 
 async def test_a_rank_that_cannot_start_is_told_in_its_own_words(own_model: Path) -> None:
-    """Nothing of the worker is left then."""
+    """The error of the rank is reported, and the worker leaves nothing behind."""
 
     class Spoiling(Lifecycle):
         def progress(self, stage: str, fraction: float | None = None) -> None:
-            if stage == "allocating memory":  # what rank 1 reads is gone by then
+            if stage == "allocating memory":  # before rank 1 reads the file
                 (own_model / "config.json").unlink()
 
     refused = pytest.raises(ConfigError, match=r"rank 1: .*config\.json")

@@ -1,4 +1,4 @@
-"""Choosing tokens: distributions, filters, penalties, log-probabilities, and independence of everything else."""
+"""Sampling: distributions, filters, penalties and log-probabilities, all independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
     ids=str,
 )
 def test_frequencies_over_positions_follow_the_filtered_distribution(fields: dict[str, Any]) -> None:
-    """Chi-square over 4,000 positions of one seed."""
+    """Chi-square test over 4,000 positions of one seed."""
     logits = random_logits(1)
     sampling = params(seed=11, **fields)
     weights = torch.softmax(logits[0] / sampling.temperature, -1).numpy()
@@ -51,7 +51,7 @@ def test_frequencies_over_positions_follow_the_filtered_distribution(fields: dic
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
     chi_square = np.sum((counts[kept] - 4000 * expected[kept]) ** 2 / (4000 * expected[kept]))
-    # 0.1 % quantiles of chi-square with 0 … 11 degrees of freedom
+    # 0.1 % quantiles of chi-square with 0 … 11 degrees of freedom.
     limits = [0.1, 10.8, 13.8, 16.3, 18.5, 20.5, 22.5, 24.3, 26.1, 27.9, 29.6, 31.3]
     assert chi_square < limits[int(kept.sum()) - 1]
 
@@ -59,7 +59,7 @@ def test_frequencies_over_positions_follow_the_filtered_distribution(fields: dic
 def reference_filter(
     weights: np.ndarray[Any, np.dtype[np.float64]], sampling: SamplingParams
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """min-p, top-k, top-p, one after the other on what the last one left, as plainly as possible."""
+    """Applies min-p, top-k and top-p in this order, each to the previous result, as simply as possible."""
     probabilities = weights.copy()
     probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
     order = sorted(range(len(weights)), key=lambda token: (-probabilities[token], token))
@@ -88,8 +88,8 @@ def test_filters_keep_what_the_plain_reference_keeps(
     seed: int, vocab: int, top_k: int, top_p: float, min_p: float, ties: bool
 ) -> None:
     rng = np.random.default_rng(seed)
-    # Weights, top-p and min-p are multiples of powers of two, so that nothing rounds: a token at the very border
-    # belongs to one side.
+    # Weights, top-p and min-p are multiples of powers of two, so that nothing is rounded and a token exactly on a
+    # boundary belongs to one side.
     weights = (rng.integers(1, 4 if ties else 1000, vocab) / 1024).astype(np.float32)
     sampling = params(top_k=top_k, top_p=top_p, min_p=min_p)
     kept = filter_tokens(weights, sampling)
@@ -102,7 +102,7 @@ def test_filters_keep_what_the_plain_reference_keeps(
 
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:
-    """Alone, beside others, first or last: the same token."""
+    """A slice samples the same token alone, next to others, first or last in a batch."""
     logits = random_logits(6, vocab=200, seed=3)
     wishes = [
         params(temperature=0.8, seed=5),
@@ -123,7 +123,7 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
 
 
 def test_penalties_follow_their_definitions() -> None:
-    """Repetition over prompt and output, presence and frequency over the output alone."""
+    """Repetition counts prompt and output tokens. Presence and frequency count only output tokens."""
     sampling = params(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     row = np.array([1.0, -1.0, 2.0, -2.0, 3.0], dtype=np.float32)
     adjust(row, last_of([0, 1, 2, 2, 3], sampling, num_prompt_tokens=2))
@@ -145,7 +145,7 @@ def test_bias_and_min_tokens_reach_greedy_choices_too() -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Before temperature, penalties and filters; the sampled token's even when it is not among the best."""
+    """Log-probabilities are taken before temperature, penalties and filters, also of a token outside the top."""
     logits = random_logits(4, vocab=50)
     expected = torch.log_softmax(logits, -1)
     slices = [
@@ -175,7 +175,7 @@ SHORT_WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(t
 @settings(max_examples=examples(100))
 @given(words=SHORT_WORDS, prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_no_bad_word_is_ever_written(words: list[tuple[int, ...]], prompt: list[int]) -> None:
-    """Tokens 0 to 3 are likely and 4 is left; a word that began in the prompt does not count."""
+    """Tokens 0 to 3 are likely, and 4 is always left. A word that begins in the prompt does not count."""
     sampling = params(bad_words=tuple(words), seed=5)
     logits = torch.tensor([[6.0, 6.0, 6.0, 6.0, 0.0]])
     tokens = list(prompt)
@@ -199,7 +199,7 @@ def test_a_bad_word_that_is_all_that_is_left_is_written() -> None:
 
 @pytest.mark.parametrize(("key", "counter"), [(0, 1), (1, 1), (42, 77), (2**64 - 1, 2**40), (123456789, 8192)])
 def test_bits_equal_numpys_philox(key: int, counter: int) -> None:
-    # numpy steps its counter before it generates.
+    # numpy increments its counter before it generates a number.
     reference = np.random.Philox(key=np.array([key, 0], np.uint64), counter=counter - 1)
     assert random_bits(key, counter) == int(reference.random_raw())
 

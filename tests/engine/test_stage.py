@@ -1,4 +1,4 @@
-"""A model cut into stages computes what it computes whole, bit by bit; and what ranks of a worker have of it."""
+"""A model split into stages computes the same bits as the whole model. Also the shard that each rank has of a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(pair: Pair, kernels: str, stage: Stage | None = None, **dtypes: str) ->
 
 
 class Pipeline:
-    """Stages one after another, each with its own pool."""
+    """Consecutive stages, each with its own pool."""
 
     def __init__(self, pair: Pair, kernels: str, counts: Sequence[int], **dtypes: str) -> None:
         self.engines = [load(pair, kernels, stage, **dtypes) for stage in cut(counts)]
@@ -63,7 +63,7 @@ class Pipeline:
 
 
 def steps() -> list[list[Slice]]:
-    """Chunks of two prompts beside each other, a short prompt whole, and then decode steps of all three."""
+    """Returns steps with chunks of two prompts side by side, a whole short prompt, and a decode step of all three."""
     long, other, short = (random_prompt(*seeded) for seeded in ((70, 1), (45, 2), (9, 3)))
     tables = (range(6), range(6, 11), range(11, 14))
 
@@ -95,8 +95,8 @@ def steps() -> list[list[Slice]]:
     ],
 )
 def test_any_cut_gives_the_same_bits(pair: Pair, kernels: str, counts: tuple[int, ...], dtypes: dict[str, str]) -> None:
-    """Tokens, log-probabilities and every byte of KV, whatever is chunked and mixed, with either kernels. In bfloat16
-    nothing is rounded between stages that is not rounded within one engine."""
+    """Tokens, log-probabilities and every byte of KV are equal for chunked and mixed steps, with all kernels. In
+    bfloat16 nothing is rounded between stages that is not also rounded within one engine."""
     whole, pipeline = load(pair, kernels, **dtypes), Pipeline(pair, kernels, counts, **dtypes)
     for step in steps():
         assert pipeline.execute(step) == whole.execute(step)
@@ -104,7 +104,7 @@ def test_any_cut_gives_the_same_bits(pair: Pair, kernels: str, counts: tuple[int
 
 
 def test_a_stage_has_the_models_fingerprint_and_only_its_own_weights(pair: Pair) -> None:
-    """Workers pair by the whole model; memory is for the share alone, and neither vocabulary matrix lies twice."""
+    """Workers are matched by the whole model. A stage loads only its own layers and at most one vocabulary matrix."""
     config = load_model_config(pair.path)
     whole, *parts = (load_weights(pair.path, config, torch.float32, stage=stage) for stage in (None, *split(LAYERS, 3)))
     assert {part.digest for part in parts} == {whole.digest}
@@ -118,7 +118,7 @@ def test_a_stage_has_the_models_fingerprint_and_only_its_own_weights(pair: Pair)
 
 
 def test_random_weights_need_no_files_and_are_the_same_in_stages(pair: Pair) -> None:
-    """`--load-format dummy` gives a group the weights that it gives one worker."""
+    """`--load-format dummy` gives a group of workers the same weights as a single worker."""
     config = load_model_config(pair.path)
     whole, last = (
         load_weights(pair.path / "absent", config, torch.float32, load_format="dummy", stage=stage)
@@ -129,7 +129,7 @@ def test_random_weights_need_no_files_and_are_the_same_in_stages(pair: Pair) -> 
 
 
 def test_hidden_states_are_needed_and_not_changed(pair: Pair) -> None:
-    """A later stage has no embedding to begin with; they may lie where a peer wrote them."""
+    """A later stage has no embedding to start from. Its input may lie in memory that a peer has written."""
     first, last = (load(pair, "native", stage) for stage in split(LAYERS, 2))
     room = allocate(64 * first.config.hidden_size * 4)
     step = [make_slice(random_prompt(40), 0, 40, range(3))]
@@ -144,7 +144,7 @@ def test_hidden_states_are_needed_and_not_changed(pair: Pair) -> None:
 @given(num_layers=st.integers(1, 130), size=st.integers(1, 130))
 @settings(max_examples=examples(50), deadline=None)
 def test_a_split_shares_all_layers_evenly(num_layers: int, size: int) -> None:
-    """Contiguous, complete, and none has two more than another; more stages than layers are refused."""
+    """Stages are contiguous and complete, and differ by at most one layer. More stages than layers are refused."""
     if size > num_layers:
         with pytest.raises(ConfigError):
             split(num_layers, size)
@@ -172,7 +172,7 @@ def config(llama: Pair) -> ModelConfig:
 def test_ranks_share_everything_once(
     config: ModelConfig, size: int, kv_heads_each: int, group: int, inner_each: int, vocab_size: int
 ) -> None:
-    """In order, equal parts but for the vocabulary, and query heads where the KV head is that they share."""
+    """Parts are in order and equal except for the vocabulary. Query heads are on the rank of the KV head they share."""
     config = replace(
         config,
         num_heads=size * kv_heads_each * group,

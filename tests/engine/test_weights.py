@@ -1,4 +1,4 @@
-"""Loading checkpoints: sharded or not, complete or refused with a list."""
+"""Loads checkpoints: sharded or not, complete or refused with a list of what is wrong."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_digest_sees_every_stored_byte(checkpoint: Path) -> None:
     ids=lambda fields: next(iter(fields)),
 )
 def test_the_digest_sees_how_keys_and_values_are_computed(fields: dict[str, object], tmp_path: Path) -> None:
-    """With YaRN switched on in config.json a store's blocks from before are another model's."""
+    """Blocks that a store kept from before YaRN was switched on in config.json belong to another model."""
     make_model("mistral", tmp_path)
     before = load(tmp_path)
     config = tmp_path / "config.json"
@@ -120,7 +120,7 @@ def test_an_absent_shard_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["llama", "llama-biases-llama3", "qwen3-biases"])
 def test_ranks_parts_together_are_the_whole(variant: str, pairs: dict[str, Pair]) -> None:
-    """Every row and column at one rank, biases of summed products at the first; the digest is the whole model's."""
+    """Each row and column is on one rank, biases of summed products on the first. The digest is the whole model's."""
     path = pairs[variant].path
     config = load_model_config(path)
     whole = load_weights(path, config, torch.float32)

@@ -21,13 +21,13 @@ AWKWARD_TEXTS = (
 
 
 def read_json(name: str) -> dict[str, object]:
-    """A JSON file of the shipped model."""
+    """Reads a JSON file of the shipped model."""
     return json.loads((demo_model_path() / name).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The shipped tokenizer."""
+    """Loads the shipped tokenizer."""
     return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
 
 
@@ -72,7 +72,7 @@ def test_special_ids_agree_in_all_files(tokenizer: Tokenizer) -> None:
 
 
 def test_the_chat_template_renders_roles_and_the_generation_prompt() -> None:
-    from transformers import AutoTokenizer  # seconds
+    from transformers import AutoTokenizer  # the import takes seconds
 
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     messages = [
@@ -106,7 +106,7 @@ def test_the_shipped_record_names_the_rules_in_force_which_leave_out_tests_and_t
     assert list(files) == kept
     training, validation = data.split({f"module_{number}.py": "" for number in range(10_000)})
     assert len(training) + len(validation) == 10_000
-    assert 150 <= len(validation) <= 250  # 2 %
+    assert 150 <= len(validation) <= 250  # about 2 %
 
 
 SOURCE = """\

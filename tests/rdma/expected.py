@@ -1,4 +1,4 @@
-"""The request that the guest's cluster is asked, and its answer by transformers, handed over in the results folder."""
+"""Prompt of the request that the guest's cluster gets, and its answer by transformers; passed in the results folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILE = "expected.json"
 class Expected:
     prompt: list[int]
     answer: list[int]
-    """Greedy, in float32."""
+    """Greedy tokens, computed in float32."""
 
     @classmethod
     def compute(cls) -> Expected:

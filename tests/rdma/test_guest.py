@@ -1,4 +1,4 @@
-"""Runs tests/rdma/inside in the guest, once; what it says is shown as it comes."""
+"""Runs tests/rdma/inside once in the guest, and shows its output as it arrives."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.thoroughness import THOROUGH
 
 INSIDE = (Path(__file__).parent / "inside").relative_to(REPOSITORY)
 CLUSTER = INSIDE / "test_cluster.py"
-"""Takes minutes, as emulated processors import torch in one. It runs when the guest is what is asked for."""
+"""Takes minutes, since emulated processors need one to import torch. Runs only if the guest is explicitly selected."""
 GUEST_TIMEOUT_S = 1_200.0
-"""With the cluster it took 264 s alone on the machine and 984 s beside all other tests."""
-# Without the plugins that nobody inside needs: a second of imports here is twenty there.
+"""A run with the cluster test took 264 s alone on the machine and 984 s next to all other tests."""
+# Loads only the plugins that the tests need: a second of imports on the host takes twenty in the guest.
 PYTEST = (
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -m pytest -p pytest_timeout -p pytest_asyncio.plugin "
     f"-v --durations=10 -p no:cacheprovider --confcutdir {INSIDE} {INSIDE}"
 )
 BRIEF = "not many_threads and not callbacks and not several_peers and not its_own_error"
-"""Without what the transport does above its devices, which tests/transfer shows on devices in memory."""
+"""Skips tests of code above the devices, which tests/transfer covers with in-memory devices."""
 UNAVAILABLE = why_unavailable()
 
 

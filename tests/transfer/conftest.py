@@ -1,4 +1,4 @@
-"""Engines in pairs over every transport, and with peers in other processes."""
+"""Fixtures of the transfer tests: pairs of engines over every transport, and engines in other processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transfer.rdma.transport import RdmaTransport
 
 RAILS = ("127.0.0.1", "127.0.0.2")
 ALL = ("shm", "tcp", "tls", "rdma")
-"""tls is tcp inside TLS; rdma runs on devices in this process's memory where no port is usable (the guest has some)."""
+"""tls is tcp inside TLS. rdma runs on in-memory fake devices if the machine has no usable port (the guest has one)."""
 HAS_RDMA = find_spec("pyverbs") is not None and any(port.usable for port in discover())
 Make = Callable[..., TransferEngine]
 MakePair = Callable[..., "Pair"]
@@ -31,7 +31,7 @@ MakePair = Callable[..., "Pair"]
 
 @dataclass
 class Pair:
-    """`near` initiates; `far` owns `memory`, readable, with one window over all of it."""
+    """Two engines: `near` initiates, `far` owns `memory`, which is readable and covered by one window."""
 
     near: TransferEngine
     far: TransferEngine
@@ -54,23 +54,23 @@ class Pair:
         run(self.near, *transfers, deadline_s=deadline_s)
 
     def run_here(self, *transfers: Transfer) -> None:
-        """In the caller's thread, where that can be."""
+        """Runs the transfers in the caller's thread if the transport can."""
         self.near.run(transfers, deadline_s=PATIENCE_S)
 
 
 def run(engine: TransferEngine, *transfers: Any, deadline_s: float = PATIENCE_S) -> None:
-    """In another thread than the caller's."""
+    """Runs the transfers in an engine thread and waits for them."""
     engine.submit(transfers, deadline_s=deadline_s).wait(deadline_s + PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that shakes hands slowly is on a busy machine."""
+    """Raises the handshake timeout: on a busy machine a peer may be slow."""
     monkeypatch.setattr("transfer.tcp.acceptor._HANDSHAKE_S", PATIENCE_S)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Over the transports that the module names, or shm and tcp, unless the test has its own."""
+    """Parametrizes `transport` with the module's TRANSPORTS (default: shm and tcp), unless the test does it itself."""
     is_told = any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "transport" in metafunc.fixturenames and not is_told:
         metafunc.parametrize("transport", getattr(metafunc.module, "TRANSPORTS", ["shm", "tcp"]))
@@ -83,7 +83,7 @@ def files(authority: Authority) -> Files:
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
-    """Every rdma engine of the test runs on devices in memory; nothing of it is left behind."""
+    """Runs every rdma engine of the test on in-memory devices. Fails if one of their resources is not closed."""
     wire = Wire()
     monkeypatch.setitem(registry._TRANSPORTS, "rdma", partial(RdmaTransport, lambda: wire))
     yield wire
@@ -94,7 +94,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
 
 @pytest.fixture
 def make_engine(transport: str, request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Started engines. `files=` gives one other TLS files than the usual ones, None: no TLS."""
+    """Makes started engines and closes them. `files=` sets other TLS files than the default; None means no TLS."""
     engines: list[TransferEngine] = []
     usual: Files | None = None
     if transport == "tls":
@@ -119,7 +119,7 @@ def make_engine(transport: str, request: pytest.FixtureRequest) -> Iterator[Make
 
 @pytest.fixture
 def make_pair(make_engine: Make) -> MakePair:
-    """Two engines; memory that the engines allocated, or that the test brought and registered."""
+    """Makes pairs of engines over memory that the engines allocate, or, if `registered`, that the test provides."""
 
     def make(nbytes: int = 1 << 20, *, registered: bool = False, **options: Any) -> Pair:
         near, far = make_engine(**options), make_engine(**options)

@@ -1,7 +1,7 @@
-"""Devices in this process's memory: posting a request is doing it.
+"""In-memory RDMA devices: a request is executed when it is posted.
 
-Fulfils `transfer.rdma.fabric` (the same session, target and memory run on it as on pyverbs), so that
-their rules can be tested where there is no RDMA device. `Wire.freeze` keeps requests from ending.
+Implements `transfer.rdma.fabric`, so that the session, target and memory code that runs on pyverbs can be tested where
+there is no RDMA device. After `Wire.freeze`, requests are held back instead of executed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ PORT = Port(
 
 @dataclass
 class Wire:
-    """The fabric of one test, and what connects its devices: one port, whose address is this host's loopback."""
+    """Fabric of one test, which connects its devices. It has one port, whose address is this host's loopback."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     regions: dict[int, FakeRegion] = field(default_factory=dict)
     pairs: dict[int, FakePair] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x101))
     frozen: deque[tuple[FakePair, Request]] | None = None
-    """Requests that are kept back, in order; None: none is."""
+    """Requests that are held back, in order. None: requests are executed at once."""
     has_frozen: threading.Event = field(default_factory=threading.Event)
     devices: list[FakeDevice] = field(default_factory=list)
     num_to_damage: int = 0
-    """This many of the next writes arrive with their first byte flipped."""
+    """Number of next writes whose first byte is flipped on arrival."""
 
     def ports(self) -> list[Port]:
         return [PORT]
@@ -156,7 +156,7 @@ class FakePair:
         self.completions.put(request.token, failure)
 
     def _move(self, request: Request) -> str | None:
-        """Why it failed, or None."""
+        """Executes the request. Returns the failure, or None."""
         if self.peer is None or self.peer.state != "connected":
             return "retry exc"
         region, own = self.wire.regions.get(request.remote_key), self.wire.regions[request.local_key]

@@ -1,7 +1,7 @@
-"""Real transports whose slices, connections and fences meet the fates that a test orders or draws by a seed.
+"""Fault injection for real transports: a test sets the fate of slices, connection attempts and fences, or draws it.
 
-What a broken session had sent may still be stored later by its target (`Fate.LATE`), unless the connection is fenced:
-the target is held just before it stores, until `store_what_is_late`.
+What a broken session sent may still be stored later by its target (`Fate.LATE`), unless the connection is fenced. The
+target is held just before it stores the data, until `store_what_is_late` is called.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _STEP_S = 0.002
 
 
 class Fate(StrEnum):
-    """What becomes of one slice, one connection attempt or one fence."""
+    """Outcome of one slice, one connection attempt or one fence."""
 
     ARRIVES = auto()
     REFUSED = auto()
     CORRUPT = auto()
-    """It arrives with a byte flipped, which is noticed."""
+    """It arrives with a flipped byte, and the corruption is detected."""
     LOST = auto()
-    """The session breaks before anything of it moved."""
+    """The session breaks before any data is moved."""
     LATE = auto()
-    """The session breaks, and the target stores it some time later."""
+    """The session breaks, and the target stores the data some time later."""
     SILENT = auto()
-    """Nothing happens until its time is over."""
+    """Nothing happens until the deadline."""
     BUG = auto()
-    """The transport's own code fails."""
+    """The code of the transport raises an unexpected exception."""
 
 
 @dataclass(eq=False)
 class _Serving:
-    """The target's end of one connection."""
+    """Target's end of one connection."""
 
     aborted: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -55,7 +55,7 @@ class _Serving:
 
 
 class Fates:
-    """Of all engines of one test over shm and tcp. Orders are used up one by one; then everything arrives."""
+    """Fates for all engines of a test over shm and tcp. Each order is used once; without orders everything arrives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("shm", "tcp"):
@@ -63,23 +63,23 @@ class Fates:
             monkeypatch.setitem(registry._TRANSPORTS, name, make)
         self.orders: dict[str, list[Fate]] = {"slice": [], "connect": [], "fence": [], "list": []}
         self.on: dict[str, Callable[[], object]] = {}
-        """What happens first, by occasion."""
+        """Callback that runs first, by occasion."""
         self.draw: Callable[[str], Fate] | None = None
-        """Instead of the orders."""
+        """Draws the fate of an occasion. Replaces the orders if set."""
         self.silent_connect_s = float("inf")
         self.counts: Counter[tuple[str, Fate]] = Counter()
         self.connect_s: list[float] = []
-        """The time that each attempt to connect was given."""
+        """Timeout of each connection attempt."""
         self.on_carry: Callable[[Slice, float], None] = lambda part, deadline_at: None
-        """Told of each slice, and of the end of the session's patience with it."""
+        """Called with each slice and its deadline."""
         self.open_sessions: set[object] = set()
         self._lock = threading.Lock()
         self._late: dict[bytes, threading.Event] = {}
-        """Rows of WRITEs that are to be late, and whether the target has got to them."""
+        """Rows of the WRITEs that are to be late, each with an event that is set when the target reaches the WRITE."""
         self._held: list[_Serving] = []
 
     def store_what_is_late(self) -> int:
-        """The targets get to what broken sessions left behind; how many were still allowed to."""
+        """Lets the targets go on with what broken sessions left behind. Returns how many of them were not aborted."""
         with self._lock:
             held, self._held = self._held, []
         count = sum(not serving.aborted.is_set() for serving in held)

@@ -1,6 +1,6 @@
-"""Transfer engines in processes of their own, which can be stopped and killed, told what to do through a pipe.
+"""Transfer engines in processes of their own, which can be stopped and killed and are controlled through a pipe.
 
-They are forked from one that has imported everything and runs no thread, so each costs milliseconds.
+They are forked from a process that has imported everything and runs no thread, so each start takes milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORKS.set_forkserver_preload([__name__])
 
 
 class PeerInProcess:
-    """`ask` calls a method of `_Peer` there."""
+    """A transfer engine in another process. `ask` calls a method of `_Peer` there."""
 
     def __init__(self, *transports: str, **options: Any) -> None:
         self._pipe, theirs = FORKS.Pipe()
@@ -36,7 +36,7 @@ class PeerInProcess:
         return self._pipe.recv()
 
     def lend(self, nbytes: int, fill: int = 0) -> tuple[RemoteSegment, int]:
-        """A readable segment of the peer's, and a window over all of it."""
+        """Allocates a readable segment in the peer and opens a window over all of it."""
         segment_id, window_id = self.ask("lend", nbytes, fill)
         return RemoteSegment(self.ask("address"), segment_id), window_id
 
@@ -78,8 +78,8 @@ class _Peer:
 
 
 def _serve(pipe: Connection, options: dict[str, Any]) -> None:
-    acceptor._HANDSHAKE_S = PATIENCE_S  # a busy machine is no stranger
+    acceptor._HANDSHAKE_S = PATIENCE_S  # on a busy machine a peer may be slow
     peer = _Peer(options)
     while True:
-        command, *arguments = pipe.recv()  # EOFError: who asks is gone
+        command, *arguments = pipe.recv()  # raises EOFError when the test process is gone
         pipe.send(getattr(peer, command)(*arguments))

@@ -1,4 +1,4 @@
-"""A TCP link that misbehaves on order: between an engine and the port it dials."""
+"""TCP proxy between an engine and the port it dials, with faults that a test switches on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.patience import PATIENCE_S
 _STEP_S = 0.01
 _CHUNK = 16384
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: close sends RST."""
+"""SO_LINGER value with which close sends RST."""
 
 
 class Towards(StrEnum):
-    """Which way bytes travel."""
+    """Direction in which bytes travel."""
 
     TARGET = "target"
     INITIATOR = "initiator"
@@ -27,9 +27,9 @@ class Towards(StrEnum):
 
 @dataclass
 class Trouble:
-    """Happens when the stream of any one connection reaches `at` bytes, `times` times in all.
+    """Fault that strikes when any one connection has carried `at` bytes. It strikes `times` times in total.
 
-    With `every`, the next time is that many bytes later.
+    If `every` is set, the next fault comes that many bytes later.
     """
 
     towards: Towards
@@ -39,28 +39,28 @@ class Trouble:
 
 
 class Proxy:
-    """Forwards each connection to `endpoint`. What it does next is set from any thread."""
+    """Forwards each connection to `endpoint`. The attributes that set its behaviour may be changed from any thread."""
 
     def __init__(self, endpoint: str, host: str = "127.0.0.1") -> None:
         self.silent = False
-        """Forwards nothing and takes nothing, in either direction."""
+        """True: forwards and receives nothing, in either direction."""
         self.bytes_s: float | None = None
-        """As fast as this, in each direction."""
+        """Rate limit in bytes per second, in each direction."""
         self.flip: Trouble | None = None
-        """A byte arrives as its complement."""
+        """Inverts the byte at this position."""
         self.reset: Trouble | None = None
-        """The connection is cut with RST at both ends."""
+        """Cuts every connection with RST at both ends."""
         self.hold: Trouble | None = None
-        """From there on it is silent."""
+        """Makes the proxy silent from this position on."""
         self.mangle: Callable[[bytearray], bytearray] | None = None
-        """What each piece on its way to the initiator becomes."""
+        """Replaces each piece of data on its way to the initiator."""
         self.num_connections = 0
         self.sources: set[str] = set()
-        """Addresses that initiators came from."""
+        """Addresses from which initiators connected."""
         self.num_bytes = 0
-        """Taken in, from either end."""
+        """Number of bytes received, from both ends."""
         self.seen: bytearray | None = None
-        """What the initiator sends, where it is to be kept."""
+        """Bytes sent by the initiator. None: they are not recorded."""
         upstream, _, port = endpoint.rpartition(":")
         self._upstream = (upstream, int(port))
         self._listener = socket.create_server((host, 0))
@@ -85,11 +85,11 @@ class Proxy:
         self.silent = True
 
     def cut(self) -> None:
-        """Resets every connection, now."""
+        """Resets every connection at once."""
         self._end_all(reset=True)
 
     def vanish(self) -> None:
-        """The target's end is gone and nobody tells the initiator: nothing comes any more."""
+        """Closes the target's end without notifying the initiator, which receives nothing more."""
         self.silent = True
         with self._lock:
             for _, target in self._pairs:
@@ -110,7 +110,7 @@ class Proxy:
             except OSError:
                 continue
             for sock in (initiator, target):
-                sock.settimeout(_STEP_S)  # it is only closed, and its RST sent, when nobody waits in the kernel
+                sock.settimeout(_STEP_S)  # closing a socket sends RST only when no thread is blocked on it
             self.num_connections += 1
             self.sources.add(source)
             with self._lock:
@@ -136,7 +136,7 @@ class Proxy:
                 to.shutdown(socket.SHUT_WR)
 
     def _next_of(self, source: socket.socket) -> bytearray:
-        """Empty once it has ended."""
+        """Returns the next data, or nothing once the stream has ended."""
         while not self._closed.is_set():
             if self.silent:
                 self._closed.wait(_STEP_S)

@@ -1,4 +1,4 @@
-"""Two engines, with bad links and strangers beside them, closed afterwards; memory with guards."""
+"""Two engines with guarded memory, faulty links and raw connections to them; all are closed at the end."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
 
 NBYTES = 4 << 20
 GUARD = 4096
-"""Bytes before and behind each segment that nobody may touch."""
+"""Number of bytes before and after each segment that must not change."""
 
 
 class Guarded:
-    """A registered region within memory whose edges must stay as they are."""
+    """Registered region inside larger memory whose edges must not change."""
 
     def __init__(self, engine: TransferEngine, nbytes: int, *, readable: bool = False) -> None:
         self._all = bytearray(nbytes + 2 * GUARD)
@@ -50,7 +50,7 @@ class Guarded:
 
 
 class Stage(contextlib.ExitStack):
-    """`near` initiates; `far` owns `memory`, readable, with one window over all of it."""
+    """Two engines: `near` initiates, `far` owns `memory`, which is readable and covered by one window."""
 
     def __init__(self, make_engine: Callable[..., TransferEngine], nbytes: int = NBYTES, **options: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Stage(contextlib.ExitStack):
             self.callback(last)
 
     def proxies(self) -> tuple[list[Proxy], str]:
-        """A bad link to each rail of `far`, and the address by which they are taken."""
+        """Puts a proxy in front of each rail of `far`. Returns the proxies and the address that leads through them."""
         address = parse(self.far.address)
         rails = address.rails["tcp"]
         proxies = [Proxy(rail.endpoint, rail.endpoint.partition(":")[0]) for rail in rails]
@@ -79,11 +79,11 @@ class Stage(contextlib.ExitStack):
         return proxy, address
 
     def stranger(self) -> Connection:
-        """An authenticated connection to `far` on which anything can be said."""
+        """Opens an authenticated raw connection to `far`, on which any bytes can be sent."""
         return self.enter_context(contextlib.closing(authenticated(self.far.address)))
 
     def transfer(self, op: Op, address: str = "", length: int = 0) -> Transfer:
-        """A WRITE of fresh content, or a READ into memory of zeros. Of all unless `length` is given."""
+        """Builds a WRITE of fresh content, or a READ into zeroed memory. `length`: 0 means all of it."""
         length = length or len(self.content)
         if op is Op.WRITE:
             self.content = self.rng.randbytes(length) + self.content[length:]
@@ -95,13 +95,13 @@ class Stage(contextlib.ExitStack):
     def run(
         self, transfer: Transfer, *, error: type[MoonserveError] | None = None, deadline_s: float = PATIENCE_S
     ) -> None:
-        """The batch ends as it should."""
+        """Runs the batch and requires that it succeeds, or fails with `error` if given."""
         batch = self.near.submit([transfer], deadline_s=deadline_s)
         with pytest.raises(error) if error is not None else contextlib.nullcontext():
             batch.wait(deadline_s + PATIENCE_S)
 
     def run_until_the_deadline(self, transfer: Transfer) -> None:
-        """Nothing but the deadline ends the batch: the peer is lost then, and not before."""
+        """Requires that the batch fails with PeerLost at its deadline, and not before."""
         begin = time.monotonic()
         self.run(transfer, error=PeerLost, deadline_s=1.0)
         assert time.monotonic() - begin >= 1.0
@@ -111,7 +111,7 @@ class Stage(contextlib.ExitStack):
         assert self.local.buffer == self.content
 
     def require_served(self) -> None:
-        """An honest peer is served as before."""
+        """Requires that a new, well-behaved peer is served."""
         engine = self.engine()
         local = engine.allocate(4096)
         remote = RemoteSegment(self.far.address, self.memory.segment.segment_id)
@@ -123,7 +123,7 @@ class Stage(contextlib.ExitStack):
 
 
 class WritesTo:
-    """A window in another process and ways to write into it and to read it."""
+    """Window in another process, with transfers that write into it and read it."""
 
     def __init__(self, engine: TransferEngine, peer: PeerInProcess, nbytes: int = 4096) -> None:
         self.engine = engine
@@ -155,7 +155,7 @@ def authenticated(address: str) -> Connection:
 
 
 def request_of(kind: Kind, stage: Stage, *, rows: list[tuple[int, int, int]], nbytes: int = 0) -> bytes:
-    """Sealed as it should be, whatever it says."""
+    """Encodes a request with a valid seal, whatever its content."""
     header = Header(
         kind=kind,
         entries=len(rows),

@@ -1,4 +1,4 @@
-"""A batch is told to everyone who waits, once, whoever they are."""
+"""The end of a batch is reported once to every waiter: threads, coroutines and callbacks."""
 
 from __future__ import annotations
 

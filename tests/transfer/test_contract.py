@@ -1,4 +1,4 @@
-"""What every transport must do, whatever carries the bytes."""
+"""Contract of all transports, independent of the medium that carries the bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRANSPORTS = ALL
     ("size", "registered"), [(1, False), (1, True), (4097, True), (300_000, False), (9 << 20, False)]
 )
 def test_bytes_arrive_as_they_were_sent_and_come_back(make_pair: MakePair, size: int, registered: bool) -> None:
-    """Carried by another thread, and by the caller's."""
+    """Bytes arrive unchanged if an engine thread carries them and if the caller's thread does."""
     pair = make_pair(2 * size + 2, registered=registered)
     before = bytes(pair.memory.buffer)
     for run in (pair.run, pair.run_here):
@@ -107,7 +107,7 @@ def test_nothing_to_do_is_done_at_once(pair: Pair) -> None:
 
 
 def refused_by_the_peer(pair: Pair) -> list[tuple[Transfer, type[MoonserveError]]]:
-    """`pair`'s window is replaced by one over [0, 100), [200, 250) and [300, 400)."""
+    """Returns transfers that the peer must refuse. The new window covers [0, 100), [200, 250) and [300, 400)."""
     far, read, write = pair.far, pair.read(0, 0, 10), pair.write(0, 0, 10)
     closed, pair.window_id = (pair.window_id, far.open_window(pair.memory, [(300, 50), (0, 100), (200, 50), (350, 50)]))
     far.close_window(closed)
@@ -140,7 +140,7 @@ def test_the_peer_refuses_what_it_has_not_granted_and_the_session_lives_on(pair:
 
 
 def unsound(pair: Pair) -> list[Any]:
-    """What cannot be right, whatever the peer says."""
+    """Returns transfers that are invalid without asking the peer."""
     read, write, end = pair.read(0, 0, 10), pair.write(0, 0, 10), pair.local.nbytes
     rows: list[Any] = [[(0, end - 5, 6)], [(-1, 0, 5)], [[1 << 70, 0, 1]], [["x", "y", "z"]]]
     rows += ["abc", None, np.zeros(3, np.int64), np.zeros((2, 2), np.int64)]
@@ -172,7 +172,7 @@ def test_each_transfer_of_a_batch_has_its_own_error(pair: Pair) -> None:
 
 def test_opening_a_peer_lists_what_it_lets_others_read_until_it_is_gone(pair: Pair) -> None:
     named = pair.far.allocate(4096, readable=True, name="kv")
-    pair.far.allocate(4096)  # not readable: nobody's business
+    pair.far.allocate(4096)  # not readable, so it must not be listed
     opened = pair.near.open(pair.far.address)
     infos = {segment.segment_id: segment.info for segment in opened}
     assert set(infos) == {pair.memory.segment_id, named.segment_id}
@@ -193,7 +193,7 @@ def test_callbacks_hear_of_the_end_once_and_a_failing_one_harms_nobody(pair: Pai
         raise RuntimeError("a bug of the caller's")
 
     batch = pair.near.submit([pair.read(0, 0, 500_000)], deadline_s=PATIENCE_S)
-    with contextlib.suppress(RuntimeError):  # it is the caller's when the batch is done
+    with contextlib.suppress(RuntimeError):  # raised to the caller if the batch is already done
         batch.add_done_callback(fail)
     batch.add_done_callback(heard.append)
     batch.add_done_callback(lambda _: both.set())

@@ -1,4 +1,4 @@
-"""Two rails between two hosts, one of which fails in the middle of a batch: the other carries the rest."""
+"""Two rails between two hosts. If one fails in the middle of a batch, the other carries the rest."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ TRANSPORTS = ["tcp"]
 
 NBYTES = 16 << 20
 FAILOVER_S = 24.0
-"""For a batch that waits half of it for a silent rail and needs little for the rest."""
+"""Deadline of a batch that waits half of it for a silent rail and needs little time for the rest."""
 
 A_REQUEST = 4096
-"""More bytes than two ends need to know each other and one of them to ask for a slice."""
+"""More bytes than a handshake and one request for a slice take."""
 
 
 @pytest.fixture(autouse=True)
 def easily_rested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two errors rest a rail for longer than any test takes, unless the test ends its rest."""
+    """Two errors rest a rail for longer than any test runs, unless the test ends the rest."""
     rule = RestRule(errors=2, within_s=NEVER_S, first_rest_s=NEVER_S, longest_rest_s=NEVER_S, same_incident_s=0.001)
     monkeypatch.setattr("transfer.peer.RailHealth", lambda: RailHealth(rule))
 
 
 class TwoRails(Stage):
-    """One proxy before each rail of `far`; `near` knows only those."""
+    """Stage with one proxy in front of each rail of `far`. `near` knows only the proxies."""
 
     def __init__(self, make_engine: Make) -> None:
         super().__init__(make_engine, NBYTES, rails=RAILS)
@@ -49,7 +49,7 @@ class TwoRails(Stage):
         self.require_arrived()
 
     def rested(self) -> list[Proxy]:
-        """Where the paths lead that rest, or have and were not used since; one from each local rail to each proxy."""
+        """Returns the proxy of each path that rests or was not used since its rest (one path from each local rail)."""
         by_endpoint = {proxy.endpoint: proxy for proxy in self.bad_links}
         return [by_endpoint[rails[2]] for rails in resting(self.near)]  # type: ignore[index]
 
@@ -84,7 +84,7 @@ def test_connections_leave_by_the_rails_that_were_chosen(rails: TwoRails) -> Non
 def test_the_other_rail_carries_what_a_cut_or_silent_one_cannot(
     rails: TwoRails, op: Op, harm: Callable[[Proxy], None], incident: Incident
 ) -> None:
-    """A batch over both rails, too slow to end before one of them, which carries some of it, is harmed."""
+    """Both rails are throttled so that the batch cannot end before a rail that carries part of it is harmed."""
     for proxy in rails.bad_links:
         proxy.bytes_s = 10e3
     batch = rails.near.submit([rails.transfer(op, rails.address, 4 << 20)], deadline_s=FAILOVER_S)
@@ -101,7 +101,7 @@ def test_the_other_rail_carries_what_a_cut_or_silent_one_cannot(
 
 
 def endpoints_dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with each attempt; a rail whose connection has failed is not used without one."""
+    """Records the endpoint of each connection attempt. A rail whose connection failed is not used without one."""
     dialled: list[str] = []
     connect = TcpTransport.connect
 
@@ -116,8 +116,8 @@ def endpoints_dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
     rails: TwoRails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails at once, however busy the machine is, so that the good one has all the time of the batch."""
-    for patience in ("waiting._CONNECT_S", "tcp.session._SILENCE_S"):  # the good one may be slow
+    """The bad rail fails at once, however busy the machine is, so that the good rail has the batch's whole time."""
+    for patience in ("waiting._CONNECT_S", "tcp.session._SILENCE_S"):  # the good rail may be slow
         monkeypatch.setattr(f"transfer.{patience}", NEVER_S)
     dialled = endpoints_dialled(monkeypatch)
     rails.write()
@@ -132,7 +132,7 @@ def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
     assert rails.rested() == [bad, bad]
     dialled.clear()
     for _ in range(5):
-        rails.write()  # what rests is not even tried
+        rails.write()  # a resting rail is not even tried
     assert bad.endpoint not in dialled
     bad.reset = None
     end_rests(rails.near)
@@ -145,7 +145,7 @@ def test_a_rail_that_keeps_failing_rests_and_is_used_again_once_it_is_well(
 
 
 class HeldStore:
-    """Holds a target's serving thread in the middle of a store, once."""
+    """Blocks a target's serving thread in the middle of a store, once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.go_on, self.left = (threading.Event() for _ in range(3))
@@ -171,14 +171,14 @@ def test_a_write_is_tried_again_only_when_its_first_copy_can_no_longer_be_stored
     assert held.entered.wait(PATIENCE_S)
     for proxy in rails.bad_links:
         proxy.cut()
-    for _ in range(200):  # a second attempt that does not wait would be over by now
+    for _ in range(200):  # long enough for a second attempt that does not wait to finish
         assert not batch.done
         held.left.wait(0.005)
     rails.memory.buffer[:100_000] = bytes(100_000)
     held.go_on.set()
     batch.wait(PATIENCE_S)
     assert held.left.is_set()
-    rails.memory.buffer[:100_000] = b"s" * 100_000  # the owner goes on
+    rails.memory.buffer[:100_000] = b"s" * 100_000  # the owner reuses the memory
     rails.far.close()
     assert rails.memory.buffer[:100_000] == b"s" * 100_000
 

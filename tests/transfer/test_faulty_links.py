@@ -1,6 +1,6 @@
-"""Links and peers that reset, fall silent, are slow or damage bytes: each batch ends right, or as lost at its deadline.
+"""Links and peers that reset, fall silent, are slow or damage bytes. Each batch succeeds, or is lost at its deadline.
 
-docs/transfer-faults.md lists them.
+docs/transfer-faults.md lists the faults.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ HANDSHAKE_TO_TARGET = handshake._HELLO.size + handshake._PROOF.size
 HANDSHAKE_TO_INITIATOR = handshake._CHALLENGE.size + handshake._WELCOME.size
 READ_FRAME = HEADER_BYTES + 24 + 8
 CARRIED = {Op.WRITE: Towards.TARGET, Op.READ: Towards.INITIATOR}
-"""Which way the bytes of an operation travel."""
+"""Direction in which the bytes of an operation travel."""
 
 both_ways = pytest.mark.parametrize("op", list(Op))
 near_and_far = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 
-# Connections that end.
+# Connections that end
 
 
 @both_ways
 def test_what_a_reset_has_cut_off_is_sent_again(stage: Stage, op: Op) -> None:
-    """A WRITE after its first connection was fenced."""
+    """Slices cut off by a reset are sent again. For a WRITE, the first connection is fenced before."""
     proxy, address = stage.proxy()
     proxy.reset = Trouble(CARRIED[op], at=1 << 20)
     stage.run(stage.transfer(op, address))
@@ -61,7 +61,7 @@ def test_a_connection_that_is_always_reset_is_given_up_after_the_second(stage: S
 def test_a_killed_target_is_lost_at_once(make_engine: Make, peer: PeerInProcess) -> None:
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.transfer)
-    peer.stop()  # so that the batch is under way for certain
+    peer.stop()  # so that the batch is certainly in flight
     batch = to.engine.submit([to.transfer], deadline_s=NEVER_S)
     peer.process.kill()
     with pytest.raises(PeerLost):
@@ -70,12 +70,12 @@ def test_a_killed_target_is_lost_at_once(make_engine: Make, peer: PeerInProcess)
         run(to.engine, to.transfer, deadline_s=NEVER_S)
 
 
-# Peers and links that fall silent.
+# Peers and links that fall silent
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("tls", marks=pytest.mark.slow)])
 def test_a_stopped_peer_fails_each_batch_at_its_own_deadline(make_engine: Make, peer: PeerInProcess) -> None:
-    """Over tcp the others wait behind the first, over shm they are under way beside it."""
+    """Over tcp the other batches wait behind the first one. Over shm they are in flight at the same time."""
     to = WritesTo(make_engine(max_in_flight_bytes=1), peer)
     run(to.engine, to.transfer)
     peer.stop()
@@ -115,25 +115,25 @@ def test_a_write_after_one_that_was_lost_in_silence_fences_its_connection(stage:
     stage.run(stage.transfer(Op.WRITE, address))
     proxy.hold = Trouble(Towards.TARGET, at=NBYTES + NBYTES // 2)
     stage.run_until_the_deadline(stage.transfer(Op.WRITE, address))
-    proxy.hold = None  # whose place a slow sender has not reached
+    proxy.hold = None  # a slow sender may not have reached its position
     proxy.silent = False
     stage.run(stage.transfer(Op.WRITE, address))
     stage.require_arrived()
 
 
 def test_a_half_open_connection_ends_at_the_deadline(stage: Stage) -> None:
-    """The target's end is gone and nobody says so."""
+    """The target's end is gone, and the initiator is not notified."""
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.READ, address))
     proxy.vanish()
-    while not stage.count(Incident.BREAK):  # its time may be over before it is sent
+    while not stage.count(Incident.BREAK):  # a batch may reach its deadline before it is sent
         stage.run_until_the_deadline(stage.transfer(Op.READ, address))
     proxy.silent = False
     stage.run(stage.transfer(Op.READ, address))
     stage.require_arrived()
 
 
-# Peers that are slow.
+# Peers that are slow
 
 
 def test_closing_a_window_waits_for_no_slow_writer_and_nothing_is_stored_after(stage: Stage) -> None:
@@ -144,7 +144,7 @@ def test_closing_a_window_waits_for_no_slow_writer_and_nothing_is_stored_after(s
     frozen = bytes(stage.memory.buffer)
     assert frozen != stage.content
     proxy.bytes_s = None
-    stage.run(stage.transfer(Op.READ, address))  # the slow link has had its time
+    stage.run(stage.transfer(Op.READ, address))  # by now the slow link has delivered everything
     assert stage.memory.buffer == frozen
 
 
@@ -154,7 +154,7 @@ def test_an_initiator_that_takes_no_answer_holds_up_nobody(stage: Stage) -> None
     connection.send(request_of(Kind.READ, stage, rows=[(0, 0, NBYTES)]))
     stage.run(stage.transfer(Op.READ))
     stage.require_arrived()
-    stage.far.close()  # it would wait for ever for the rest to be taken
+    stage.far.close()  # would hang if it waited for the rest to be read
 
 
 @near_and_far
@@ -163,14 +163,14 @@ def test_an_initiator_that_stops_in_a_frame_holds_up_nobody_and_its_rest_is_stal
     connection.send(request_of(Kind.WRITE, stage, rows=[(0, 0, NBYTES)], nbytes=NBYTES))
     connection.send(bytes(100_000))
     stage.run(stage.transfer(Op.READ))
-    stage.far.close_window(stage.window_id)  # it would wait for ever for the rest
+    stage.far.close_window(stage.window_id)  # would hang if it waited for the rest
     frozen = bytes(stage.memory.buffer)
     connection.send(bytes(NBYTES - 100_000))
     assert code_of_answer(connection) is Code.STALE
     assert stage.memory.buffer == frozen
 
 
-# Damage on the way.
+# Damaged bytes
 
 
 @both_ways
@@ -184,7 +184,7 @@ def test_a_slice_with_a_flipped_byte_is_noticed_counted_and_sent_again(stage: St
 
 def test_a_request_with_a_flipped_byte_in_its_rows_ends_the_connection(stage: Stage) -> None:
     proxy, address = stage.proxy()
-    stage.run(stage.transfer(Op.READ, address, 4096))  # the handshake and one request are behind us
+    stage.run(stage.transfer(Op.READ, address, 4096))  # passes the handshake and one request
     at = HANDSHAKE_TO_TARGET + READ_FRAME + HEADER_BYTES
     proxy.flip = Trouble(Towards.TARGET, at=at)
     stage.run(stage.transfer(Op.READ, address, 65536))

@@ -1,5 +1,5 @@
-"""One lane: whose turn it is, that every part ends in time whatever the session does, and that a write which may still
-arrive is fenced before its memory is used for anything else."""
+"""One lane: batches take turns, every part ends in time whatever the session does, and a WRITE that may still arrive is
+fenced before its memory is used again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transfer.lane import Lane
 from transfer.stats import Incident
 
 TRANSPORTS = ["tcp"]
-pytestmark = pytest.mark.usefixtures("fates")  # before the engines
+pytestmark = pytest.mark.usefixtures("fates")  # must be set up before the engines
 NBYTES = 1 << 16
 
 
@@ -59,7 +59,7 @@ def test_batches_keep_their_deadlines_while_a_caller_has_the_session(bench: Pair
 
 
 def test_a_batch_that_waits_for_a_connection_fails_alone(bench: Pair, fates: Fates) -> None:
-    """Another one with more time, or one that came while a caller connected, is carried afterwards."""
+    """A batch with a later deadline, or one submitted while a caller connects, is carried afterwards."""
     for give_up in (
         lambda: bench.near.submit([write(bench)], deadline_s=0.3).wait(PATIENCE_S),
         lambda: bench.near.open(bench.far.address, deadline_s=0.3),
@@ -69,7 +69,7 @@ def test_a_batch_that_waits_for_a_connection_fails_alone(bench: Pair, fates: Fat
         with ThreadPoolExecutor(1) as threads:
             failing = threads.submit(give_up)
             until(lambda: fates.counts["connect", Fate.SILENT] or failing.done())  # noqa: B023
-            fates.orders["connect"].clear()  # on a busy machine its time is over before it connects
+            fates.orders["connect"].clear()  # on a busy machine the deadline may pass before the attempt
             batches = [bench.near.submit([write(bench)], deadline_s=PATIENCE_S) for _ in range(10)]
             for batch in batches:
                 batch.wait(PATIENCE_S)
@@ -85,7 +85,7 @@ def test_a_rail_that_does_not_connect_is_left_for_another_long_before_the_deadli
     with monkeypatch.context() as patched:
         patched.setattr("transfer.waiting._CONNECT_S", 0.1)
         fates.orders["connect"] = [Fate.SILENT]
-        fates.on["connect"] = patched.undo  # the other one has all its time
+        fates.on["connect"] = patched.undo  # the other rail gets the normal timeout
         bench.run(write(bench), deadline_s=NEVER_S)
     assert fates.connect_s[0] <= 0.1
 
@@ -200,7 +200,7 @@ def test_no_thread_to_be_had_is_an_error_of_the_batch(bench: Pair, monkeypatch: 
     bench.run(write(bench))
 
 
-# Fences.
+# Fences
 
 
 def fail_and_leave_a_write_behind(bench: Pair, fates: Fates) -> None:
@@ -212,13 +212,13 @@ def fail_and_leave_a_write_behind(bench: Pair, fates: Fates) -> None:
 def test_a_retried_write_fences_its_first_copy(bench: Pair, fates: Fates) -> None:
     fates.orders["slice"] = [Fate.LATE]
     bench.run(write(bench))
-    bench.memory.buffer[:4096] = b"t" * 4096  # the owner has taken it and goes on
+    bench.memory.buffer[:4096] = b"t" * 4096  # the owner reuses the memory
     assert fates.store_what_is_late() == 0
     assert bench.memory.buffer[:4096] == b"t" * 4096
 
 
 def test_what_an_unfenced_connection_left_behind_is_stored_late(bench: Pair, fates: Fates) -> None:
-    """As the other tests count on: the fence is all that keeps it out."""
+    """Without a fence the late WRITE is stored. This shows that in the other tests the fence alone prevents it."""
     fail_and_leave_a_write_behind(bench, fates)
     assert fates.store_what_is_late() == 1
     assert bench.memory.buffer[:4096] == bench.local.buffer[:4096]
@@ -245,7 +245,7 @@ def test_a_later_write_fences_what_an_earlier_batch_left_behind(bench: Pair, fat
     num_fences = fates.counts["fence", Fate.ARRIVES]
     assert num_fences >= 1
     bench.run(write(bench))
-    assert fates.counts["fence", Fate.ARRIVES] == num_fences  # once is enough
+    assert fates.counts["fence", Fate.ARRIVES] == num_fences  # one fence is enough
 
 
 def test_a_write_that_no_thread_could_try_again_is_fenced_by_a_later_one(
@@ -255,7 +255,7 @@ def test_a_write_that_no_thread_could_try_again_is_fenced_by_a_later_one(
         raise RuntimeError("can't start new thread")
 
     bench = make_pair(NBYTES, rails=RAILS)
-    bench.run(bench.read(0, 0, 10))  # there is one lane, and no second one
+    bench.run(bench.read(0, 0, 10))  # creates one lane and no second one
     fates.orders["slice"] = [Fate.LATE]
     with monkeypatch.context() as exhausted:
         exhausted.setattr("transfer.peer.Lane", refuse)
@@ -267,8 +267,8 @@ def test_a_write_that_no_thread_could_try_again_is_fenced_by_a_later_one(
 
 
 def test_a_fence_that_ends_late_takes_nothing_from_a_write_that_has_gone_on(make_pair: MakePair, fates: Fates) -> None:
-    """It breaks on the first way; on the second it loses its patience with the fence, and breaks on the third one. When
-    that fence ends at last, the write is on its fourth way, with the third one to be fenced."""
+    """The WRITE breaks on its first path, gives up a slow fence on the second, and breaks on the third. When that fence
+    ends, the WRITE is on its fourth path, and the third still has to be fenced."""
     bench = make_pair(NBYTES, rails=RAILS)
     num_fences, num_connects = itertools.count(1), itertools.count(1)
     fencing: list[Lane] = []
@@ -280,7 +280,7 @@ def test_a_fence_that_ends_late_takes_nothing_from_a_write_that_has_gone_on(make
         (lane,) = (lane for lane in lanes_of(bench) if lane._groups)
         fencing.append(lane)
         lane._groups[0].give_up_at = 0.0
-        lane.look_up()  # as a connection does while it waits
+        lane.look_up()  # a connection calls this while it waits
         assert on_its_fourth_way.wait(PATIENCE_S)
 
     def let_the_fence_end() -> None:

@@ -1,7 +1,7 @@
-"""What is taken is given back: threads, descriptors, memory, also of thousands of peers that came and ended, well or
-badly. What cannot be taken, or meant, is refused.
+"""Threads, descriptors and memory are given back, also after thousands of peers that came and ended, well or badly.
+Resources that cannot be had and options that make no sense are refused.
 
-`MOONSERVE_LEAK_CYCLES` is how many peers; the 10,000 of a thorough run are what the engine promises.
+`MOONSERVE_LEAK_CYCLES` is the number of peers. The engine promises the 10,000 of a thorough run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ TRANSPORTS = ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)]
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and threads."""
+    """Returns the number of descriptors and of threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def census() -> tuple[int, int]:
-    gc.collect()  # other tests' leavings are not counted
+    gc.collect()  # does not count garbage of other tests
     return held()
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_left_of_engines_that_were_closed_and_of_peers_that_were_lost
     before = census()
     for _ in range(10):
         cycle()
-    # An error's traceback is a cycle; all else goes without waiting for the garbage collector.
+    # The traceback of an error is a reference cycle. Everything else is freed without the garbage collector.
     assert (census() if are_missed else held()) == before
 
 
@@ -106,7 +106,7 @@ def test_a_failed_batch_keeps_no_memory_alive(pair: Pair) -> None:
     gone = weakref.ref(local.memory)
     pair.near.deregister(local)
     del local
-    pair.run(pair.read(0, 0, 10))  # by now the peer's thread has left the first batch
+    pair.run(pair.read(0, 0, 10))  # makes the peer's thread drop the first batch
     assert error is not None
     assert gone() is None
 
@@ -202,7 +202,7 @@ def test_tensors_arrays_and_mappings_can_be_registered(pair: Pair) -> None:
             assert segment.buffer[:64] == pair.memory.buffer[5:69]
             pair.near.deregister(segment)
             del segment
-        pair.run(pair.read(0, 0, 10))  # by now the peer's thread has left the other batches
+        pair.run(pair.read(0, 0, 10))  # makes the peer's thread drop the other batches
     assert bytes(tensor.view(torch.uint8).tolist()[:64]) == bytes(pair.memory.buffer[5:69])
 
 
@@ -218,12 +218,12 @@ def test_a_peer_is_lost_for_as_long_as_there_is_no_descriptor_left(pair: Pair, m
 
 
 def test_the_first_transport_that_gets_through_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.waiting._CONNECT_S", NEVER_S)  # the first one may be slow
+    monkeypatch.setattr("transfer.waiting._CONNECT_S", NEVER_S)  # the first transport may be slow
     with engine_of("shm", "tcp") as near, engine_of("tcp", "shm") as far:
         memory = far.allocate(100, readable=True)
         memory.buffer[:] = b"m" * 100
         address = parse(far.address)
-        # An abstract name in another network namespace looks like this: same host, nobody there.
+        # An abstract socket name of another network namespace: same host, but no listener.
         unreachable = far.address.replace(address.rails["shm"][0].endpoint, "moonserve-elsewhere")
         other_host = far.address.replace(address.host, "another-boot")
         for where, expected in ((far.address, "shm"), (unreachable, "tcp"), (other_host, "tcp")):
@@ -259,14 +259,14 @@ CYCLES = int(os.environ.get("MOONSERVE_LEAK_CYCLES", "0")) or (10_000 if THOROUG
 
 
 def large_census() -> tuple[int, int, int, int]:
-    """Also mappings, and bytes in memory."""
+    """Returns the census, the number of mappings and the resident bytes."""
     counts = census()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return *counts, len(Path("/proc/self/maps").read_text().splitlines()), pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Cycles:
-    """One engine that outlives all of its peers."""
+    """Lives of peers, one after the other, against one engine that outlives them all."""
 
     def __init__(self) -> None:
         self.rng = random.Random(11)
@@ -283,7 +283,7 @@ class Cycles:
                 self.engine(far, end)
 
     def process(self, peer: PeerInProcess, *, stops: bool) -> None:
-        """It is killed while batches are under way; or stopped before, and given up at the deadline or forgotten."""
+        """Kills the peer while batches are in flight, or stops it first; then they end by deadline or by `forget`."""
         remote, window_id = peer.lend(NBYTES)
         if stops:
             peer.stop()
@@ -300,7 +300,7 @@ class Cycles:
         self.leave(remote.address)
 
     def engine(self, far: TransferEngine, end: str) -> None:
-        """Its batches end well, or one of both ends is closed while they are under way."""
+        """Lets the batches of the engine end well, or closes one of both ends while they are in flight."""
         memory = far.allocate(NBYTES, readable=True)
         window_id = far.open_window(memory, [(0, NBYTES)])
         remote = RemoteSegment(far.address, memory.segment_id)
@@ -322,7 +322,7 @@ class Cycles:
 
     def end(self, batches: list[Batch]) -> None:
         for batch in batches:
-            # InvalidRequest: a READ of mapped memory found that its owner had deregistered it.
+            # InvalidRequest: a READ of mapped memory finds that its owner has deregistered it.
             with suppress(PeerLost, InvalidRequest):
                 batch.wait(PATIENCE_S)
 
@@ -349,7 +349,7 @@ def read_of(local: Segment, remote: RemoteSegment, nbytes: int) -> Transfer:
 @pytest.mark.timeout(600 + CYCLES)
 def test_nothing_is_kept_of_peers_that_have_gone() -> None:
     cycles = Cycles()
-    warm_up = min(CYCLES // 2, 6000)  # metrics name up to 4,096 peers, and remember them
+    warm_up = min(CYCLES // 2, 6000)  # metrics keep the names of up to 4,096 peers
     for _ in range(warm_up):
         cycles.one()
     before = large_census()
@@ -357,7 +357,7 @@ def test_nothing_is_kept_of_peers_that_have_gone() -> None:
         cycles.one()
     after = large_census()
     sys.stdout.write(f"{CYCLES} cycles: {before} after {warm_up}, {after} at the end\n")
-    # The allocator's arenas come and go; what leaks once per cycle shows.
+    # The allocator's arenas vary. A leak of one object per cycle exceeds the slack.
     for now, then, slack in zip(after, before, (0, 0, 30, 6 << 20), strict=True):
         assert now <= then + slack
     usage = cycles.near.usage()

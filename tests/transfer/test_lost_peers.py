@@ -1,4 +1,4 @@
-"""Peers in other processes, which stop and are forgotten: every batch ends in time. test_faulty_links.py has more."""
+"""Peers in other processes that are stopped or forgotten: every batch ends in time. See also test_faulty_links.py."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerIn
 def test_opening_a_silent_peer_has_all_its_time(
     make_engine: Make, peer: PeerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch before it was carried on the same connection, which is given up when that falls silent and another way is
-    left; nothing of a batch is under way now, and no other way is left."""
+    """An idle connection is not given up for silence: that is done only if a batch is in flight on it and another path
+    is left. Here neither is the case, so `open` may use its whole time."""
     looks: list[Lane] = []
     look_up = Lane.look_up
 
@@ -56,7 +56,7 @@ def test_opening_a_silent_peer_has_all_its_time(
 
 @pytest.mark.parametrize("transport", ["shm"])
 def test_what_ended_before_the_peer_fell_silent_stays_ended(make_engine: Make, peer: PeerInProcess) -> None:
-    """Mapped memory can be read while its owner is stopped; only the owner can store."""
+    """Completed parts stay completed. Mapped memory can be read while its owner is stopped; only the owner stores."""
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.read, to.transfer)
     peer.stop()
@@ -68,10 +68,10 @@ def test_what_ended_before_the_peer_fell_silent_stays_ended(make_engine: Make, p
     assert [type(error) for error in batch.errors] == [type(None), PeerLost]
 
 
-@pytest.mark.parametrize("transport", ["tcp"])  # names of Unix sockets never return
+@pytest.mark.parametrize("transport", ["tcp"])  # names of Unix sockets are never reused
 def test_a_dead_peer_whose_port_is_given_to_who_dials_it_is_lost(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TCP then connects the socket to itself, and nobody would ever answer or hang up. With 28,000 ports it happens
-    once in some ten thousand deaths; here the port is forced."""
+    """TCP then connects the socket to itself, which would never reply or hang up. With 28,000 ports this happens once
+    in about ten thousand deaths; here the port is forced."""
     address = parse(pair.far.address)
     (rail,) = address.rails["tcp"]
     with held_port() as port:
@@ -89,7 +89,7 @@ def test_a_dead_peer_whose_port_is_given_to_who_dials_it_is_lost(pair: Pair, mon
 
 
 def held_port() -> socket.socket:
-    """Nobody listens there, and nobody else is given it."""
+    """Binds a port, so that it has no listener and is not given to any other socket."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -108,7 +108,7 @@ def test_forgetting_a_peer_fails_its_batches_now_and_so_does_closing(make_engine
                 batch.wait(PATIENCE_S)
         peer.resume()
         if give_up != to.engine.close:
-            run(to.engine, to.transfer)  # it may be met again
+            run(to.engine, to.transfer)  # a forgotten peer may be met again
     with pytest.raises(InvalidRequest):
         to.engine.submit([to.transfer], deadline_s=NEVER_S)
 
@@ -127,7 +127,7 @@ def test_an_address_that_leads_nowhere_is_refused(pair: Pair, transport: str) ->
 
 
 def test_ordered_faults_happen_and_then_stop(make_engine: Make) -> None:
-    """What bad memory turned, no checksum of the way notices: the blocks' own do."""
+    """Checksums of the transfer do not detect bytes that bad memory corrupts. The checksums of blocks do."""
     near, far = make_engine(faults=FaultPlan(corrupt_writes=1, drop_connections=1)), make_engine()
     memory, local = far.allocate(100), near.allocate(100)
     window_id = far.open_window(memory, [(0, 100)])

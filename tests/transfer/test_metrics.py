@@ -1,5 +1,5 @@
-"""What Prometheus reads agrees with what engines did, to the byte, whatever went wrong; and what is measured of the
-bandwidth between two engines: periods under way, not pauses, mixtures or round trips."""
+"""Prometheus metrics agree with the engine's work to the byte, whatever fails. The bandwidth between two engines is
+measured over periods in flight, without pauses, mixtures of operations or round trips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MUCH = MEASURED_FROM
 
 
 class Readings:
-    """An engine's metrics, summed over the labels that are not asked for."""
+    """Metrics of an engine, summed over the labels that are not given."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._registry = CollectorRegistry()
@@ -82,7 +82,7 @@ class Clock:
 
 
 def under_way(meter: PeerMeter, clock: Clock, *moves: tuple[Op, int], seconds: float = 0.5) -> Seen:
-    """At the same time."""
+    """Moves the bytes at the same time. Returns what the meter has seen."""
     for _, nbytes in moves:
         meter.submitted(nbytes)
     clock.now += seconds
@@ -101,7 +101,7 @@ def test_what_is_under_way_together_counts_its_time_once_and_pauses_do_not_count
     for _ in range(3):
         under_way(meter, clock, read)
         clock.now += 100.0
-    meter.arrived(Op.READ, MUCH, 0.25)  # in the caller's thread: with its own time
+    meter.arrived(Op.READ, MUCH, 0.25)  # a read in the caller's thread reports its own time
     meter.arrived(Op.READ, MUCH - 1, 0.25)
     assert meter.seen() == Seen(read_bytes=4 * MUCH, read_s=1.75)
 

@@ -1,4 +1,4 @@
-"""The data plane: copying rows, describing them to the kernel, and moving bytes both ways over a stream at once."""
+"""Native data plane: copies rows, converts them to iovecs, and moves bytes both ways over a stream at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_compiled_code_it_is_said_what_to_install(monkeypatch: pytest.Mo
         data_plane.__wrapped__()
 
 
-# Rows.
+# Rows
 
 SIZE = 4096
 lengths = st.lists(st.integers(0, 300), min_size=0, max_size=40)
@@ -53,7 +53,7 @@ lengths = st.lists(st.integers(0, 300), min_size=0, max_size=40)
 
 @st.composite
 def disjoint_rows(draw: st.DrawFn) -> Rows:
-    """Destinations (LOCAL) do not overlap; sources may."""
+    """Draws rows whose destinations (LOCAL) do not overlap; their sources may."""
     made, place = [], 0
     for length in draw(lengths):
         place += draw(st.integers(0, 5))
@@ -88,7 +88,7 @@ def test_one_different_byte_makes_rows_unequal(rows: Rows, data: st.DataObject) 
     assert plane.rows_equal(address_of(into), address_of(source), rows, column=LOCAL)
     covered = [local + i for _, local, length in rows.tolist() for i in range(length)]
     if covered:
-        into[data.draw(st.sampled_from(covered))] = 0  # no byte of the source is
+        into[data.draw(st.sampled_from(covered))] = 0  # the source contains no zero
         assert not plane.rows_equal(address_of(into), address_of(source), rows, column=LOCAL)
 
 
@@ -144,7 +144,7 @@ def test_any_contiguous_memory_has_an_address() -> None:
         assert ctypes.string_at(address_of(memory), len(content)) == content
 
 
-# Streams.
+# Streams
 
 SECOND = 1_000_000_000
 LONG = int(PATIENCE_S * SECOND)
@@ -168,7 +168,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Sockets]:
 
 
 def cut(buffer: bytes | bytearray, lengths: Sequence[int] = ()) -> IoVectors:
-    """The whole buffer, in pieces of these lengths and one of what is left."""
+    """Splits the whole buffer into pieces of these lengths and one piece with the rest."""
     base, pieces, place = address_of(buffer), [], 0
     for length in lengths:
         length = min(length, len(buffer) - place)
@@ -178,7 +178,7 @@ def cut(buffer: bytes | bytearray, lengths: Sequence[int] = ()) -> IoVectors:
 
 
 def receiving(nbytes: int, lengths: Sequence[int] = (), at_least: int | None = None) -> tuple[bytearray, Flow]:
-    """The bytes must be kept for as long as the flow is used."""
+    """Returns a buffer and a flow that receives into it. The buffer must live as long as the flow is used."""
     landed, flow = bytearray(nbytes), Flow()
     flow.receive(cut(landed, lengths), at_least)
     return landed, flow
@@ -209,7 +209,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(pair: Sockets) ->
 
 
 @settings(max_examples=examples(30))
-@example(out=[3] * 5000, into=[7] * 3000, size=30_000)  # more than one system call takes
+@example(out=[3] * 5000, into=[7] * 3000, size=30_000)  # more than one system call accepts
 @given(
     out=st.lists(st.integers(0, 50), max_size=20),
     into=st.lists(st.integers(0, 50), max_size=20),
@@ -227,7 +227,7 @@ def test_pieces_of_any_length_on_either_side_are_one_stream(out: list[int], into
         assert pump(far, receiver) is End.IN_DONE
     assert landed == content
     assert sender.out.moved == receiver.into.moved == size
-    # The caller's arrays are as they were.
+    # The caller's arrays are unchanged.
     assert np.array_equal(before[0], sender.out.array)
     assert np.array_equal(before[1], receiver.into.array)
 

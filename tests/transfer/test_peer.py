@@ -1,4 +1,4 @@
-"""Whatever the rails do, every batch ends once, in time, with the right bytes, and the books balance."""
+"""Whatever the rails do, every batch ends once, in time and with the right bytes, and all counters return to zero."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from transfer.paths.health import RailHealth, RestRule
 from transfer.scatter import LOCAL
 
 PLACE = 8192
-"""Bytes that belong to one batch, on either side."""
+"""Bytes that belong to one batch, on each side."""
 PLACES = 64
 NUM_SEEDS = int(os.environ.get("MOONSERVE_STRESS_SEEDS", "4"))
 
 
 @dataclass
 class Piece:
-    """One batch's place: what it writes there, or what it must read from there."""
+    """Memory range of one batch, and the content that it writes there or must read from there."""
 
     start: int
     op: Op
@@ -46,7 +46,7 @@ class Piece:
 
 
 class Storm:
-    """Two engines, two transports with up to five paths between them, and batches that come and go. A seed draws it."""
+    """Two engines, two transports with up to five paths between them, and random batches drawn from a seed."""
 
     def __init__(self, seed: int, fates: Fates) -> None:
         self.rng = random.Random(seed)
@@ -69,7 +69,7 @@ class Storm:
         self.library.buffer[:] = self.rng.randbytes(PLACE * PLACES)
         self.window_id = self.far.open_window(self.memory, [(0, PLACE * PLACES)])
         self.deadlines_s = [0.0] * PLACES
-        """Of the latest batch of each place."""
+        """Deadline of the latest batch of each place."""
         self.is_in_time = True
 
     def draw(self, occasion: str) -> Fate:
@@ -101,13 +101,13 @@ class Storm:
         return piece
 
     def require_in_time(self, part: Slice, gives_up_at: float) -> None:
-        """Nothing is carried longer than its own batch may take, whatever else the session carries."""
+        """Checks that a slice is not carried beyond its batch's deadline, whatever else the session carries."""
         if part.local is self.local:
             place = int(part.rows[0, LOCAL]) // PLACE
             self.is_in_time &= gives_up_at <= time.monotonic() + self.deadlines_s[place]
 
     def disturb(self) -> None:
-        """What callers and targets do meanwhile."""
+        """Does at random what callers and targets may do during a batch."""
         match self.rng.randrange(7):
             case 0:
                 self.fates.store_what_is_late()
@@ -143,7 +143,7 @@ class Storm:
             assert side.buffer[piece.start : piece.start + PLACE] == piece.content
 
     def require_balance(self) -> None:
-        """Nothing is under way, and every account says so."""
+        """Requires that nothing is in flight according to any counter."""
         for peer in self.near._peers.met.values():
             peer._chooser.validate()
             assert not any(each.in_flight_bytes for each in peer._chooser._tracks.values())
@@ -156,7 +156,7 @@ def fast_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = RestRule(first_rest_s=0.1, longest_rest_s=0.4, same_incident_s=0.005)
     monkeypatch.setattr("transfer.peer.RailHealth", lambda: RailHealth(rule))
     monkeypatch.setattr("transfer.lane.IDLE_S", 0.05)
-    # In calm weather nothing fails because the machine is slow.
+    # Without injected faults, nothing fails because the machine is slow.
     for patience in ("waiting._CONNECT_S", "lane._FENCE_S", "tcp.target._FENCE_S"):
         monkeypatch.setattr(f"transfer.{patience}", NEVER_S)
     monkeypatch.setattr("transfer.tcp.session._SILENCE_S", NEVER_S)
@@ -165,9 +165,9 @@ def fast_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fast_rests")
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_every_batch_ends_once_in_time_and_right(seed: int, fates: Fates) -> None:
-    before = set(threading.enumerate())  # threads of others, gRPC's for one, that go on
+    before = set(threading.enumerate())  # includes threads that keep running, for example gRPC's
     storm = Storm(seed, fates)
-    # A place is used again only after the batch before has ended: its source must not change.
+    # A place is reused only after its previous batch has ended, since the source of a batch must not change.
     for _ in range(6):
         begun = []
         for place in storm.rng.sample(range(PLACES), 12):
@@ -187,7 +187,7 @@ def test_every_batch_ends_once_in_time_and_right(seed: int, fates: Fates) -> Non
     until(lambda: all(lane.idle for peer in storm.near._peers.met.values() for lane in list(peer._lanes.values())))
     assert storm.is_in_time
     storm.require_balance()
-    # What the owner puts where a WRITE succeeded stays: nothing of an earlier attempt comes late.
+    # What the owner stores where a WRITE has succeeded stays: no earlier attempt arrives late.
     views = [
         storm.memory.buffer[piece.start : piece.start + PLACE]
         for piece in last

@@ -1,4 +1,4 @@
-"""What can go wrong between a session, its target and the devices below them; what is not believed; what is missing."""
+"""Failures between a session, its target and their RDMA devices; invalid control messages; missing dependencies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_closing_a_window_ends_a_write_that_hangs_and_nothing_is_stored_later(pa
     wire.freeze()
     batch = pair.near.submit([pair.write(0, 0, 1 << 20)], deadline_s=PATIENCE_S)
     assert wire.has_frozen.wait(PATIENCE_S)
-    pair.far.close_window(pair.window_id)  # while it is frozen, which only this test ends
+    pair.far.close_window(pair.window_id)  # returns although the WRITE is still frozen
     wire.thaw()
     with pytest.raises(StaleLease):
         batch.wait(PATIENCE_S)
@@ -84,7 +84,7 @@ def test_a_key_that_was_told_dies_with_its_segment(pair: Pair, wire: Wire) -> No
     pair.run(pair.read(0, 0, 4096))
     pair.far.close_window(pair.window_id)
     pair.far.deregister(pair.memory)
-    assert len(wire.regions) == 2  # near's memory and far's other
+    assert len(wire.regions) == 2  # near's memory and the other segment of far
     with pytest.raises(InvalidRequest):
         pair.run(pair.read(0, 0, 4096))
     remote = RemoteSegment(pair.far.address, other.segment_id)
@@ -114,7 +114,7 @@ def test_a_slice_that_is_damaged_on_the_way_is_sent_again(pair: Pair, wire: Wire
 
 
 class Told:
-    """A connection that ends at once; `on_end` is what happens meanwhile."""
+    """Connection that ends at once. `on_end` is called meanwhile."""
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
         self.end = on_end
@@ -122,7 +122,7 @@ class Told:
 
 @pytest.mark.parametrize("access", ["readable", "writable"])
 def test_a_connection_that_found_a_segment_before_its_removal_is_told_no_key_of_it(wire: Wire, access: str) -> None:
-    """The keys are there still while the removal waits for the connections that were told them."""
+    """The keys still exist while the removal waits for the connections that received them."""
     memory, segment = RegisteredMemory(FakeDevice(wire, PORT)), SegmentTable().allocate(4096, readable=True)
     ask = getattr(memory, access)
     refused: list[InvalidRequest] = []
@@ -139,7 +139,7 @@ def test_a_connection_that_found_a_segment_before_its_removal_is_told_no_key_of_
     assert not memory._told
 
 
-# What the ends tell each other.
+# Control messages
 
 
 @given(bit=st.integers(0, 8 * control.KEY_BYTES - 1))
@@ -169,7 +169,7 @@ def test_a_grant_ends_well_or_with_words() -> None:
 
 
 def queue_of(depth: int) -> tuple[SendQueue[int], deque[tuple[FakePair, Request]]]:
-    """With what it has posted, none of which ends by itself."""
+    """Returns a send queue and the requests it has posted, none of which completes by itself."""
     wire, posted = Wire(), deque[tuple[FakePair, Request]]()
     wire.frozen = posted
     pair = wire.open(PORT).make_queue_pair(None, send_depth=depth, receive_depth=1, serves=False)
@@ -215,7 +215,7 @@ def test_without_pyverbs_rdma_is_refused_with_what_to_install(monkeypatch: pytes
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     monkeypatch.setattr(registry, "_TRANSPORTS", {"rdma": RdmaTransport})
-    verbs.pyverbs.cache_clear()  # a failure is not kept: the next test finds it again
+    verbs.pyverbs.cache_clear()  # a failed import is not cached, so later tests import again
     engine = TransferEngine(cluster_token="t", options=TransferOptions(transports=("rdma",)))
     with pytest.raises(ConfigError, match=r"python3-pyverbs.*moonserve\[rdma\]"):
         engine.start()

@@ -1,5 +1,5 @@
-"""Rows: what merging, cutting and checking do to the bytes they describe; windows: which rows they let through, and
-what closing them promises."""
+"""Rows: merging, grouping and checking preserve the bytes they describe. Windows: which rows they admit, and what
+closing them guarantees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def positions(rows: Rows, side: int) -> list[int]:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 5)), max_size=20))
 def test_merging_keeps_every_byte_in_order(steps: Runs) -> None:
-    """Runs that follow each other with small gaps, so that many touch."""
+    """The runs follow each other with small gaps, so that many are adjacent."""
     made, remote, local = [], 0, 0
     for remote_gap, local_gap, length in steps:
         remote, local = remote + remote_gap, local + local_gap
@@ -108,7 +108,7 @@ def test_a_write_is_let_through_exactly_when_all_its_bytes_are_allowed(
 
 
 def test_closing_waits_for_the_store_under_way_and_refuses_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.windows._PATIENCE_S", 0.0)  # a store has all its time
+    monkeypatch.setattr("transfer.windows._PATIENCE_S", 0.0)  # applies to holds; a store may take longer
     table, memory = WindowTable(), segment()
     window = table.find(table.open(memory, [(0, 10)]), memory.segment_id)
     closed = threading.Event()

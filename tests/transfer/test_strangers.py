@@ -1,4 +1,4 @@
-"""Those who are not what they claim, or speak of what is no more, get nothing, end nothing and hang nobody."""
+"""Peers with a false identity, or with ids that are no longer valid, get no data and neither end nor block others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from transfer.tcp.frames import Code, Header, Kind, encode
 only_tcp = pytest.mark.parametrize("transport", ["tcp"])
 
 
-# Targets.
+# Targets
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "tls"])
@@ -97,7 +97,7 @@ def test_an_earlier_incarnation_whose_port_was_taken_over_is_lost(stage: Stage) 
 
 
 def test_what_took_the_place_of_a_segment_or_a_window_is_not_reached(stage: Stage) -> None:
-    """Ids are never used again."""
+    """Ids of segments and windows are never reused."""
     write, read = stage.transfer(Op.WRITE), stage.transfer(Op.READ)
     stage.run(read)
     before = bytes(stage.memory.buffer)
@@ -114,7 +114,7 @@ def test_what_took_the_place_of_a_segment_or_a_window_is_not_reached(stage: Stag
     assert other.buffer == b"o" * NBYTES
 
 
-# Initiators.
+# Initiators
 
 
 def test_an_initiator_of_another_version_is_told_so(stage: Stage) -> None:
@@ -127,7 +127,7 @@ def test_an_initiator_of_another_version_is_told_so(stage: Stage) -> None:
 
 
 def test_a_proof_cannot_be_reflected_or_replayed(stage: Stage) -> None:
-    """A stranger relays the target's own answers back to it and never gets in."""
+    """A peer that sends its own nonce as its proof is refused and gets no proof in return."""
     connection = dial(stage.far.address)
     nonce = secrets.token_bytes(32)
     connection.send(handshake._HELLO.pack(b"MOONXFER", 2, 0, nonce))
@@ -181,7 +181,7 @@ def test_lies_about_offsets_sizes_and_row_counts_reach_nothing_outside(stage: St
 
 
 def test_strangers_that_hang_up_or_stay_silent_keep_nobody_out(stage: Stage) -> None:
-    """And their threads end with them."""
+    """Honest peers are still served, and the threads of the strangers end."""
     before = threading.active_count()
     for _ in range(50):
         sock = dial(stage.far.address)._sock
@@ -192,7 +192,7 @@ def test_strangers_that_hang_up_or_stay_silent_keep_nobody_out(stage: Stage) -> 
     stage.require_served()
     for stranger in silent:
         stranger.close()
-    until(lambda: threading.active_count() <= before + 5)  # whoever is served has some
+    until(lambda: threading.active_count() <= before + 5)  # connections that are served have threads
 
 
 nonsense = st.builds(
@@ -213,7 +213,7 @@ def test_what_is_no_handshake_or_no_request_ends_its_connection_only_and_stores_
     with closing((authenticated if is_peer else dial)(pair.far.address)) as connection:
         connection.send(said)
         if waits:
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # the connection may have ended already
                 connection._sock.shutdown(socket.SHUT_WR)
             until_closed(connection)
     pair.run(pair.read(0, 0, 10))

@@ -1,4 +1,4 @@
-"""Who is believed over TLS, and what those in between and outside can do."""
+"""Which peers are trusted over TLS, and what a man in the middle or an outsider can do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRANSPORTS = ["tls"]
 
 
 def read(near: TransferEngine, far: TransferEngine, address: str | None = None) -> None:
-    """Ten bytes, or a refusal: no deadline ends it."""
+    """Reads ten bytes, or is refused. The deadline is never reached."""
     memory = far.allocate(4096, readable=True)
     local = near.allocate(4096)
     remote = RemoteSegment(address or far.address, memory.segment_id)
@@ -31,13 +31,13 @@ def read(near: TransferEngine, far: TransferEngine, address: str | None = None) 
 
 @pytest.fixture
 def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines start with files that their peers will refuse."""
+    """Lets engines start with files that their peers will refuse."""
     monkeypatch.setattr("protocol.tls._rehearse", lambda *files: {})
 
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Files:
-    """Signed by another authority, which it believes."""
+    """Files signed by another authority, which is also the one they trust."""
     return Authority(tmp_path_factory.mktemp("strangers"), "strangers").sign("stranger")
 
 
@@ -108,7 +108,7 @@ def test_a_byte_changed_on_the_way_never_reaches_memory(stage: Stage) -> None:
     proxy.seen = bytearray()
     stage.run(stage.transfer(Op.WRITE, address, 10))
     stage.near.forget(address)
-    at = len(proxy.seen) + (6 << 10)  # of the next connection: in the middle of one record
+    at = len(proxy.seen) + (6 << 10)  # on the next connection, in the middle of a TLS record
     proxy.flip = Trouble(Towards.TARGET, at=at, times=100)
     before = bytes(stage.memory.buffer)
     with pytest.raises(PeerError):
@@ -128,7 +128,7 @@ def test_an_engine_does_not_start_with_files_that_cannot_work(
     wrong += [
         (replace(files, key=Path("/nowhere/missing.pem")), "/nowhere/missing.pem: No such file"),
         (replace(files, key=authority.sign("other").key), "do not belong together"),
-        (replace(files, key=locked), "password"),  # nobody waits for one
+        (replace(files, key=locked), "password"),  # does not prompt for one
         (replace(files, authority=stranger), str(stranger)),
         (authority.sign("expired", days=-1), "expired"),
     ]

@@ -1,7 +1,7 @@
-"""Compiles what the launchers would launch, for a GPU that need not be there, of the compute capability given.
+"""Compiles every kernel that the launchers launch for a given compute capability. Needs no such GPU.
 
-Prints one JSON line per kernel: `python -m tests.engine.cuda.compiling 90`. In a process of its own, since
-Triton decides at its import whether it interprets.
+Prints one JSON line per kernel: `python -m tests.engine.cuda.compiling 90`. Runs in a process of its own, since Triton
+decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ATTENTION = ((torch.bfloat16, 80, 4096), (torch.bfloat16, 256, None), (torch.flo
 
 
 class Absent:
-    """Triton's driver for a GPU that is not there."""
+    """Triton driver that stands for an absent GPU."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -41,7 +41,7 @@ class Absent:
 
 
 def compile_all(capability: int) -> Iterator[dict[str, Any]]:
-    """What became of each kernel."""
+    """Compiles all kernels. Yields a description of each."""
     compiled: list[Any] = []
     run: Callable[..., Any] = JITFunction.run
 

@@ -1,6 +1,6 @@
-"""Triton kernels, compiled where there is a GPU, else in Triton's interpreter on tensors of the CPU.
+"""Device of the Triton tests: a GPU if there is one, otherwise the CPU with Triton's interpreter.
 
-Each module that needs Triton skips itself where it is not installed: a conftest that did would end the run.
+Each module that needs Triton skips itself if it is not installed: a conftest that skipped would end the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs that are not here; the interpreter, which runs them here, accepts more."""
+"""Compiles the Triton kernels for absent GPUs. The compiler rejects code that the interpreter accepts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.thoroughness import THOROUGH
 pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
 SHARED_BYTES = 99 * 1024
-"""Of a program on the GPUs that have least of it (compute capability 8.6 and 8.9)."""
+"""Shared memory of a program on the GPUs with the least of it (compute capability 8.6 and 8.9)."""
 CAPABILITIES = (80, 90) if THOROUGH else (80,)
-"""Half a minute of a processor each; on 9.0 the kernels run whenever benchmarks/gpu_check.sh does."""
+"""Each takes half a minute of CPU time. `benchmarks/gpu_check.sh` also runs the kernels on 9.0."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_compile_and_fit_any_gpu_since_ampere(capability: int, tmp_path: Path) -> None:
-    """Attention multiplies on tensor cores but in float32, which is exact."""
+    """Attention uses tensor cores for every dtype but float32, which is computed exactly."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.cuda.compiling", str(capability)],

@@ -1,8 +1,8 @@
-"""A whole engine on Triton kernels gives the tokens of transformers, and so it does by graphs: padded, filled again and
-again, and only where they may be.
+"""A whole engine on Triton kernels samples the tokens of transformers, also with CUDA graphs: padded, refilled, and
+used only where they are allowed.
 
-Without a GPU a replay is the same work run again on the same tensors: what is captured and how it is filled is tested
-here, CUDA's capturing by `benchmarks/gpu_check.sh`.
+Without a GPU, a replay runs the same work again on the same tensors. This tests what is captured and how graphs are
+filled; `benchmarks/gpu_check.sh` tests the capture by CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRITON = {"kernels": "triton", "attention": "triton", "num_blocks": 40}
 
 
 class Captures:
-    """Runs again instead of replaying, once before that as capturing does, and counts."""
+    """Stands for CUDA graphs: runs the work once to capture it and again for each replay, and counts both."""
 
     def __init__(self) -> None:
         self.captured = 0
@@ -72,7 +72,7 @@ def test_tokens_equal_those_of_transformers(name: str, pairs: dict[str, Pair], d
 def test_tokens_that_stay_on_the_device_are_those_of_transformers(
     name: str, by_graph: bool, pairs: dict[str, Pair], device: torch.device
 ) -> None:
-    """One prompt is a single token, so that the rows of the first steps are in another order than their slices."""
+    """One prompt is a single token, so that the rows and the slices of the first steps differ in order."""
     captures = Captures()
     engine = (
         graphed_engine(pairs[name], captures, device)[0]
@@ -83,11 +83,11 @@ def test_tokens_that_stay_on_the_device_are_those_of_transformers(
     found = decode_ahead(engine, prompts, [GREEDY] * 3, 4)
     assert found == [pairs[name].generate(prompt, 4) for prompt in prompts]
     assert captures.replayed == (3 if by_graph else 0)
-    assert captures.captured == by_graph  # three sequences in a graph for four
+    assert captures.captured == by_graph  # three sequences use a graph for four
 
 
 def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair, device: torch.device) -> None:
-    """Three sequences of 20 + 3 tokens, the last never stored, are all that is not as it was."""
+    """Capture and padding rows write nothing: only 22 slots of each of three sequences (20 + 3 tokens) change."""
     engine, pool = graphed_engine(llama, Captures(), device)
     pieces = (*pool.keys, *pool.values)
     for piece in pieces:

@@ -1,5 +1,5 @@
-"""The Triton kernels give what the definition of attention and the torch operations of `engine.kernels.torch_kernels`
-give, in any shape and whatever lies around."""
+"""The Triton kernels compute what the definition of attention and the torch operations of
+`engine.kernels.torch_kernels` compute, for any shape, and write nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIXED = ((0, 1), (15, 16), (16, 17), (299, 300), (10, 35), (0, 20), (40, 42))
 def attend(inputs: AttentionInputs) -> torch.Tensor:
     backend = TritonAttention(inputs.case.geometry, inputs.pool)
     plan = backend.plan(inputs.spans, inputs.case.window)
-    unused = inputs.queries.new_empty(0)  # this step's K and V are in the pool
+    unused = inputs.queries.new_empty(0)  # the K and V of this step are already in the pool
     return backend.attend(0, plan, inputs.queries, unused, unused)
 
 
@@ -39,7 +39,7 @@ def check(case: AttentionCase, device: torch.device) -> None:
 
 CHUNK = ((40, 41), (5, 30))
 LONG = ((255, 256), (256, 257), (1000, 1001), (8999, 9000))
-"""Contexts of several parts: cut at 256 and 512 tokens, or longer parts where there are more than 32 · 256."""
+"""Contexts of several parts: split at 256 and 512 tokens, or into longer parts above 32 · 256 tokens."""
 CASES = [
     *(AttentionCase(spans=MIXED, dtype=d, window=w) for d in TOLERANCES for w in (None, 20)),
     *(AttentionCase(spans=CHUNK, head_dim=size) for size in (16, 24, 80, 128, 256)),
@@ -92,7 +92,7 @@ def test_any_step(
 
 
 def test_a_sequence_gets_the_same_bits_in_any_batch(device: torch.device) -> None:
-    """How the context is split depends on the sequence alone."""
+    """The result does not depend on the batch, since the split of a context depends on its sequence alone."""
     case = AttentionCase(spans=((600, 601), (30, 31), (2000, 2001), (7, 29)), head_dim=16)
     inputs = case.build(device)
     together = attend(inputs)
@@ -119,8 +119,8 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def check_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """As a whole, since sums of products of both signs may cancel; and the interpreter cuts bfloat16 off where a GPU
-    rounds."""
+    """Compares tensors as a whole: sums of products of both signs may cancel, and the interpreter truncates bfloat16
+    where a GPU rounds."""
     assert relative_error(found, expected) < TOLERANCES[found.dtype]
 
 
@@ -153,7 +153,7 @@ def test_swiglu(rows: int, inner: int, dtype: torch.dtype) -> None:
 def test_rotation_and_what_is_stored(
     heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    """Nothing but the tokens' own slots is written, and nothing for a slot behind the pool's end."""
+    """Only the slots of the tokens are written. A slot beyond the end of the pool is ignored."""
     tokens, block_size, rotated = 5, 16, heads + kv_heads
     projected = random(tokens, rotated + kv_heads, head_dim, dtype=dtype)
     weight = random(rotated, head_dim, dtype=dtype, seed=1) if normed else None

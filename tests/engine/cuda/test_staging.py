@@ -1,4 +1,4 @@
-"""What goes through the ring arrives where the layout says, in order, however small the ring is."""
+"""Data that passes through the staging ring arrives where the layout says, in order, for any ring size."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_nothing_is_told_before_it_is_there(device: torch.device) -> None:
     num_slots=st.integers(1, 3),
 )
 def test_any_order_of_stores_and_loads(moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int) -> None:
-    """Against plain copies, each settled before the next so that both have one meaning."""
+    """Any order of stores and loads equals plain copies, if each is settled before the next."""
     pool, twin = random_pool(DEVICE), random_pool(DEVICE)
     host, twin_host = (random_pool(torch.device("cpu"), seed=1) for _ in range(2))
     staging = HostStaging(pool, host.memory, blocks_per_slot=per_slot, num_slots=num_slots)

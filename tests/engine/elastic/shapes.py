@@ -1,4 +1,4 @@
-"""Small layouts and pages for these tests, and how much memory of a range is resident."""
+"""Small layouts and pages for these tests, and the resident memory of an address range."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from pathlib import Path
 from engine.elastic.pages import Paging
 from protocol.layout import KvLayout
 
-PAGE = 4096  # the kernel's
+PAGE = 4096  # bytes of a kernel page
 
-# 2 layers, pieces of 2 KiB: a page of two pieces of each slab is 4 of the kernel's and holds 2 blocks.
+# 2 layers, pieces of 2 KiB: a page has two pieces of each slab, spans 4 kernel pages and holds 2 blocks.
 LAYOUT = KvLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32")
 
 
 def paging(num_pages: int, blocks_per_page: int = 2) -> Paging:
-    """Pages of that many blocks; where they lie does not matter."""
+    """Builds pages of that many blocks. Their place in memory does not matter."""
     return Paging(num_pages=num_pages, num_slabs=1, blocks_per_page=blocks_per_page, span_bytes=PAGE)
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """Bytes of the range that are resident, as the kernel tells: the sum over the mappings in it.
-    Raises ValueError for one that lies in it only partly, of which
-    nobody can say what belongs to whom."""
+    """Returns the resident bytes of the range: the sum over its mappings in /proc/self/smaps. Raises ValueError if a
+    mapping lies only partly in the range, since its memory cannot be attributed."""
     total = 0
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""A pool over real shared memory: what the kernel has for it follows the blocks, in this process and its limits."""
+"""A pool over real shared memory: the memory that the kernel allocates follows the blocks, within the limits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MIB = 1 << 20
 
 
 class Worker:
-    """What of a worker has to do with memory."""
+    """Memory parts of a worker."""
 
     def __init__(self, name: str = "worker", **options: object) -> None:
         self.paging = Paging.within(LAYOUT, 4 * MIB)
         self.memory = OwnedMemory(self.paging.range_bytes, "kv", elastic=True)
-        self.memory.view[:] = b"x" * self.paging.range_bytes  # as measuring does
+        self.memory.view[:] = b"x" * self.paging.range_bytes  # measuring leaves every page touched
         config = LedgerConfig(elastic_kv_memory=True, **options)  # type: ignore[arg-type]
         self.elasticity: Elasticity = config.elasticity(name, self.paging, self.memory)
         self.pool = BlockPool(
@@ -42,7 +42,7 @@ class Worker:
 
     @property
     def resident(self) -> int:
-        """As the kernel says (/proc/self/smaps); the last page is the memory's marker."""
+        """Resident bytes according to /proc/self/smaps, without the last page, which is the memory's marker."""
         address = address_of(self.memory.view)
         return resident_bytes(address, self.paging.range_bytes + PAGE) - PAGE
 
@@ -55,7 +55,7 @@ class Worker:
         self.changed.set()
 
     async def until(self, most_pages: int) -> None:
-        """Asked between its steps, not in the middle of one."""
+        """Waits until at most this many pages are held. Polls between the steps of the elasticity task."""
 
         async def has_given_back() -> bool:
             return self.elasticity.blanks.num_held_pages <= most_pages
@@ -81,7 +81,7 @@ async def test_resident_memory_follows_the_blocks() -> None:
 
 async def test_pages_are_there_before_they_are_written() -> None:
     worker = Worker()
-    worker.elasticity._clock = lambda: 0.0  # it never counts as idle
+    worker.elasticity._clock = lambda: 0.0  # never counts as idle
     async with running(worker.elasticity.run(worker.on_change)):
         blocks = worker.pool.allocate(1) or []
         await asyncio.to_thread(until, lambda: worker.elasticity.num_populated >= 3)

@@ -1,4 +1,4 @@
-"""Workers that share a budget: who may take what, and what the dead, the stopped and the greedy change about it."""
+"""Workers that share a memory budget: the share of each, and the effect of dead, stopped and greedy processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from engine.elastic.ledger import Ledger
 """
 
-# Takes memory by the MiB until there is none, says how much, and waits to be killed.
+# Takes memory by the MiB until none is left, prints the amount, and waits to be killed.
 GREEDY = """
 ledger = Ledger(Path(sys.argv[1]), budget=16 << 20)
 row = ledger.claim(sys.argv[2], 0, 1 << 40)
@@ -43,7 +43,7 @@ print(total, flush=True)
 sys.stdin.read()
 """
 
-# Stops while it has the lock.
+# Stops itself while it holds the lock.
 STOPPED = """
 ledger = Ledger(Path(sys.argv[1]), budget=16 << 20)
 with ledger._locked():
@@ -52,7 +52,7 @@ with ledger._locked():
 print("gone on", flush=True)
 """
 
-# Is killed where it is about to do something with a new file.
+# Is killed just before it makes the given system call on a new file.
 KILLED = """
 setattr(os, sys.argv[2], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 Ledger(Path(sys.argv[1]), budget=16 << 20)
@@ -96,7 +96,7 @@ def ledger(path: Path) -> Iterator[Ledger]:
 
 @pytest.fixture
 def seat(path: Path) -> Iterator[Callable[..., Seat]]:
-    """Seats of other processes, as far as the kernel's locks are concerned."""
+    """Makes seats that the kernel's locks treat like seats of other processes."""
     made: list[Seat] = []
 
     def make(name: str, floor: int = 0, clock: Clock | None = None) -> Seat:
@@ -114,7 +114,7 @@ def seat(path: Path) -> Iterator[Callable[..., Seat]]:
 
 
 class Host(RuleBasedStateMachine):
-    """Workers take, use, want and give; the budget changes; in the end all wait for all that they may have."""
+    """Workers take, use, request and give memory, and the budget changes. In the end all wait for their maximum."""
 
     @initialize(
         nbytes=st.integers(1, 30),
@@ -157,7 +157,7 @@ class Host(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3))
     def give(self, number: int) -> None:
-        """What is in use stays, whoever asks."""
+        """Gives back what is requested. Memory in use is never given back."""
         number %= len(self.shares)
         share = self.shares[number]
         share.held -= min(self.budget.spare_asked(share), share.held - self.used[number])
@@ -188,7 +188,7 @@ class Host(RuleBasedStateMachine):
             assert budget.lacking(share) <= min(share.wanted, within_reach)
 
     def teardown(self) -> None:
-        """Nobody starves: where all wait and nothing is in use, what has least can take some once the others gave."""
+        """No worker starves: if all wait and use nothing, the one with the least gets more once the others gave."""
         if not hasattr(self, "shares"):
             return
         self.used = [0] * len(self.shares)
@@ -234,8 +234,8 @@ def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(path: Path, 
     stopped = start(STOPPED, str(path))
     try:
         assert says(stopped) == "locked"
-        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)  # what goes on before it is stopped is lost
-        assert ledger.take(row, 1, MIB) == 0  # and returns
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)  # a SIGCONT sent before the stop would be lost
+        assert ledger.take(row, 1, MIB) == 0  # does not block
         ledger.give(row, MIB)
         os.kill(stopped.pid, signal.SIGCONT)
         assert says(stopped) == "gone on"
@@ -245,7 +245,7 @@ def test_a_process_that_was_stopped_inside_the_lock_holds_up_nobody(path: Path, 
 
 
 def test_who_starts_waits_for_who_has_the_lock(path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine it may wait for its turn longer than others try to take something."""
+    """Opening a ledger and claiming a row wait for a held lock, longer than `take` does."""
     late: list[Ledger] = []
     for begin in (lambda: late.append(Ledger(path, budget=BUDGET)), lambda: late[0].claim("late", 0, BUDGET)):
         held, pauses = contextlib.ExitStack(), itertools.count(1)
@@ -263,7 +263,7 @@ def test_who_starts_waits_for_who_has_the_lock(path: Path, ledger: Ledger, monke
 
 
 def test_who_waits_is_given_what_another_can_spare_but_not_what_it_uses(seat: Callable[..., Seat]) -> None:
-    """Both ring for each other."""
+    """A waiting worker gets the memory that another can spare, not what it uses. Each rings the other's bell."""
     idle, busy = seat("idle"), seat("busy")
     assert idle.take(16) == 16
     idle.spare(6)
@@ -272,7 +272,7 @@ def test_who_waits_is_given_what_another_can_spare_but_not_what_it_uses(seat: Ca
     busy.want(9)
     assert idle.bell.recv(1) == b"!"
     idle.look()
-    assert idle.asked_back() == 9  # its pool gives those in which nothing is held
+    assert idle.asked_back() == 9  # its pool gives back only pages in which nothing is held
     idle.give(6)
     assert busy.bell.recv(1) == b"!"
     assert busy.take(9) == 6
@@ -317,7 +317,7 @@ def test_a_restarted_worker_finds_its_place_and_the_budget_of_those_who_live(pat
     alone = Ledger(path, budget=7)
     assert alone.budget == 7
     alone.close()
-    ledger.__init__(path, budget=7)  # type: ignore[misc] # for the fixture to close
+    ledger.__init__(path, budget=7)  # type: ignore[misc] # so that the fixture can close it
 
 
 def test_a_file_that_is_something_else_is_refused(path: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_file_whose_maker_was_killed_is_made_by_the_next(path: Path, call: str
 
 
 def test_a_file_that_a_full_disk_has_no_room_for_is_refused_at_once(tmp_path: Path) -> None:
-    """Not by SIGBUS, whenever somebody takes a share."""
+    """A full disk is reported when the ledger is made, not by SIGBUS when a share is taken."""
     with mounted(tmp_path / "disk", 4096) as disk:
         (disk / "filler").write_bytes(bytes(4096))
         with pytest.raises(ConfigError, match="No space left"):
@@ -345,7 +345,7 @@ def test_a_file_that_a_full_disk_has_no_room_for_is_refused_at_once(tmp_path: Pa
 
 
 def test_whoever_seems_to_have_room_can_get_a_page(seat: Callable[..., Seat]) -> None:
-    """Where floors are no whole pages: parts of pages above them made room in sum that nobody could give."""
+    """A worker with room can get a page even if floors are not whole pages: fractions of pages are not added up."""
     wanting, *others = seat("a"), seat("b", 5 * MIB // 2), seat("c", 5 * MIB // 2)
     for other in others:
         assert other.take(3) == 3
@@ -361,7 +361,7 @@ def test_whoever_seems_to_have_room_can_get_a_page(seat: Callable[..., Seat]) ->
 
 
 class _Looking:
-    """A number of bytes that looks at a ledger while it is made into some."""
+    """Number of bytes whose conversion to int lets another worker take memory at that moment."""
 
     def __init__(self, nbytes: int, ledger: Ledger, row: int) -> None:
         self._nbytes, self._ledger, self._row = nbytes, ledger, row
@@ -375,7 +375,7 @@ class _Looking:
 
 
 def test_nobody_sees_less_than_was_held_while_some_is_given_back(path: Path, ledger: Ledger) -> None:
-    """Giving needs no lock, so another may take at any moment of it."""
+    """While memory is given back, no other worker can take too much, although giving does not need the lock."""
     other = Ledger(path, budget=BUDGET)
     giving, taking = ledger.claim("giving", 0, BUDGET), other.claim("taking", 0, BUDGET)
     assert ledger.take(giving, 16, MIB) == 16
@@ -386,7 +386,7 @@ def test_nobody_sees_less_than_was_held_while_some_is_given_back(path: Path, led
 
 
 def test_floors_that_are_seen_while_they_move_need_not_fit() -> None:
-    """Rows are read without the lock: of two workers one may be seen before a move and the other after it."""
+    """Rows are read without the lock, so floors seen during a move may exceed the budget. This must not fail."""
     shares = [Share(floor=floor, ceiling=16) for floor in (12, 12, 0)]
     budget = Budget(16, shares)
     assert [budget.room(each) >= 0 for each in shares] == [True] * 3

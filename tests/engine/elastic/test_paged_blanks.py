@@ -1,4 +1,4 @@
-"""A pool whose memory comes and goes by pages: random use, limits, others' needs and late work; and what a page is."""
+"""Pool over elastic memory: random use, limits, requests of other workers, late give-backs, and the layout of pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BLOCKS = NUM_PAGES * PER_PAGE
 
 
 class Shared(Supply):
-    """Another worker waits for pages."""
+    """Memory supply for which another worker waits."""
 
     asked = 0
 
@@ -62,7 +62,7 @@ def publish(pool: BlockPool, blocks: list[BlockId], seed: int = 0) -> None:
 
 
 class PagedPool(RuleBasedStateMachine):
-    """Sequences come and go, cache and find; the ceiling moves; pages are given back late."""
+    """Sequences allocate, cache and find blocks while the ceiling changes and pages are given back late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class PagedPool(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 8))
     def allocate(self, count: int) -> None:
-        self.pool.make_way()  # as workers do with every event
+        self.pool.make_way()  # workers do this on every event
         free = self.pool.num_free
         blocks = self.pool.allocate(count)
         assert (blocks is None) == (count > free)
@@ -119,7 +119,7 @@ class PagedPool(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, NUM_PAGES))
     def others_wait(self, num_pages: int) -> None:
-        """For their need nobody who holds blocks is in the way."""
+        """A request of another worker asks no holder of blocks to give them up."""
         self.supply.asked = 0
         before = self.pool.make_way()
         self.supply.asked = num_pages
@@ -251,7 +251,7 @@ layouts = st.builds(
 def test_pieces_lie_in_their_block_s_page_and_spans_cover_the_range_once(
     layout: KvLayout, smallest_pages: float
 ) -> None:
-    """By the formula that pool, kernels and transfers use. A span is whole pages of the kernel."""
+    """Pieces lie where the formula of pool, kernels and transfers puts them. A span is whole kernel pages."""
     smallest = math.lcm(layout.piece_bytes, mmap.PAGESIZE) * layout.pieces_per_block
     nbytes = int(smallest * smallest_pages)
     paging = Paging.within(layout, nbytes)

@@ -1,4 +1,4 @@
-"""Single functions of the compiled library, and what is near enough."""
+"""Calls single functions of the compiled kernel library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Functions:
 
 @cache
 def compiled_library(dtype: torch.dtype, processor: str = "native") -> Library:
-    """For this processor, or for an older kind that it can stand in for."""
+    """Compiles the library for this processor, or for an older kind whose code this processor can run."""
     [name] = [name for name, known in TORCH_DTYPES.items() if known == dtype]
     flags = [flag.replace("-march=native", f"-march={processor}") for flag in FLAGS]
     return Library(name, kernels_folder(), flags=flags)
@@ -45,7 +45,7 @@ def library(dtype: torch.dtype, processor: str = "native") -> Functions:
 
 
 def kernels_folder() -> Path:
-    """The user's own, so that many test processes compile once."""
+    """Returns the user's own cache folder, so that many test processes compile only once."""
     return cache_folder(os.environ, Path.home())
 
 

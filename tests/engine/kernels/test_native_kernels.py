@@ -1,4 +1,4 @@
-"""A layer in C++ is a layer in torch, in any number of threads."""
+"""A layer computed in C++ equals the layer computed in torch, with any number of threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def native_kernels(pair: Pair, dtype: str, threads: int = 1) -> tuple[NativeKern
 
 
 def make_step(positions: Sequence[int], rows: Sequence[int] | None = None) -> Step:
-    """One token at each position, of whatever sequence; attention is not asked here."""
+    """Builds a step with one token at each position, of no particular sequence. Attention is not computed."""
     generator = torch.Generator().manual_seed(0)
     slots = torch.randperm(BLOCK_SIZE * NUM_BLOCKS, generator=generator)[: len(positions)]
     return Step(
@@ -58,7 +58,7 @@ def make_step(positions: Sequence[int], rows: Sequence[int] | None = None) -> St
 
 
 def run(kernels: Kernels, step: Step, num_layers: int) -> list[torch.Tensor]:
-    """What each layer gives to attention, which answers with something that is the same for everyone; then logits."""
+    """Returns what each layer passes to attention, whose result is replaced by fixed values, and then the logits."""
     results: list[torch.Tensor] = []
     with torch.inference_mode():
         work = kernels.begin(step)
@@ -75,7 +75,7 @@ def run(kernels: Kernels, step: Step, num_layers: int) -> list[torch.Tensor]:
 
 
 def assert_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """In bfloat16 a rounding here or there, each of which later layers carry on; on average it is nearly nothing."""
+    """Tolerates a few bfloat16 roundings, which later layers carry on. The mean difference must be nearly zero."""
     for own, reference in zip(found, expected, strict=True):
         assert own.dtype == reference.dtype
         difference = (own.float() - reference.float()).abs()
@@ -88,8 +88,8 @@ def assert_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_layers_are_those_of_torch(name: str, dtype: str, pairs: dict[str, Pair]) -> None:
-    """Norms, biases, norms of queries and keys, tied embeddings, each rotation; one row and more than a group. Nothing
-    but a step's own slots is written."""
+    """Covers norms, biases, query and key norms, tied embeddings, each rotation, one row and more than a group. Nothing
+    but the step's own slots is written."""
     reference, pool = torch_kernels(pairs[name], dtype)
     kernels, own_pool = native_kernels(pairs[name], dtype)
     layers = pool.layout.num_layers
@@ -121,7 +121,7 @@ def threads_now() -> set[str]:
 
 
 def test_a_crew_ends_with_its_kernels(llama: Pair) -> None:
-    """The kernel lists a thread for a moment after it was joined, and those of earlier tests may end at any time."""
+    """The kernel lists a thread for a moment after it is joined, and threads of earlier tests may end at any time."""
     _alone, pool = native_kernels(llama, "float32")
     before = threads_now()
     crew, _ = native_kernels(llama, "float32", threads=4)
@@ -134,7 +134,7 @@ def test_a_crew_ends_with_its_kernels(llama: Pair) -> None:
 
 
 def test_two_crews_work_at_the_same_time(llama: Pair) -> None:
-    """Two replicas in one process, each called from a thread of its own, with more members than there are cores."""
+    """Two replicas in one process are called from a thread each, with more members than there are cores."""
     step = make_step(list(range(9)))
     expected = run(native_kernels(llama, "bfloat16")[0], step, 2)
 
@@ -157,7 +157,7 @@ def test_mixed_kernels_give_each_step_to_the_one_that_is_fast_at_it(llama: Pair)
         assert all(map(torch.equal, run(mixed, step, 2), run(chosen, step, 2)))
 
 
-# -- choosing
+# -- choice of kernels
 
 
 def test_without_a_compiler_one_line_says_what_to_do(
@@ -205,5 +205,5 @@ SOURCES = sorted(Path(engine.__file__).parent.rglob("*.cpp"))
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_compilers_have_nothing_to_complain_about(compiler: str, source: Path, tmp_path: Path) -> None:
-    """Parsed and typed only: optimising takes ten times as long."""
+    """Code is only parsed and type-checked: optimising takes ten times as long."""
     compile_strictly(compiler, source, (*FLAGS, "-fsyntax-only"), tmp_path)

@@ -1,4 +1,4 @@
-"""Products with packed weights are torch's, and a row's result does not depend on what it is computed with."""
+"""Products with packed weights equal torch's, and the result for a row does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.thoroughness import examples
 
 
 def product(matrix: Matrix, x: torch.Tensor, outputs: int, processor: str = "native") -> torch.Tensor:
-    """x [rows, in], its rows perhaps apart."""
+    """Multiplies x [rows, in], whose rows need not be contiguous."""
     out = torch.full((len(x) + 1, outputs), 7.0, dtype=x.dtype)
     structure = matrix.structure()
     library(x.dtype, processor).product(
         ctypes.addressof(structure), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), outputs
     )
-    assert (out[-1] == 7).all()  # nothing is written behind the end
+    assert (out[-1] == 7).all()  # nothing is written beyond the end
     return out[:-1]
 
 
@@ -47,8 +47,8 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 def assert_exact(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """As near to the exact product as sums in float32, in any order, rounded once to the dtype, must be. Each of n + 1
-    additions in float32 is off by half a unit of the sum of all magnitudes at most."""
+    """Requires the accuracy of float32 sums in any order, rounded once to the dtype: each of n + 1 float32 additions
+    has an error of at most half a unit of the sum of all magnitudes."""
     expected = exact(x, weight, bias)
     once = 0.0 if found.dtype == torch.float32 else 2.0**-8
     magnitude = exact(x.abs(), weight.abs(), None if bias is None else bias.abs())
@@ -76,7 +76,7 @@ LONG = {"gap": 0, "with_bias": False, "seed": 0}
 def test_a_product_is_the_exact_one_rounded(
     dtype: torch.dtype, rows: int, outputs: int, pairs: int, gap: int, with_bias: bool, seed: int
 ) -> None:
-    """Any number of rows and outputs, input rows that lie apart and at any alignment."""
+    """Covers any number of rows and outputs, and input rows with gaps and any alignment."""
     inputs = 2 * pairs
     wide = random_tensor(seed, rows, inputs + gap, dtype=dtype)
     weight = random_tensor(seed + 1, outputs, inputs, dtype=dtype) / inputs**0.5
@@ -90,7 +90,7 @@ def test_a_product_is_the_exact_one_rounded(
 @pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
 @pytest.mark.slow
 def test_older_processors_give_the_same_products(name: str, processor: str) -> None:
-    """Without AVX-512, and without any AVX."""
+    """Covers processors without AVX-512 and without any AVX."""
     if processor == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
     dtype = TORCH_DTYPES[name]
@@ -114,7 +114,7 @@ def test_a_row_is_the_same_bits_in_every_company(name: str) -> None:
 
 
 def test_silu_of_any_size_is_finite_and_right() -> None:
-    """The gates themselves, through a product with the identity."""
+    """Checks the gate function, through a product with the identity."""
     values = torch.tensor([-1e30, -200.0, -88.0, -20.0, -1e-3, 0.0, 1e-3, 20.0, 88.0, 200.0, 1e30])
     x = torch.zeros(len(values), 32)
     x[:, 0], x[:, 16] = values, 1.0
@@ -124,7 +124,7 @@ def test_silu_of_any_size_is_finite_and_right() -> None:
     torch.testing.assert_close(gate(matrix, x, 16)[:, 0], F.silu(values), rtol=1e-6, atol=1e-35)
 
 
-# -- compact weights give the same bits as the weights that they stand for
+# -- compact weights give the same bits as the original weights
 
 
 def compacted(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
@@ -139,7 +139,7 @@ def compactor() -> Compactor:
 
 
 def with_seldom(weight: torch.Tensor, count: int, seed: int) -> torch.Tensor:
-    """Some elements anywhere become what a normal distribution hardly has."""
+    """Replaces some random elements by values that a normal distribution hardly produces."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.tensor([0.0, -0.0, 1e-38, -3e-9, 7e4, -1e20], dtype=weight.dtype)
     places = torch.randint(weight.numel(), (count,), generator=generator)

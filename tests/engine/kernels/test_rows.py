@@ -1,4 +1,4 @@
-"""K and V in a byte per element: how far off they are, a token's bytes are its own, and C++ gives the same as torch."""
+"""K and V in one byte per element: the error is bounded, a token's bytes depend on it alone, and C++ equals torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.thoroughness import examples
 def test_a_quantised_head_is_that_of_torch_to_the_bit(
     dtype: torch.dtype, kept: str, quarter: int, seed: int, exponent: int
 ) -> None:
-    """Whoever wrote a block, its bytes are the same. Some elements lie on the edge between two codes."""
+    """C++ and torch write the same bytes, also for elements on the boundary between two codes."""
     head = random_tensor(seed, 4 * quarter, dtype=dtype)
     halves = torch.arange(4 * quarter) % 2 == seed % 2
     head[halves] = (head[halves] * 16).round() / 16
@@ -38,7 +38,7 @@ def test_a_quantised_head_is_that_of_torch_to_the_bit(
 
 @pytest.mark.parametrize(("kept", "format_"), [("int8", 1), ("fp8", 2)])
 def test_every_code_is_that_of_torch(kept: str, format_: int) -> None:
-    """All numbers with 12 bits up to the highest code, which are codes and what lies between them."""
+    """Checks all 12-bit numbers up to the highest code: the codes and the values between them."""
     highest = CODES[kept].highest
     steps = torch.arange(0, 4097) / 4096 * highest
     small = torch.arange(0, 64) / 2.0**12
@@ -51,7 +51,7 @@ def test_every_code_is_that_of_torch(kept: str, format_: int) -> None:
         assert torch.equal(row, quantise(head, CODES[kept]))
 
 
-# Half a step of the highest magnitude in int8; half of 3 bits' last one, or half of the least denormal, in fp8.
+# int8: half a step of the highest magnitude. fp8: half of the last of 3 bits, or half of the least denormal.
 RELATIVE = {"int8": 0.0, "fp8": 2.0**-4}
 OF_HIGHEST = {"int8": 0.5 / 127, "fp8": 2.0**-10 / 448}
 
@@ -77,7 +77,7 @@ def test_zeros_are_zeros_and_magnitudes_at_the_edge_of_float32_are_finite(name: 
 @pytest.mark.parametrize("name", sorted(CODES))
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_a_tokens_bytes_do_not_depend_on_who_was_written_with_it(name: str, dtype: str) -> None:
-    """Nor on what lies in the block: nothing is quantised twice."""
+    """A token's bytes do not depend on the block's earlier content either: nothing is quantised twice."""
     layout = KvLayout(num_layers=1, block_size=8, num_kv_heads=2, head_dim=16, dtype=name)
     keys, values = (3 * random_tensor(seed, 7, 2, 16, dtype=TORCH_DTYPES[dtype]) for seed in (1, 2))
     together, one_by_one = (KvPool(layout, 3, dtype=dtype) for _ in range(2))

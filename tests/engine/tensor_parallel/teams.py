@@ -1,4 +1,4 @@
-"""A team whose ranks are threads of the test's process: the same engines and the same memory as ranks in processes."""
+"""Tensor-parallel team whose ranks are threads of the test process, with the same engines and memory as processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engine.kernels.calls import kernels_folder
 
 
 class Threads:
-    """`Others` that are told over sockets, as processes are."""
+    """`Others` that are notified over sockets, as rank processes are."""
 
     def __init__(self, sockets: list[socket.socket]) -> None:
         self._sockets = sockets
@@ -47,7 +47,7 @@ def team(
     num_blocks: int = 64,
     memory: memoryview | None = None,
 ) -> Iterator[Engine]:
-    """Rank 0's engine over `memory`, its own when None."""
+    """Yields the engine of rank 0 over `memory`. None: memory of its own."""
     config = load_model_config(path)
     layout = config.kv_layout(block_size, "float32", kv_dtype)
     pool = allocate(layout.pool_bytes(num_blocks)) if memory is None else memory
@@ -96,7 +96,7 @@ def _follow(engine: Engine, connection: socket.socket) -> None:
 def sharing(
     size: int, pairs: Sequence[tuple[socket.socket, socket.socket]], patience_s: float = PATIENCE_S
 ) -> list[Ranks]:
-    """All ranks of a team in this process; `pairs`: rank 0's end and another one's."""
+    """Makes all ranks of a team in this process. `pairs`: a socket pair of rank 0 and each other rank."""
     library = RanksLibrary(kernels_folder())
     memory = mmap.mmap(-1, library.memory_bytes(size))
     watched = [[own for own, _ in pairs], *([other] for _, other in pairs)]

@@ -1,4 +1,4 @@
-"""Ranks that share a model give the tokens of transformers, and the KV of one engine."""
+"""Ranks that share a model sample the tokens of transformers, and their KV equals that of one engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEN = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=5)
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Four KV heads, so that four ranks can share it, and a vocabulary that three quarters do not divide."""
+    """Model with four KV heads, for four ranks, and a vocabulary that is not divisible by four."""
     path = tmp_path_factory.mktemp("wide")
     return Pair(path, make_model("llama", path, num_key_value_heads=4, vocab_size=259))
 
@@ -28,7 +28,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_ranks_give_the_tokens_of_transformers(name: str, kernels: str, pairs: dict[str, Pair]) -> None:
-    """Every family, biases and windows included, with either kernels."""
+    """Covers every family, with biases and windows, and both kernels."""
     with team(pairs[name].path, 2, kernels=kernels) as engine:
         pairs[name].check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
 
@@ -41,7 +41,7 @@ def test_four_ranks_give_the_tokens_of_transformers(kernels: str, wide: Pair) ->
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_quantised_kv_is_shared_as_any_other(kernels: str, wide: Pair) -> None:
-    """A head's row is codes and a scale, and one rank's alone."""
+    """The row of a head (codes and a scale) belongs to a single rank."""
     alone = wide.engine(kv_dtype="int8", num_blocks=64, kernels=kernels, attention=kernels)
     prompts = prompts_of(30, 100)
     with team(wide.path, 2, kernels=kernels, kv_dtype="int8") as engine:
@@ -50,7 +50,7 @@ def test_quantised_kv_is_shared_as_any_other(kernels: str, wide: Pair) -> None:
 
 
 def test_bits_do_not_depend_on_what_else_is_in_a_step(wide: Pair) -> None:
-    """Sums are taken in the order of ranks, wherever a row lies: a sequence decodes as it does alone."""
+    """Sums are taken in rank order wherever a row lies, so a sequence decodes the same alone and in a batch."""
     prompts = prompts_of(40, 41, 42)
     with team(wide.path, 4) as engine:
         alone = [generate(engine, [prompt], TEN)[0] for prompt in prompts]

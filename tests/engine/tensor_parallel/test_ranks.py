@@ -1,4 +1,4 @@
-"""Sums and gathers over ranks, steps as messages, and what is said when a rank is gone or a step goes wrong."""
+"""Sums and gathers over ranks, steps as messages, and the errors when a rank is lost or a step fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.thoroughness import examples
 
 @contextmanager
 def team_of(size: int, patience_s: float = 60.0) -> Iterator[list[Ranks]]:
-    """Rank 0 is connected to each other one."""
+    """Makes ranks of which rank 0 is connected to each other one."""
     pairs = [steps.pair() for _ in range(1, size)]
     try:
         yield sharing(size, pairs, patience_s)
@@ -36,7 +36,7 @@ def team_of(size: int, patience_s: float = 60.0) -> Iterator[list[Ranks]]:
 
 
 def check(ranks: list[Ranks], rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
-    """Two sums, then a gather: everybody has the same bits, which are those of a sum in the order of ranks."""
+    """Requires that two sums and a gather give all ranks the same bits, equal to a sum in rank order."""
     size = len(ranks)
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, width, generator=generator).to(dtype)
@@ -73,13 +73,13 @@ def check(ranks: list[Ranks], rows: int, width: int, dtype: torch.dtype, seed: i
 def test_sums_through_shared_memory_are_exact_and_equal(
     size: int, rows: int, width: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Parts larger than what is left at once, too."""
+    """Covers parts that are larger than the space for one exchange."""
     with team_of(size) as ranks:
         check(ranks, rows, width, dtype, seed)
 
 
 def test_who_waits_for_a_rank_that_has_died_is_told() -> None:
-    """Its end of the socket is closed by whatever ended it."""
+    """The socket of a dead rank is closed, however the rank ended."""
     with team_of(2) as (first, second):
         hidden = torch.zeros(4)
         second._sockets[0].shutdown(socket.SHUT_RDWR)
@@ -121,7 +121,7 @@ def plain(step: Step, dirty: torch.Tensor | None) -> list[object]:
 @given(step=some_steps, dirty=st.none() | numbers)
 @settings(max_examples=examples(50), deadline=None)
 def test_a_message_says_what_the_step_is(step: Step, dirty: torch.Tensor | None) -> None:
-    """Through a real socket."""
+    """The message passes through a real socket."""
     own, other = steps.pair()
     with own, other:
         steps.send([own], steps.encode(step, dirty))
@@ -144,7 +144,7 @@ def test_what_an_end_does_when_the_other_has_ended() -> None:
 
 
 class Log:
-    """`Others` that only remember."""
+    """`Others` that only record calls."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -162,7 +162,7 @@ def step() -> Step:
 
 
 def test_an_error_of_who_watches_layers_comes_when_all_ranks_have_ended_the_step() -> None:
-    """Otherwise the others would wait in the middle of it for ever."""
+    """If the error came earlier, the other ranks would wait in the middle of the step for ever."""
     others, layers = Log(), []
 
     def on_layer(layer: int) -> None:
@@ -183,7 +183,7 @@ def test_an_error_of_who_watches_layers_comes_when_all_ranks_have_ended_the_step
 
 
 def test_a_step_that_breaks_off_gives_the_others_up() -> None:
-    """Nobody knows what they wait for."""
+    """The state of the other ranks is unknown then."""
     others = Log()
 
     def compute(_step: Step, _dirty: torch.Tensor | None, _told: OnLayer | None) -> torch.Tensor:

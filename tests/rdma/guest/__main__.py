@@ -1,4 +1,4 @@
-"""python -m tests.rdma.guest [options] -- command …: run a command in the guest."""
+"""Command-line program that runs a command in the guest: `python -m tests.rdma.guest [options] -- command …`."""
 
 import argparse
 import shlex
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.rdma.guest import kernel, machine
 from tests.rdma.guest.kernel import GuestUnavailable
 
-_UNAVAILABLE = 77  # automake's "skipped"
+_UNAVAILABLE = 77  # automake's exit status of a skipped test
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
-"""The guest's first file system: busybox, the modules and the init script, as a cpio archive.
+"""Builds the guest's initial file system (busybox, modules and the init script) as a cpio archive.
 
-Owns the archive's format and its place in the cache, named by a hash of what is in it.
+Owns the format of the archive and its place in the cache, whose name is a hash of the content.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ _FILE, _FOLDER, _DEVICE = 0o100755, 0o040755, 0o020600
 
 
 def build(modules: dict[str, bytes], cache: Path) -> Path:
-    """The archive's path; built only when no archive with these contents is cached."""
+    """Returns the path of the archive. Builds it unless an archive with this content is cached."""
     archive = _archive(modules)
     path = cache / f"initramfs-{hashlib.sha256(archive).hexdigest()[:16]}.cpio"
     if not path.exists():
@@ -43,7 +43,7 @@ def _archive(modules: dict[str, bytes]) -> bytes:
 
 
 def _entry(name: str, mode: int, contents: bytes = b"", device: tuple[int, int] = (0, 0)) -> bytes:
-    """One member in the "newc" format (kernel documentation: driver-api/early-userspace)."""
+    """Encodes one member in the "newc" format (kernel documentation: driver-api/early-userspace)."""
     encoded = name.encode() + b"\0"
     fields = (0, mode, 0, 0, 1, 0, len(contents), 0, 0, *device, len(encoded), 0)
     header = b"070701" + b"".join(b"%08x" % field for field in fields)

@@ -1,6 +1,6 @@
-"""The guest's kernel and the modules it loads, taken from a Debian kernel package.
+"""Provides the guest's kernel and its modules from a Debian kernel package.
 
-Owns where they come from (installed, or fetched and unpacked) and the order in which modules load.
+Owns their source (installed, or downloaded and unpacked) and the order in which modules are loaded.
 Does not know how they are packed or booted.
 """
 
@@ -19,7 +19,7 @@ WANTED = (
     "9pnet_virtio",
     "9p",
     "overlay",
-    "crc32_generic",  # rxe asks the crypto layer for crc32 by name; nothing pulls it in
+    "crc32_generic",  # rxe requests crc32 from the crypto layer by name, so no dependency lists it
     "crc32_pclmul",
     "ib_uverbs",
     "rdma_ucm",
@@ -31,18 +31,18 @@ _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
 
 
 class GuestUnavailable(Exception):
-    """This host cannot run the guest; the text says what to install."""
+    """Raised if this host cannot run the guest. The message says what to install."""
 
 
 @dataclass(frozen=True)
 class Kernel:
     image: Path
     modules: Path
-    """The folder kernel/ of one version's modules."""
+    """The folder kernel/ of the modules of one version."""
 
 
 def find(cache: Path) -> Kernel:
-    """The newest kernel at hand that has Soft-RoCE: one unpacked in the cache, or an installed one."""
+    """Returns the newest available kernel with Soft-RoCE: one unpacked in the cache first, then an installed one."""
     for root in (cache / "kernel", Path("/")):
         for image in sorted((root / "boot").glob("vmlinuz-*-amd64"), reverse=True):
             modules = root / "lib/modules" / image.name.removeprefix("vmlinuz-") / "kernel"
@@ -52,7 +52,7 @@ def find(cache: Path) -> Kernel:
 
 
 def fetch(cache: Path) -> Kernel:
-    """Unpack Debian's kernel package into the cache; installing it would touch the host's boot loader."""
+    """Unpacks Debian's kernel package into the cache. Installing it would change the host's boot loader."""
     try:
         return find(cache)
     except GuestUnavailable:
@@ -69,7 +69,7 @@ def fetch(cache: Path) -> Kernel:
 
 
 def _drop_unneeded(unpacked: Path) -> None:
-    """A kernel package is 400 MB of modules; the guest loads some thirty of them."""
+    """Deletes the modules that the guest does not load: it needs about thirty, and the package has 400 MB of them."""
     (modules,) = unpacked.glob("lib/modules/*/kernel")
     needed = in_load_order(modules)
     for path in modules.rglob("*.ko*"):
@@ -94,12 +94,12 @@ def _run(command: list[str], folder: str) -> str:
 
 
 def in_load_order(modules: Path) -> dict[str, bytes]:
-    """The wanted modules and all they depend on, each after what it needs: {file name: contents}."""
+    """Returns the wanted modules and their dependencies, each after what it needs: {file name: contents}."""
     files = {_name(path): path for path in modules.rglob("*.ko*") if path.name.endswith(_SUFFIXES)}
     ordered: dict[str, bytes] = {}
 
     def add(name: str) -> None:
-        if f"{name}.ko" in ordered or name not in files:  # not a file: built into this kernel
+        if f"{name}.ko" in ordered or name not in files:  # no file: built into this kernel
             return
         contents = _contents(files[name])
         depends = _DEPENDS.search(contents)

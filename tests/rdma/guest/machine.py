@@ -1,7 +1,7 @@
-"""One guest: its QEMU command line, one run of a job in it, and the lock that lets one run at a time.
+"""Runs jobs in a guest: builds its QEMU command line, boots it, and locks so that only one guest runs at a time.
 
-Knows nothing of what the job does. A job is a shell command, run at the repository's root with the
-interpreter that runs this; what it leaves in /run/job (its results folder) is there afterwards.
+Does not know what a job does. A job is a shell command that runs at the repository's root with the same Python
+interpreter as the caller. The files it leaves in /run/job (its results folder) remain afterwards.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from tests.rdma.guest import initramfs, kernel
 from tests.rdma.guest.kernel import GuestUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-TIMED_OUT = 124  # as timeout(1) says it
+TIMED_OUT = 124  # exit status of timeout(1)
 
 QEMU = "qemu-system-x86_64"
 _KERNEL_LOG = "kernel.log"
@@ -36,20 +36,20 @@ _NEEDED = {
 }
 _KERNEL_WORDS = (
     "console=ttyS0 quiet panic=-1 reboot=t net.ifnames=0 random.trust_cpu=on "
-    # A busy host delays the emulated timers: without these the kernel gives up on the TSC and reads
-    # its clock from the emulated HPET, three times as slowly, or takes the timer itself for broken.
+    # A busy host delays the emulated timers. Without these options the kernel gives up the TSC and reads its clock
+    # from the emulated HPET, which is three times slower, or considers the timer itself broken.
     "no_timer_check tsc=reliable "
-    # What costs most under emulation and protects nobody here.
+    # Features that are expensive under emulation and protect nothing here.
     "mitigations=off init_on_alloc=0 nokaslr audit=0 apparmor=0"
 )
 
 
 class GuestFailed(Exception):
-    """The guest ended without saying how the job went."""
+    """Raised if the guest ends without the exit code of the job."""
 
 
 def _command(results: Path) -> list[str]:
-    """Builds the initramfs where it is not cached yet."""
+    """Returns the QEMU command line. Builds the initramfs if it is not cached."""
     if reason := why_unavailable():
         raise GuestUnavailable(reason)
     found = kernel.find(cache_folder())
@@ -57,10 +57,10 @@ def _command(results: Path) -> list[str]:
     kept = cache_folder() / "kept"
     kept.mkdir(parents=True, exist_ok=True)
     return [
-        # The guest ends with the process that started it, however that ends.
+        # The guest ends with the process that started it, even if that process is killed.
         *("setpriv", "--pdeathsig", "KILL", QEMU),
         *("-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-M", "q35"),
-        # Emulated everywhere: nested virtualisation may accept a machine and never run it.
+        # Always emulated: nested virtualisation may accept a machine and never run it.
         *("-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max", "-smp", "2", "-m", "4096"),
         *("-kernel", str(found.image), "-initrd", str(archive)),
         *("-append", _KERNEL_WORDS, "-serial", f"file:{results / _KERNEL_LOG}"),
@@ -76,7 +76,7 @@ def _command(results: Path) -> list[str]:
 
 
 def _share(tag: str, folder: Path, options: str = "") -> list[str]:
-    path = str(folder).replace(",", ",,")  # QEMU's escape
+    path = str(folder).replace(",", ",,")  # QEMU escapes commas this way
     return [
         *("-fsdev", f"local,id={tag},path={path},security_model=none{options}"),
         *("-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"),
@@ -91,8 +91,8 @@ def _nic(rail: int) -> list[str]:
 
 
 def _drain() -> list[str]:
-    """A port that takes everything: with none that does, QEMU's hub would hold a sender's packets (and
-    with them its queue pairs) until the rail that is down comes up, as no network does."""
+    """Adds a port that accepts every packet. Without one, QEMU's hub would hold a sender's packets, and with them its
+    queue pairs, until the rail that is down comes up, which no real network does."""
     return [*("-netdev", "user,id=drain,restrict=on,ipv6=off"), *("-netdev", "hubport,id=rail2,hubid=0,netdev=drain")]
 
 
@@ -102,7 +102,7 @@ def cache_folder() -> Path:
 
 
 def why_unavailable() -> str | None:
-    """Why no guest can run here, or None; boots and fetches nothing."""
+    """Returns why no guest can run here, or None. Boots and downloads nothing."""
     if "MOONSERVE_GUEST" in os.environ:
         return "this is the guest"
     for program, package in _NEEDED.items():
@@ -123,7 +123,7 @@ def _pyverbs_fits() -> bool:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Holds the lock of this host's only guest; waits for another run to end."""
+    """Holds the lock for the only guest of this host. Waits for another run to end."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with (cache_folder() / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,9 +131,9 @@ def alone() -> Iterator[None]:
 
 
 def run(job: str, results: Path, timeout_s: float, say: Callable[[str], None]) -> int:
-    """Boot, run the shell command `job`, and return its exit code (TIMED_OUT when it was killed).
+    """Boots the guest, runs the shell command `job`, and returns its exit code (TIMED_OUT if it was killed).
 
-    `say` gets the job's output as it comes; `results` is /run/job in the guest.
+    `say` is called with the job's output as it arrives. `results` is /run/job in the guest.
     """
     results.mkdir(parents=True, exist_ok=True)
     with alone():
@@ -168,7 +168,7 @@ def _lay_out(job: str, results: Path) -> None:
 
 
 def _boot(command: Sequence[str], complaints: Path, timeout_s: float, say: Callable[[str], None]) -> bool:
-    """Whether it had to be killed."""
+    """Returns True if the guest had to be killed."""
     with (
         complaints.open("wb") as stderr,
         subprocess.Popen(
@@ -176,7 +176,7 @@ def _boot(command: Sequence[str], complaints: Path, timeout_s: float, say: Calla
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            start_new_session=True,  # whose share of the processor is its own (sched(7), autogroups)
+            start_new_session=True,  # gives it its own share of the processor (sched(7), autogroups)
         ) as qemu,
     ):
         killed = threading.Event()

@@ -1,4 +1,4 @@
-"""Tests of verbs, for the guest only: they take interfaces down, which no host would thank them for.
+"""Configuration of the verbs tests. They run only in the guest, since they take network interfaces down.
 
 tests/rdma/test_guest.py runs them there.
 """
@@ -11,6 +11,6 @@ IN_GUEST = "MOONSERVE_GUEST" in os.environ
 
 collect_ignore_glob = [] if IN_GUEST else ["test_*.py"]
 
-if IN_GUEST:  # what peers import is imported beside what this process imports
+if IN_GUEST:  # the fork server imports the peers' modules while this process does its own imports
     multiprocessing.set_forkserver_preload(["tests.transfer.peer_process"])
     forkserver.ensure_running()

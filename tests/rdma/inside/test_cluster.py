@@ -1,8 +1,8 @@
-"""The whole cluster over verbs: one request whose KV takes no other way than RDMA, token for token right.
+"""A whole cluster over verbs answers one request with the right tokens. KV can travel only over RDMA.
 
-Its parts are those of `moonserve serve`, in one process: each interpreter of its own would take a minute here to import
-what it needs. Two processes over verbs are test_transport_contract.py's. What is right the host has computed with
-transformers (tests/rdma/test_guest.py), for the same reason.
+Its parts are those of `moonserve serve`, in one process: here each further interpreter would need a minute for imports.
+test_transport_contract.py covers two processes over verbs. For the same reason the host computes the expected answer
+with transformers (tests/rdma/test_guest.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.services import serving
 
 pytestmark = pytest.mark.timeout(840)
 
-START_TIMEOUT_S = 720.0  # emulated, beside other tests
+START_TIMEOUT_S = 720.0  # on emulated processors, next to other tests
 RESULTS = Path("/run/job")
 TRANSPORTS = ("rdma",)
 MIB = 1 << 20
@@ -53,19 +53,19 @@ def ask(url: str) -> dict[str, Any]:
                 answer: dict[str, Any] = json.load(reply)
                 return answer
         except urllib.error.HTTPError as error:
-            if error.code != 503:  # on emulated processors a worker may be silent for a while
+            if error.code != 503:  # on emulated processors a worker may miss heartbeats for a while
                 raise
             time.sleep(1.0)
 
 
 def shown(url: str) -> dict[str, dict[str, Any]]:
-    """Instances by id."""
+    """Returns the instances by id."""
     with urllib.request.urlopen(f"{url}/v1/cluster", timeout=PATIENCE_S) as reply:
         return {each["instance_id"]: each for each in json.load(reply)["instances"]}
 
 
 async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None:
-    """From prefill to decode worker, and into the store."""
+    """KV goes from the prefill worker to the decode worker, and into the store."""
     async with AsyncExitStack() as stack:
 
         async def start(serve: Any, config: Any) -> dict[str, str]:
@@ -74,7 +74,7 @@ async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None
         conductor = await start(serve_conductor, ConductorConfig(cluster_token="t"))
         common = {"cluster_token": "t", "conductor": conductor["rpc"]}
         kv = {"transports": TRANSPORTS, **common}
-        # Compiling and measuring take minutes on emulated processors.
+        # Small, with torch kernels: compiling and measuring take minutes on emulated processors.
         small = {"kv_cache_memory": 64 * MIB, "max_num_batched_tokens": 32, "max_num_seqs": 4}
         model = {"model": str(demo_model_path()), "block_size": BLOCK_SIZE, "kernels": "torch"}
         worker = {**kv, **model, **small, "cache_dir": str(tmp_path)}
@@ -94,7 +94,7 @@ async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None
 
         async def stored() -> bool:
             instances = await asyncio.to_thread(shown, url)
-            # The answer's blocks come behind the prompt's.
+            # The blocks of the answer follow those of the prompt.
             return bool(instances["store-0"]["indexed_blocks"] >= len(choice["prompt_token_ids"]) // BLOCK_SIZE)
 
         await answered(stored, START_TIMEOUT_S)

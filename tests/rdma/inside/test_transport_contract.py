@@ -1,4 +1,4 @@
-"""What all transports promise, kept by rdma on real queue pairs: two engines, and two processes."""
+"""The rdma transport fulfils the contract of all transports on real queue pairs, between engines and processes."""
 
 import pytest
 

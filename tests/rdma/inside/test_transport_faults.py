@@ -1,4 +1,4 @@
-"""The rdma transport between processes on real queue pairs: every byte, and what happens when one breaks."""
+"""The rdma transport between processes on real queue pairs: transfers are exact, and broken queue pairs are handled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine() -> Iterator[TransferEngine]:
 
 
 class Remote:
-    """A peer process with one readable segment that is open for writing."""
+    """Peer process with one readable segment and a window for writing to it."""
 
     def __init__(self) -> None:
         self.process = PeerInProcess("rdma")
@@ -55,7 +55,7 @@ def doomed() -> Iterator[Remote]:
 
 @pytest.fixture
 def under_way(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a few requests have been posted since."""
+    """Event that is set when three reads have been posted."""
     event, count = threading.Event(), [0]
     post = VerbsQueuePair.read
 
@@ -70,7 +70,7 @@ def under_way(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def there_and_back(engine: TransferEngine, remote: Remote, nbytes: int = LARGE) -> None:
-    """Random bytes are written, read into other memory, and compared."""
+    """Writes random bytes, reads them into other memory, and compares."""
     out, back = engine.allocate(nbytes), engine.allocate(nbytes)
     out.buffer[:] = os.urandom(nbytes)
     engine.submit([Transfer(Op.WRITE, out, 0, remote.segment, 0, nbytes, remote.window_id)], deadline_s=120).wait()
@@ -116,7 +116,7 @@ def test_queue_pairs_forced_to_fail_mid_batch_are_replaced(
 
 
 def resources() -> str:
-    """What the kernel counts for each device: queue pairs, completion queues, regions, contexts."""
+    """Returns the kernel's count of resources of each device: queue pairs, completion queues, regions, contexts."""
     shown = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=True)
     return shown.stdout
 
@@ -127,12 +127,12 @@ def test_nothing_is_left_after_cycles_of_connecting_and_closing(shared: Remote) 
             there_and_back(engine, shared, 4096)
 
     def left() -> tuple[str, int, int]:
-        gc.collect()  # what earlier tests left in cycles, their errors for one, goes at any time
+        gc.collect()  # garbage cycles of earlier tests, for example errors, would be freed at any time
         return resources(), len(os.listdir("/proc/self/fd")), threading.active_count()
 
     idle = resources()
     cycle()
-    until(lambda: resources() == idle)  # the other process closes its end in its own time
+    until(lambda: resources() == idle)  # the other process closes its end asynchronously
     before = left()
     for _ in range(2):
         cycle()

@@ -1,4 +1,4 @@
-"""The device through pyverbs, without the engine: what `transfer.rdma.fabric` promises."""
+"""RDMA devices through pyverbs, without the engine: the contract of `transfer.rdma.fabric`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfer.rdma.verbs import VerbsFabric
 
 
 class End:
-    """A queue pair with its completion queue."""
+    """Queue pair with its completion queue."""
 
     def __init__(self, device: Device, *, serves: bool) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class End:
         return PairAddress(pair.number, pair.first_packet, gid, 0, mtu, reads)
 
     def next(self, timeout_s: float = 20.0) -> Completion:
-        """Sleeps until there is one."""
+        """Returns the next completion. Sleeps until there is one."""
         assert self.completions.descriptor is not None
         poller = select.poll()
         poller.register(self.completions.descriptor, select.POLLIN)
@@ -73,7 +73,7 @@ def test_a_port_with_a_routable_gid_is_found_for_each_interface() -> None:
 
 @contextmanager
 def reading(device: Device, near: End, *, remote_read: bool) -> Iterator[tuple[Callable[[int], None], bytearray]]:
-    """Posts a read of memory that may be read or not, by a token; and where it would arrive."""
+    """Yields a function that posts a read with a token, and the buffer it fills. The source may not be readable."""
     memory, target = bytearray(b"x" * 4096), bytearray(4096)
     source = device.register(address_of(memory), 4096, remote_read=remote_read, remote_write=not remote_read)
     into = device.register(address_of(target), 4096, remote_read=False, remote_write=False)

@@ -1,4 +1,4 @@
-"""From a seed to bytes that are almost a session without checksums, so that no seal ends it early. Pure."""
+"""Generates, from a seed, byte sequences close to a session without checksums, so that no seal ends it early. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELDS = ("segment_id", "window_id", "source_id", "nbytes")
 
 
 class Passed(IntEnum):
-    """Which descriptor goes with a frame."""
+    """Descriptor that is sent with a frame."""
 
     NONE = 0
     MEMORY = 1
@@ -29,14 +29,14 @@ class Passed(IntEnum):
 Said = list[tuple[bytes, Passed]]
 
 
-# What honest frames speak of: the ids of the first segments and of the first window of an engine.
+# Content of valid frames: the ids of the first segments and of the first window of an engine.
 SEGMENT_ID, HIDDEN_ID, WINDOW_ID = 1, 2, 1
 NBYTES = 64 << 10
 WINDOW = (16 << 10, 16 << 10)
 
 
 def session(rng: random.Random, base: int, *, near: bool) -> Said:
-    """`near`: over shared memory, where more can be said. `base`: of memory of the initiator's that may be offered."""
+    """Generates a session. `near`: over shared memory, with more frame kinds. `base`: address of memory to offer."""
     kinds = [Kind.READ, Kind.WRITE, rng.choice(list(Kind))]
     if near:
         kinds += [Kind.OFFER, Kind.MAP, *[Kind.WRITE_FROM] * 3]
@@ -53,7 +53,7 @@ def session(rng: random.Random, base: int, *, near: bool) -> Said:
 
 
 def _frame(rng: random.Random, base: int, kind: Kind) -> tuple[bytes, Passed]:
-    """Honest, but for a number now and then."""
+    """Generates a valid frame, in which a number is sometimes replaced."""
     header = Header(kind=kind, segment_id=SEGMENT_ID, source_id=rng.choice((1, 1, 1, 2, 4)))
     rows, payload, passed = scatter.rows(), b"", Passed.NONE
     match kind:
@@ -94,14 +94,14 @@ def _rows(rng: random.Random, start: int, nbytes: int) -> Rows:
 
 
 def _number(rng: random.Random, near: int) -> int:
-    """An int64 that is likely to be at some edge."""
+    """Generates an int64 that is likely to be at a boundary."""
     number = rng.choice(INTERESTING)
     number = rng.choice((number, -number, near + number, near - number, -1, -4096))
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def mutated(rng: random.Random, data: bytes | bytearray) -> bytes:
-    """A byte or a number changed, a piece cut out, doubled, or put in."""
+    """Returns the data with a byte or number changed, or a piece removed, doubled or inserted."""
     changed = bytearray(data)
     at = rng.randrange(len(changed) + 1)
     match rng.randrange(6):

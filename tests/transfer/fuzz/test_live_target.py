@@ -1,8 +1,8 @@
-"""A live engine fed with mutated sessions goes on serving, and nothing outside what it grants moves; for the parser by
-itself any bytes are a frame or a violation.
+"""Fuzzes a live engine with mutated sessions, and the parser with any bytes. The engine keeps serving and nothing
+outside the granted memory changes or is disclosed; the parser returns a frame or reports a violation.
 
-`MOONSERVE_FUZZ_S` is the time for all sessions together, 10 s unless told. `MOONSERVE_FUZZ_SEED` begins elsewhere; a
-failure names the seed of the one input that caused it.
+`MOONSERVE_FUZZ_S` is the total time of all sessions (default 10 s). `MOONSERVE_FUZZ_SEED` is the first seed. A failure
+names the seed of the input that caused it.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ TOTAL_S = float(os.environ.get("MOONSERVE_FUZZ_S", "10"))
 FIRST_SEED = int(os.environ.get("MOONSERVE_FUZZ_SEED", "0"))
 _QUIET_S = 0.01
 SECRET = secrets.token_bytes(32)
-"""Fills all memory that peers must not see: a reply that holds any of it is a finding."""
+"""Fills all memory that peers must not see. A reply that contains any of it is a finding."""
 
 
 class Quarry:
-    """An engine with a readable segment, a hidden one, one window, and secrets all around them."""
+    """Engine under attack: it has a readable segment, a hidden one and one window, with secrets all around them."""
 
     def __init__(self, transport: str) -> None:
         options = TransferOptions(transports=(transport,), checksums=False)
@@ -74,7 +74,7 @@ class Quarry:
         self.window_id = self.engine.open_window(self.segment, [WINDOW])
         self.before = bytes(self._all)
         self.own = OwnedMemory(NBYTES)
-        self.own.view[:] = b"\1" * NBYTES  # which is also how a live marker looks
+        self.own.view[:] = b"\1" * NBYTES  # also the value of a live marker
         self.unsealed = os.memfd_create("unsealed")
         os.ftruncate(self.unsealed, NBYTES)
         self.no_memory, self.other_end = os.pipe()
@@ -119,7 +119,7 @@ def quarry(request: pytest.FixtureRequest) -> Iterator[Quarry]:
 
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """What escaped from any thread of the engine."""
+    """Exceptions that escaped from any thread of the engine."""
     found: list[BaseException] = []
 
     def note(args: threading.ExceptHookArgs) -> None:
@@ -131,7 +131,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 
 def attack(quarry: Quarry, seed: int) -> bytes:
-    """One session; everything that came back."""
+    """Runs one session. Returns everything that the engine sent."""
     rng, instance = random.Random(seed), parse(quarry.engine.address).instance
     said = session(rng, address_of(quarry.buffer), near=quarry.near)
     with closing(dial(quarry.engine.address)) as connection:
@@ -158,7 +158,7 @@ def _exchange(sock: socket.socket, quarry: Quarry, said: Said) -> bytes:
 
 
 def _received(sock: socket.socket, sender: threading.Thread) -> bytes:
-    """Nothing more is sent once all has been said and the engine falls silent; then it hangs up."""
+    """Returns the next data. Once everything is sent and the engine is silent, stops sending and awaits its hang-up."""
     silences = 0
     while silences < 1000:
         readable, _, _ = select.select([sock], [], [], _QUIET_S)
@@ -179,7 +179,7 @@ def _send_all(sock: socket.socket, quarry: Quarry, said: Said) -> None:
                 passing = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
                 data = data[sock.sendmsg([data], passing) :]
             sock.sendall(data)
-        if not quarry.near:  # over shared memory a request whose sender has hung up is not served
+        if not quarry.near:  # over shared memory, a request is not served after its sender has hung up
             sock.shutdown(socket.SHUT_WR)
 
 
@@ -198,7 +198,7 @@ def test_mutated_sessions_neither_end_the_engine_nor_get_outside(quarry: Quarry,
     quarry.require_untouched()
     quarry.require_serving()
     sys.stdout.write(f"{seed - FIRST_SEED} sessions\n")
-    until(lambda: len(quarry.engine._hosted.served) <= 2)  # they end in their own time
+    until(lambda: len(quarry.engine._hosted.served) <= 2)  # connections end asynchronously
 
 
 often = settings(max_examples=examples(150), deadline=None)
@@ -208,7 +208,7 @@ CREDENTIALS = Credentials(b"token", bytes(16))
 
 
 def fed(data: bytes, work: Callable[[Connection], T]) -> T:
-    """`work` on a connection whose peer says `data` and hangs up."""
+    """Runs `work` on a connection whose peer sends `data` and hangs up."""
     ours, theirs = socket.socketpair()
     with theirs:
         theirs.sendall(data)

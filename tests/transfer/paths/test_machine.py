@@ -1,4 +1,4 @@
-"""What is read from sysfs and the kernel, on machines built from files, and what is near what."""
+"""Reads sysfs and kernel files of machines built from files, and decides which devices are near which memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Gids = list[tuple[str, str]]
 
 
 class FakeMachine:
-    """A machine below `root`, which takes the place of /sys, with links where the kernel has links."""
+    """Machine built from files below `root`, which stands for /sys. It has symbolic links where the kernel has them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -44,14 +44,14 @@ class FakeMachine:
         self._write(f"devices/system/node/node{node}", distance=distances)
 
     def pci(self, *slots: str, **files: object) -> str:
-        """A device below the bridges named before it; returns its place."""
+        """Adds a PCI device below the bridges named before it. Returns its path."""
         place = "/".join(["devices", *slots])
         self._write(place, **files)
         self._link(f"bus/pci/devices/{slots[-1]}", place)
         return place
 
     def interface(self, name: str, place: str | None, *lower: str, **files: object) -> None:
-        """`place`: of its hardware; None: a virtual one, perhaps over other interfaces."""
+        """Adds a network interface. `place`: path of its hardware; None: virtual, perhaps on top of `lower`."""
         entry = f"{place or 'devices/virtual'}/net/{name}"
         self._write(entry, **files)
         if place is not None:
@@ -70,7 +70,7 @@ class FakeMachine:
         link_layer: str = "Ethernet",
         **files: object,
     ) -> None:
-        """`place` None: Soft-RoCE, whose file `parent` names the interface that it runs on."""
+        """Adds an RDMA device. `place` None: Soft-RoCE, whose file `parent` names its interface."""
         entry = f"{place or 'devices/virtual'}/infiniband/{name}"
         port = f"{entry}/ports/1"
         self._write(entry, **files)
@@ -102,7 +102,7 @@ def fake(tmp_path: Path) -> FakeMachine:
 
 @pytest.fixture
 def two_sockets(fake: FakeMachine) -> Path:
-    """Two NUMA nodes; on each a switch with a GPU and an RDMA NIC; Ethernet on node 0."""
+    """Two NUMA nodes, each with a PCI switch that has a GPU and an RDMA NIC; Ethernet is on node 0."""
     for node, distances in enumerate(("10 21", "21 10")):
         fake.numa_node(node, distances)
         bridges, gpu = (f"pci000{node}:00", f"000{node}:00:01.0"), {"class": "0x030200"}
@@ -142,7 +142,7 @@ def test_memory_is_where_most_pages_of_its_mapping_are(
     )
     assert location_of(address, tmp_path, two_sockets) == location
     assert location_of(address, tmp_path / "absent", two_sockets) == ""
-    assert location_of(address, tmp_path, tmp_path) == "cpu:0"  # a single node
+    assert location_of(address, tmp_path, tmp_path) == "cpu:0"  # without sysfs there is a single node
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "", "unknown"])
@@ -190,7 +190,7 @@ def test_this_machine_can_be_read() -> None:
         local_tcp_rails(["no..host"])
 
 
-# RDMA ports.
+# RDMA ports
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_all_active_ports_are_rails_unless_some_are_named(fake: FakeMachine) -> 
     assert best_gid([], is_ethernet=False) is None
 
 
-# TCP rails.
+# TCP rails
 
 OWN = [
     InterfaceAddress(interface, ip_address(address))
@@ -266,7 +266,7 @@ MACHINE = Machine(devices={"eth0": Device("eth0", 1, (), 3e9)})
             OWN,
             [Rail("tcp", "lo", "127.0.0.1"), Rail("tcp", "lo/127.0.0.2", "127.0.0.2"), Rail("tcp", "lo/::1", "::1")],
         ),
-        (["10.0.0.1"], [], [Rail("tcp", "10.0.0.1", "10.0.0.1")]),  # the kernel does not tell
+        (["10.0.0.1"], [], [Rail("tcp", "10.0.0.1", "10.0.0.1")]),  # the kernel lists no addresses
     ],
 )
 def test_a_rail_is_named_after_its_interface_and_knows_its_place_and_speed(
@@ -295,7 +295,7 @@ def test_other_machines_reach_neither_loopback_nor_link_local_addresses() -> Non
     assert reachable_addresses(OWN) == ["10.0.0.1", "fd00::2"]
 
 
-# The topology matrix.
+# Topology matrix
 
 TWO_NODES = {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
 

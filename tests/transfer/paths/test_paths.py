@@ -1,5 +1,5 @@
-"""Which way slices go: the cheapest path of the best transport that works, what happens when it breaks, and which
-connections are kept."""
+"""Path choice of slices (the cheapest path of the best working transport), rest of failing rails, and eviction of
+connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chooser(*paths: Path, topology: Topology | None = None) -> PathChooser:
 
 
 def break_down(paths: PathChooser, broken: Path, now: float) -> float:
-    """Three incidents: the path rests from the returned time on."""
+    """Fails three times, one second apart. Returns the time from which on the path rests."""
     for number in range(3):
         paths.sent(broken, MIB)
         paths.failed(broken, MIB, now + number)
@@ -44,7 +44,7 @@ def break_down(paths: PathChooser, broken: Path, now: float) -> float:
 
 
 def carry(paths: PathChooser, way: Path, now: float, seconds: float, times: int = 1) -> float:
-    """Sends slices one after the other; returns when the last one has arrived."""
+    """Sends slices one after the other. Returns the arrival time of the last one."""
     for _ in range(times):
         paths.sent(way, MIB)
         now += seconds
@@ -103,11 +103,11 @@ def test_a_resting_rail_is_left_alone_tried_once_and_taken_back_with_all_its_str
         paths.sent(good, MIB)
     assert paths.choose(HERE, MIB, now + 30) is bad
     paths.sent(bad, MIB)
-    assert paths.choose(HERE, MIB, now + 30) is good  # the trial is under way
+    assert paths.choose(HERE, MIB, now + 30) is good  # the trial is in flight
     paths.done(bad, MIB, 0.01, now + 30.01)
     assert paths.choose(HERE, MIB, now + 30.01) is bad
     paths.sent(bad, MIB)
-    assert paths.choose(HERE, MIB, now + 30.01) is other  # no trial any more
+    assert paths.choose(HERE, MIB, now + 30.01) is other  # the trial has succeeded
 
 
 def test_the_next_transport_is_taken_while_the_better_one_rests() -> None:
@@ -140,11 +140,11 @@ def test_a_far_rail_helps_only_when_the_near_one_has_half_as_much_again_in_fligh
     assert paths.choose(HERE, 4 * MIB, 0.0) is near
     paths.sent(near, 2 * MIB)
     assert paths.choose(HERE, 4 * MIB, 0.0) is far
-    assert paths.choose("cpu:1", MIB, 0.0) is far  # nothing is known of that memory
+    assert paths.choose("cpu:1", MIB, 0.0) is far  # the topology does not list this memory
 
 
 class ChooserMachine(RuleBasedStateMachine):
-    """Any order of sends, ends and failures over three transports keeps the accounts and the rules."""
+    """Any order of sends, completions and failures over three transports keeps the counters and the rules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,11 +200,11 @@ class ChooserMachine(RuleBasedStateMachine):
 TestChooserMachine = ChooserMachine.TestCase
 
 
-# Three errors in ten seconds rest a rail; a trial after the rest decides whether it is longer next time.
+# Three errors within ten seconds rest a rail. A trial after the rest decides whether the next one is longer.
 
 
 def rested(at: float = 0.0) -> RailHealth:
-    """ "a" rests from two seconds after `at` on."""
+    """Returns the health after rail "a" failed three times: it rests from two seconds after `at` on."""
     health = RailHealth()
     assert [health.failed("a", at + n) for n in range(3)] == [False, False, True]
     return health
@@ -215,7 +215,7 @@ def test_three_errors_within_ten_seconds_rest_a_rail_for_thirty_and_no_other() -
     assert [health.failed("a", at) for at in (0.0, 5.0, 10.1, 15.2)] == [False] * 4
     assert health.failed("a", 15.3)
     assert health.condition("b", 15.3) is Condition.HEALTHY
-    health.succeeded("a", 16.0)  # what was sent before the rest neither ends nor lengthens it
+    health.succeeded("a", 16.0)  # slices sent before the rest neither end nor lengthen it
     assert not health.failed("a", 17.0)
     assert health.condition("a", 45.2) is Condition.RESTING
     assert health.condition("a", 45.3) is Condition.TRIAL
@@ -272,7 +272,7 @@ class FakeEndpoint:
 
 
 class Sieve:
-    """SIEVE as the paper's listing has it, over a plain list: oldest first."""
+    """Reference model: SIEVE as listed in the paper, over a plain list with the oldest key first."""
 
     def __init__(self) -> None:
         self.queue, self.visited, self.hand = list[int](), set[int](), 0
@@ -301,7 +301,7 @@ class Sieve:
 
 
 class SieveMachine(RuleBasedStateMachine):
-    """Any sequence of uses gives the evictions of the listing; more than the cap only while all are busy."""
+    """Any sequence of uses evicts as the reference model does. The cap is exceeded only while all are busy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ class SieveMachine(RuleBasedStateMachine):
         if endpoint.is_open:
             self.model.remove(number)
         self.pool.closed(endpoint)
-        self.pool.used(endpoint)  # too late, and ignored
+        self.pool.used(endpoint)  # ignored after the close
         endpoint.is_open, endpoint.idle = False, True
 
     @rule(number=numbers)

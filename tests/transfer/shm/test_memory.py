@@ -1,5 +1,5 @@
-"""Memory that is lent out can be read by others and harmed by nobody; copies of it, and of another process's, are
-verified where asked, guarded step by step, and shared among threads."""
+"""Lent memory can be read by others and cannot be changed or shrunk by them. Copies of it, and of the memory of another
+process, are verified on request, guarded step by step, and shared among threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_borrower_sees_the_owners_stores_and_can_neither_write_nor_shrink(elas
     with pytest.raises(PermissionError):
         mmap.mmap(owned.lent_fd, 0)
     for fd in {owned.fd, owned.lent_fd}:
-        with pytest.raises(OSError):  # noqa: PT011 - of a descriptor for reading it is another one
+        with pytest.raises(OSError):  # noqa: PT011 - the error differs for a read-only descriptor
             os.ftruncate(fd, 0)
     with pytest.raises(OSError):  # noqa: PT011
         os.pwrite(owned.lent_fd, b"x", 0)
@@ -71,7 +71,7 @@ def test_its_descriptor_lives_as_long_as_anybody_may_still_pass_it_on() -> None:
 @pytest.mark.parametrize("nbytes", [1, 4096, 5 << 20])
 def test_all_its_pages_are_there_and_zero(nbytes: int, can_populate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_populate:
-        monkeypatch.setattr(memfd, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+        monkeypatch.setattr(memfd, "_MADV_POPULATE_WRITE", 9999)  # gives EINVAL, as before Linux 5.14
     owned = OwnedMemory(nbytes)
     assert owned.resident_bytes >= nbytes
     assert not np.frombuffer(owned.view, np.uint8).any()
@@ -96,7 +96,7 @@ def test_memory_or_descriptors_that_have_run_out_are_told_apart(
 def test_elastic_memory_has_the_pages_that_were_written_and_gives_them_back_as_zeros() -> None:
     owned = OwnedMemory(1 << 20, elastic=True)
     borrowed, before = PeerMemory(owned.lent_fd, 1 << 20), owned.resident_bytes
-    assert before <= 2 * mmap.PAGESIZE  # the marker's
+    assert before <= 2 * mmap.PAGESIZE  # the marker's pages
     owned.view[: 1 << 19] = b"x" * (1 << 19)
     owned.populate(1 << 19, 1 << 18)
     assert owned.resident_bytes == before + (1 << 19) + (1 << 18)
@@ -110,7 +110,7 @@ NBYTES = 20 << 20
 
 
 class Guard:
-    """Counts how often it was entered; refuses from the `limit`-th time on."""
+    """Counts how often it is entered. Refuses after `limit` times."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit = limit
@@ -175,16 +175,16 @@ def test_a_copy_that_is_given_no_thread_is_made_by_its_own_and_never_again(
         copier.copy(segments.source, segments.into, whole, to_column=LOCAL, verified=True)
     assert segments.into.buffer == segments.owned.buffer
     segments.into.buffer[:] = bytes(NBYTES)
-    half = scatter.rows((0, 0, NBYTES // 2))  # the pool still has what it could not begin
+    half = scatter.rows((0, 0, NBYTES // 2))  # the thread pool still holds the tasks it could not start
     copier.copy(segments.source, segments.into, half, to_column=LOCAL, verified=True)
     copier.close()
     assert segments.into.buffer[NBYTES // 2 :] == bytes(NBYTES - NBYTES // 2)
 
 
-# Memory of another process that cannot be mapped.
+# Memory of another process that cannot be mapped
 
 CONTENT = np.arange(1 << 17, dtype=np.int64).view(np.uint8)
-"""Read by the same call as another process's, which engines in two processes do in test_shm.py."""
+"""Read by the same system call as the memory of another process. test_shm.py has engines in two processes."""
 Borrow = Callable[..., ProcessMemory]
 
 
@@ -200,7 +200,7 @@ def borrow() -> Iterator[Borrow]:
 
 
 def test_rows_arrive_in_their_places_and_are_verified(borrow: Borrow) -> None:
-    """More of them than one system call takes."""
+    """Rows are verified and arrive in place even if there are more than one system call takes."""
     count, length = 3000, 256
     order = np.random.default_rng(0).permutation(count)
     rows = np.stack((order * length, np.arange(count) * length, np.full(count, length)), axis=1)
@@ -231,7 +231,7 @@ def test_a_process_that_has_ended_is_not_mistaken_for_its_successor(borrow: Borr
         child.kill()
     borrowed, into = borrow(), np.zeros(8, np.uint8)
     borrowed._process = other
-    other.pid = os.getpid()  # which was given its number
+    other.pid = os.getpid()  # the number was reused
     with pytest.raises(PeerLost):
         borrowed.copy(address_of(into), scatter.rows((0, 0, 8)), to_column=LOCAL)
     with pytest.raises(ProcessLookupError):

@@ -1,5 +1,5 @@
-"""Engines of one host: which way the bytes take, what they do when it is not open to them, and peers that lie about
-what they offer."""
+"""Engines of one host: which path the bytes take, the fallback when it is not permitted, and peers that lie about the
+memory they offer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No byte may travel on the connection."""
+    """Fails if payload travels on the connection."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("payload on the connection")
@@ -42,7 +42,7 @@ def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under a kernel or container that lets nobody read another process."""
+    """Simulates a kernel or container that forbids reading other processes."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -51,7 +51,7 @@ def not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(pair: Pair) -> None:
-    """All of it, in this thread where that can be."""
+    """Reads all memory, in the caller's thread if the transport can."""
     pair.near.run([pair.read(0, 0, pair.memory.nbytes)], deadline_s=PATIENCE_S)
 
 
@@ -72,7 +72,7 @@ def test_memory_of_the_host_does_not_travel_on_the_connection(
 ) -> None:
     pair = make_pair(nbytes, registered=registered, checksums=checksums)
     if registered:
-        round_trip(pair)  # the first WRITE travels, while the peer is asked whether it may read by address
+        round_trip(pair)  # the first WRITE travels while the peer checks whether it may read by address
     request.getfixturevalue("no_stream")
     round_trip(pair)
     round_trip(pair)
@@ -135,7 +135,7 @@ def test_a_small_read_needs_no_thread_and_no_word_from_the_peer(
     make_pair: MakePair, registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(64 << 10, registered=registered)
-    read(pair)  # maps it
+    read(pair)  # maps the memory
     with monkeypatch.context() as patch:
         patch.setattr(session.ShmSession, "carry", None)
         pair.memory.buffer[:] = b"n" * pair.memory.nbytes
@@ -202,7 +202,7 @@ NBYTES = 8192
 
 
 class Target:
-    """An engine with a window over all of its memory, and a connection that speaks the protocol."""
+    """Engine with a window over all of its memory, and a raw connection to it."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
@@ -255,7 +255,7 @@ def test_rows_outside_the_offered_memory_or_of_none_are_refused(target: Target, 
 
 def test_an_offer_that_cannot_be_one_ends_the_connection(target: Target) -> None:
     fd, marker, loose = target.source.fd, OwnedMemory(1), os.memfd_create("loose", os.MFD_ALLOW_SEALING)
-    os.ftruncate(loose, 1 << 20)  # its owner could take it away
+    os.ftruncate(loose, 1 << 20)  # not sealed, so its owner could shrink it
     for offers in (
         [{"fd": fd}, {"fd": fd}],
         [{"fd": None}],
@@ -291,7 +291,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(target: Target) -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     header = encode(Header(kind=Kind.MAP, segment_id=999))
-    for fd in [target.source.fd] * 5 + [None]:  # by the last one's answer the others are closed
+    for fd in [target.source.fd] * 5 + [None]:  # the reply to the last one comes after the others are closed
         target.connection.send(header, fd)
         target.connection.receive_bytes(target.reply().entries)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -300,7 +300,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(target: Target) -> None:
 def test_what_a_connection_mapped_goes_with_it(target: Target) -> None:
     target.offer(target.source.fd)
     target.write(scatter.rows((0, 0, 1)))
-    gc.collect()  # what earlier tests have mapped is not counted
+    gc.collect()  # drops the mappings of earlier tests
     maps = Path("/proc/self/maps").read_text().count("memfd:moonserve")
     [served] = target.engine._hosted.served._served.values()
     target.connection.close()

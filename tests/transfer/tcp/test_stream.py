@@ -1,4 +1,4 @@
-"""A stream: what is kept alive, that every wait has an end, and that answers are checked before they are believed."""
+"""Stream connections: sent buffers are released, every wait ends, and answers are checked before they are used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_was_sent_is_let_go_although_the_queue_never_runs_empty(ends: tuple
     for _ in range(50):
         connection.queue(b"header", pieces.copy(), payload)
         received = 0
-        while received < len(payload):  # always one frame behind
+        while received < len(payload):  # the receiver stays one frame behind
             connection._pump(0)
             with contextlib.suppress(BlockingIOError):
                 received += len(theirs.recv(1 << 16))
@@ -92,7 +92,7 @@ def test_aborting_wakes_a_wait_without_a_deadline(ends: tuple[Connection, socket
     timer.join()
 
 
-# The initiator's end.
+# Initiator
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def bare(make_pair: MakePair) -> Pair:
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, frame: bytes, pause_s: float = 0.0) -> None:
-    """Every request is answered so, whatever it says."""
+    """Makes targets reply with `frame` to every request."""
 
     def dispatch(target: StreamTarget, header: Header) -> None:
         target.connection.discard(header.entries * 24)
@@ -112,7 +112,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, frame: bytes, pause_s: float = 
 
 
 def test_many_short_waits_do_not_outlast_the_deadline(bare: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No single answer takes long enough to look at the clock while waiting for it."""
+    """The deadline is checked even if every single reply arrives too soon for a check during its wait."""
     answer_with(monkeypatch, encode(Header(kind=Kind.REPLY, nbytes=64)) + bytes(64), pause_s=0.01)
     read = bare.read(0, 0, 64)
     bare.run(read)
@@ -120,7 +120,7 @@ def test_many_short_waits_do_not_outlast_the_deadline(bare: Pair, monkeypatch: p
     for batch in batches:
         with contextlib.suppress(PeerLost):
             batch.wait(PATIENCE_S)
-    # All answers together take two seconds, which would be waited for.
+    # All replies together take two seconds.
     assert any(isinstance(batch.errors[0], PeerLost) for batch in batches)
 
 
