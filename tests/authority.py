@@ -1,4 +1,4 @@
-"""A certificate authority of a test's own, by the openssl command."""
+"""Certificate authority for tests, made with the openssl command."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from protocol.tls import TlsFiles
 from transfer import TransferOptions
 
 _NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-_MAY_SIGN = "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 believes nobody
+_MAY_SIGN = "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 rejects all its certificates
 
 
 @dataclass(frozen=True)
 class Files:
-    """What one engine is given."""
+    """TLS files of one engine."""
 
     certificate: Path
     key: Path
@@ -26,12 +26,12 @@ class Files:
 
     @property
     def tls(self) -> TlsFiles:
-        """As processes are told."""
+        """The files in the form that processes take."""
         return TlsFiles(self.certificate, self.key, self.authority)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of `moonserve serve` and of every process."""
+        """Command-line flags for `moonserve serve` and for every process."""
         named = {"--tls-certificate": self.certificate, "--tls-key": self.key, "--tls-authority": self.authority}
         return tuple(str(part) for pair in named.items() for part in pair)
 
@@ -40,7 +40,7 @@ class Files:
 
 
 class Authority:
-    """`name` tells the files of several apart."""
+    """Certificate authority in a folder. `name` distinguishes the files of several authorities."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -51,7 +51,7 @@ class Authority:
         )
 
     def sign(self, name: str, *, days: int = 2, names: str = "") -> Files:
-        """A certificate for an engine; `names`: a subjectAltName such as "IP:127.0.0.1"."""
+        """Makes a certificate for an engine. `names`: a subjectAltName such as "IP:127.0.0.1"."""
         stem = self._folder / f"{self._name}-{name}"
         request, certificate, key = (Path(f"{stem}.{kind}") for kind in ("csr", "pem", "key"))
         extension = f"-addext subjectAltName={names}" if names else ""
@@ -69,7 +69,7 @@ def openssl(command: str) -> None:
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """One for all tests that need no other."""
+    """Shared authority for all tests that need no other."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl (.ci/system-packages)")
     return Authority(tmp_path_factory.mktemp("authority"))

@@ -1,4 +1,4 @@
-"""What goes on in threads while a test does something else, until the end of a `with` block."""
+"""Work that continues in threads while a test does something else, until the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx2 as httpx
 
 
 class Background:
-    """A thread for each of `loops`, which go on until `stopping` is set; what fails in one of them fails the block."""
+    """Runs each of `loops` in a thread until `stopping` is set. A failure in a loop fails the block."""
 
     def __init__(self, loops: Iterable[Callable[[], None]]) -> None:
         self.stopping = threading.Event()
@@ -39,5 +39,5 @@ class Background:
     def _run(self, loop: Callable[[], None]) -> None:
         try:
             loop()
-        except (AssertionError, httpx.HTTPError) as error:  # the test's thread fails for all
+        except (AssertionError, httpx.HTTPError) as error:  # reported by the test's thread
             self.failures.append(repr(error))

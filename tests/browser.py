@@ -1,7 +1,7 @@
-"""A headless Chromium of the test's own, driven as a person drives it: keys, a window's width, light or dark.
+"""Headless Chromium for tests, controlled as a person would: keys, window width, light or dark colours.
 
-Speaks the DevTools protocol (JSON over a WebSocket that the browser opens on loopback). Skips the test where there is
-no Chromium.
+Speaks the DevTools protocol (JSON over a WebSocket that the browser opens on loopback). Skips the test if there is no
+Chromium.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import pytest
 
 from tests.patience import PATIENCE_S
 
-# Scrollbars would be cut out of what is 390 wide; telephones lay them over.
+# Scrollbars would reduce the width of 390 pixels; on telephones they overlay the page.
 _FLAGS = (*("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"), "--hide-scrollbars")
 
-# Name → code of the key, and what it types.
+# Name → code of the key, and the text it types.
 _KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "Escape": (27, "")}
 
 
 class Page:
-    """One tab."""
+    """Browser tab."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._num_calls = 0
-        self.complaints: list[str] = []  # what the page wrote to its console as an error, or threw
+        self.complaints: list[str] = []  # errors that the page wrote to its console or threw
 
     async def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Log"):
@@ -41,22 +41,22 @@ class Page:
         await self._call("Page.navigate", url=url)
 
     async def look(self, *, width: int, dark: bool = False) -> None:
-        """From now on through a window of this size, in CSS pixels."""
+        """Sets the window's width, in CSS pixels, and the colour scheme."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         await self._call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self._call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def evaluate(self, expression: str) -> Any:
-        """Of JavaScript; fails where it throws."""
+        """Returns the value of a JavaScript expression. Fails if it throws."""
         done = await self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
     async def wait_for(self, expression: str) -> None:
-        """Until it is true."""
+        """Waits until the expression is true."""
         async with asyncio.timeout(PATIENCE_S):
-            while not await self.evaluate(expression):  # noqa: ASYNC110 - it is elsewhere
+            while not await self.evaluate(expression):  # noqa: ASYNC110 - the state is in another process
                 await asyncio.sleep(0.05)
 
     async def press(self, key: str) -> None:
@@ -67,7 +67,7 @@ class Page:
         await self._call("Input.dispatchKeyEvent", **event, type="keyUp")
 
     async def write(self, text: str) -> None:
-        """Into what has the focus."""
+        """Types the text into the element that has the focus."""
         await self._call("Input.insertText", text=text)
 
     async def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def page(url: str, folder: Path) -> AsyncIterator[Page]:
-    """A page in a browser that lives as long as the block. `folder`: for its profile."""
+    """Opens a page in a browser that lives as long as the block. `folder`: for its profile."""
     with _browser(folder) as process:
         async with aiohttp.ClientSession() as session:
             port = await _debugging_port(process, folder)
@@ -121,7 +121,7 @@ def _browser(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def _debugging_port(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Chromium writes down which one it chose."""
+    """Returns the port that Chromium chose and wrote to a file."""
     written = folder / "DevToolsActivePort"
     async with asyncio.timeout(PATIENCE_S):
         while not written.exists() or not written.read_text().strip():

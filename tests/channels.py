@@ -1,4 +1,4 @@
-"""Calls that wait for who is slow, where what is tested is not how a peer is given up."""
+"""RPC channels with a long timeout, for tests that are not about giving up on slow peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Reply = TypeVar("Reply")
 
 
 class PatientChannels(Channels):
-    """Who is gone is noticed at once."""
+    """Channels whose calls wait long for a reply; a peer that is gone is still noticed at once."""
 
     async def call(self, method: Callable[..., Awaitable[Reply]], request: Any, **options: Any) -> Reply:
         return await super().call(method, request, **{**options, "timeout_s": PATIENCE_S})

@@ -1,6 +1,6 @@
-"""Compilers, for tests of what is compiled: such a test is skipped where there is none, and for no other reason.
+"""Compilers for tests of compiled code. A test is skipped only if there is no compiler.
 
-Knows no source. What does not compile although there is a compiler is a failure, not another reason to skip.
+Knows no source. Source that does not compile although there is a compiler is a failure, not another reason to skip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror
 
 
 def has_compiler(language: str = "C") -> bool:
-    """Of "C" or "C++"."""
+    """True if there is a compiler for `language`, "C" or "C++"."""
     return any(map(shutil.which, COMPILERS[language]))
 
 
@@ -29,13 +29,13 @@ def need_compiler() -> None:
 
 
 def compile_strictly(compiler: str, source: Path, flags: Sequence[str], folder: Path) -> None:
-    """Fails unless `compiler` ("gcc", "clang") takes the source without a warning."""
+    """Fails unless `compiler` ("gcc", "clang") accepts the source without a warning."""
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler} (.ci/system-packages)")
-    made = "-fsyntax-only" not in flags  # clang warns of what it has no use for
+    made = "-fsyntax-only" not in flags  # without output, clang warns about unused flags
     library = ["-fPIC", "-shared", "-o", str(folder / "strict.so")] if made else []
-    # -Wconversion says more by clang++ than by g++: every index of a C++ array is one of another sign.
-    # -Wpsabi warns of functions that other libraries would call otherwise; none of these leaves its file.
+    # -Wconversion reports more in clang++ than in g++: the sign of every index of a C++ array.
+    # -Wpsabi warns about functions that other libraries would call differently; none of these leaves its file.
     lenient = {"clang++": ["-Wno-sign-conversion"], "g++": ["-Wno-psabi"]}.get(compiler, [])
     command = [compiler, *flags, *STRICT, *lenient, str(source), *library]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

@@ -1,4 +1,4 @@
-"""For all tests: which belong to `make test` and which to `make test-all`, in which order, with how many examples."""
+"""Configuration of all tests: assignment to `make test` or `make test-all`, order, and number of examples."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ SLOW = (
     "transfer/fuzz/",
     "transfer/test_failover.py",
 )
-"""Run by `make test-all`, as tests marked `slow` are: several processes, other programs, hours of virtual time."""
+"""Tests that only `make test-all` runs, like those marked `slow`: several processes, other programs, virtual hours."""
 
 FAST = ("e2e/test_cluster.py",)
-"""Exceptions: run by `make test`."""
+"""Exceptions to SLOW, which `make test` runs."""
 
 LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "kvstore/faults/", "traces/", "e2e/")
-"""Run first, so that no long test is left when all others have ended."""
+"""Tests that run first, so that no long test remains when all others have ended."""
 
-# Otherwise it tells between the dots of connections that ended as tests wanted.
+# Without this, gRPC logs each connection that a test ends on purpose between pytest's dots.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-# Without a GPU, Triton's kernels are interpreted (tests/engine/cuda). It must be told before triton is imported, and
-# transformers imports it, by way of torch.
+# Without a GPU, Triton's kernels are interpreted (tests/engine/cuda). The variable must be set before triton is
+# imported, and transformers imports it by way of torch.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell's background job starts with Ctrl-C ignored, and so would the commands that tests interrupt.
+# A shell's background job starts with Ctrl-C ignored, and the commands that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says what else this machine does. Changes are tried with the same examples, so that what
-# fails is the change; the thorough run draws others every time.
+# No deadline: the time of an example depends on the load of the machine. Changes are tested with the same examples, so
+# that a failure is due to the change. The thorough run draws new examples every time.
 settings.register_profile(
     "tests",
     max_examples=examples(50),
@@ -93,7 +93,7 @@ def _place(item: pytest.Item) -> str:
 
 
 def _counts_examples(item: pytest.Item) -> bool:
-    """Whether its module asks `tests.thoroughness` how many."""
+    """True if the test's module takes its number of examples from `tests.thoroughness`."""
     return getattr(getattr(item, "module", None), "examples", None) is examples
 
 
@@ -104,8 +104,8 @@ def _rank(item: pytest.Item) -> int:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama, which no test may change."""
-    from tests.random_models import make_model  # only where it is needed: it imports transformers
+    """Tiny Llama checkpoint, which no test may change."""
+    from tests.random_models import make_model  # imported here because it imports transformers
 
     path = tmp_path_factory.mktemp("model")
     make_model("llama", path)
@@ -114,7 +114,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def _services_collect_no_garbage() -> Iterator[None]:
-    """A service collects garbage as it starts. In a test process, whose heap is large, that takes 0.3 s each time."""
+    """Disables the garbage collection at a service's start: 0.3 s each in a test process, whose heap is large."""
     patch = pytest.MonkeyPatch()
     real = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
     nothing = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: 0)

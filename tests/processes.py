@@ -1,4 +1,4 @@
-"""Processes of this project that tests start one by one, found by their ready report. Whole clusters: `tests.e2e`."""
+"""Processes of this project that tests start singly and find by their ready report. Whole clusters: `tests.e2e`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """A process on its way: several start at once."""
+    """Process that is starting; several can start at once."""
 
     process: subprocess.Popen[bytes]
     status_fd: int
 
     def facts(self) -> dict[str, str]:
-        """Once it serves. Raises NotReady when it will not."""
-        with ThreadPoolExecutor(1) as threads:  # whoever asks may run an event loop
+        """Waits until the process serves and returns its facts. Raises NotReady if it will not serve."""
+        with ThreadPoolExecutor(1) as threads:  # the caller may run an event loop
             waiting = threads.submit(lambda: asyncio.run(asyncio.wait_for(until_ready(self.status_fd), PATIENCE_S)))
             return waiting.result()
 
@@ -36,7 +36,7 @@ class Starting:
 def start(
     module: str, *flags: str, token: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
 ) -> Starting:
-    """`python -m module flags`, with a status pipe."""
+    """Starts `python -m module flags` with a status pipe."""
     read_fd, write_fd = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", module, *flags, "--status-fd", str(write_fd)],
@@ -51,7 +51,7 @@ def start(
 
 @contextlib.contextmanager
 def running(module: str, *flags: str, token: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """A process that serves, and its facts; ended by SIGTERM, with exit code 0, unless the test ended it."""
+    """Yields a serving process and its facts. Stops it by SIGTERM, with exit code 0, unless the test ended it."""
     starting = start(module, *flags, token=token)
     process = starting.process
     try:
@@ -64,6 +64,6 @@ def running(module: str, *flags: str, token: str) -> Iterator[tuple[subprocess.P
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """By SIGTERM, with exit code 0."""
+    """Ends the process by SIGTERM and checks that its exit code is 0."""
     process.terminate()
     assert process.wait(timeout=PATIENCE_S) == 0

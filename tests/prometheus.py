@@ -1,5 +1,5 @@
-"""Reading a process's metrics as Prometheus does, and a real Prometheus of the test's own: on a free port, gone
-with the test. The system's service, where there is one, is never used."""
+"""Reads a process's metrics as Prometheus does, and runs a real Prometheus on a free port for the duration of a test.
+The system's Prometheus service is never used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scrape(port: int) -> str:
 
 
 def binary(name: str) -> str:
-    """Skips the test where it is missing."""
+    """Returns the path of an installed program. Skips the test if it is missing."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"needs {name} (.ci/system-packages)")
@@ -34,26 +34,26 @@ def binary(name: str) -> str:
 
 
 class Prometheus:
-    """One that runs."""
+    """Running Prometheus server."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """`data` of its answer; an HTTPError with the reason is raised for what it refuses."""
+        """Returns the `data` of the answer. Raises HTTPError with the reason if the server refuses."""
         query = urllib.parse.urlencode(parameters)
         with urllib.request.urlopen(f"{self._url}/{path}?{query}", timeout=PATIENCE_S) as response:
             return json.load(response)["data"]
 
     def values(self, expression: str) -> list[float]:
-        """Of an instant query, one for each series."""
+        """Returns the values of an instant query, one per series."""
         found = self.ask("query", query=expression)["result"]
         return [float(series["value"][1]) for series in found]
 
 
 @contextlib.contextmanager
 def running_prometheus(config: Path, folder: Path) -> Iterator[Prometheus]:
-    """`folder`: for its data and its log."""
+    """Runs Prometheus within the block. `folder`: for its data and its log."""
     port = free_port()
     command = [binary("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder}/data"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]

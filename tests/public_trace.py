@@ -1,4 +1,4 @@
-"""Where the public conversation trace is, for tests that need it; nothing of it is in this repository."""
+"""Path of the public conversation trace, for tests that need it. The trace is not part of this repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, in the layout of a Hugging Face checkpoint, for any test that needs one to load.
+"""Tiny models with random weights, in the layout of a Hugging Face checkpoint.
 
 `make_model("llama", path)` writes config, weights, and a byte-level tokenizer with a chat template: enough for a
 gateway to serve it and for transformers to load it as the reference.
@@ -64,7 +64,7 @@ _DEFAULTS: dict[str, Any] = {
 def make_model(
     family: str, path: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
 ) -> PreTrainedModel:
-    """Writes a checkpoint to `path` and returns the transformers model it was saved from, in float32.
+    """Writes a checkpoint to `path` and returns the transformers model from which it was saved, in float32.
     `overrides` are fields of the transformers configuration."""
     config_class, model_class = FAMILIES[family]
     config = config_class(**{**_DEFAULTS, **overrides})
@@ -81,7 +81,7 @@ def make_model(
 
 
 def _randomize_vectors(model: PreTrainedModel) -> None:
-    """Biases start at 0 and norms at 1, which would hide a loader that forgets them."""
+    """Randomizes biases and norms, whose initial 0 and 1 would hide a loader that forgets them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -91,7 +91,7 @@ def _randomize_vectors(model: PreTrainedModel) -> None:
 
 
 def write_tokenizer(path: Path) -> None:
-    """A tokenizer whose first 256 ids are the bytes and which merges nothing."""
+    """Writes a tokenizer whose first 256 ids are the bytes and which merges nothing."""
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,6 +1,6 @@
-"""A real redis-server of the test's own: on a free loopback port, without persistence, gone with the test.
+"""Real redis-server for one test, on a free loopback port and without persistence.
 
-The system's service, where there is one, is never used. A Redis that is restarted here comes back empty.
+The system's Redis service is never used. A Redis that is restarted here comes back empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRIES = 5  # another process may take the port between its choice and its use
 
 
 class RedisServer:
-    """`arguments` go to redis-server. `sentinel` lines make it a Sentinel with these as its configuration."""
+    """Redis server, started with `arguments`. With `sentinel` lines it is a Sentinel with this configuration."""
 
     def __init__(self, *arguments: str, sentinel: Sequence[str] = ()) -> None:
         binary = shutil.which("redis-server")
@@ -65,7 +65,7 @@ class RedisServer:
         self._stack.close()
 
     def start(self) -> None:
-        """On the same port as before. Returns when it answers; raises ChildProcessError when it ends instead."""
+        """Starts on the same port as before and waits for an answer. Raises ChildProcessError if the process ends."""
         with open(self.folder / "output", "ab") as output:
             self._process = subprocess.Popen(self._command(), cwd=self.folder, stdout=output, stderr=output)
         give_up_at = time.monotonic() + PATIENCE_S
@@ -76,20 +76,20 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """SIGKILL: as a machine that lost power."""
+        """Kills the server by SIGKILL, like a power loss."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def restart(self, *arguments: str) -> None:
-        """With these instead of those that it was made with."""
+        """Restarts with these arguments, or with the original ones if none are given."""
         self.kill()
         self._arguments = arguments or self._made_with
         self.start()
 
     def stop(self) -> None:
-        """SIGSTOP: its port still accepts, and nothing answers."""
+        """Suspends the server by SIGSTOP: its port still accepts, and nothing answers."""
         assert self._process is not None
         stop(self._process.pid)
 
@@ -98,7 +98,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def ask(self, *command: str) -> bytes:
-        """The raw reply (RESP) to one command whose reply is short; for tests without a client."""
+        """Returns the raw reply (RESP) to one command with a short reply, for tests without a client."""
         encoded = [part.encode() for part in command]
         request = b"*%d\r\n" % len(encoded)
         request += b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in encoded)
@@ -110,13 +110,13 @@ class RedisServer:
         return (self.folder / "output").read_text(errors="replace")
 
     def _command(self) -> list[str]:
-        # Between fork and exec nothing of this process may run: gRPC's threads may hold whatever it needs.
+        # No code of this process may run between fork and exec, because gRPC's threads may hold locks that it needs.
         setpriv = shutil.which("setpriv")
         ends_with_us = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         common = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         if self._sentinel:
             configuration = self.folder / "sentinel.conf"
-            if not configuration.exists():  # afterwards it is the Sentinel's own
+            if not configuration.exists():  # afterwards the Sentinel rewrites it
                 configuration.write_text("".join(f"{line}\n" for line in self._sentinel))
             return [*ends_with_us, self._binary, str(configuration), "--sentinel", *common]
         memory_only = ["--save", "", "--appendonly", "no"]

@@ -1,5 +1,5 @@
-"""A pretended engine's log-probabilities of a prompt: those of the token at position p are -p, so that a test can tell
-which were found and where they went."""
+"""Simulated prompt log-probabilities of an engine. The token at position p has -p, so that a test can tell which
+values were computed and where they went."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
 
 
 def scores_of(positions: range, num_top: int) -> PromptLogprobs:
-    """Of these tokens; the likeliest there are tokens 0, 1, … at -p - 1, -p - 2, …"""
+    """Returns the values of these positions. The likeliest tokens are 0, 1, … with -p - 1, -p - 2, …"""
     at = np.arange(positions.start, positions.stop)
     places = np.arange(num_top)
     return PromptLogprobs(
@@ -23,12 +23,12 @@ def scores_of(positions: range, num_top: int) -> PromptLogprobs:
 
 
 def pretend(piece: Slice) -> None:
-    """What the engine does for a slice that is scored."""
+    """Stores the scores of a slice as the engine does, if the slice is scored."""
     if piece.scores is not None:
         positions = range(piece.start + 1, piece.start + 1 + num_scored(piece))
         piece.scores.put(piece.start, scores_of(positions, piece.scores.num_top))
 
 
 def is_whole(found: PromptLogprobs | None, num_prompt_tokens: int) -> bool:
-    """Whether these are a prompt's, each token's once and in order."""
+    """True if these are the scores of a whole prompt, each token once and in order."""
     return found is not None and found.logprobs.tolist() == [-p for p in range(1, num_prompt_tokens)]

@@ -1,4 +1,4 @@
-"""Parts of a cluster in the test's own process: started, found by their ready report, ended in order."""
+"""Parts of a cluster in the test's own process: started, found by their ready report, and stopped in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ C = TypeVar("C")
 
 
 class ReportedLifecycle(Lifecycle):
-    """Tells the test when a part is ready, and where."""
+    """Lifecycle that reports to the test when and where a part is ready."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -28,13 +28,13 @@ class ReportedLifecycle(Lifecycle):
 async def serving(
     serve: Callable[[C, Lifecycle], Awaitable[None]], config: C, timeout_s: float = PATIENCE_S
 ) -> AsyncIterator[dict[str, str]]:
-    """What `serve` of some process runs, until the block ends; gives its facts, such as its RPC address."""
+    """Runs a process's `serve` until the block ends. Yields its facts, such as its RPC address."""
     lifecycle = ReportedLifecycle()
     running = asyncio.ensure_future(serve(config, lifecycle))
     async with asyncio.timeout(timeout_s):
         await asyncio.wait({running, lifecycle.facts}, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
-        running.result()  # why it could not start
+        running.result()  # raises the reason why it could not start
     try:
         yield lifecycle.facts.result()
     finally:

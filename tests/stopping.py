@@ -1,6 +1,6 @@
-"""SIGSTOP that has happened: a process that was only sent it goes on answering for a while, on a busy machine for long.
+"""SIGSTOP that has taken effect. A process that has only been sent SIGSTOP still answers for a while on a busy machine.
 
-Knows nothing of what the process is. SIGCONT needs no such care: whoever waits for the process to go on waits for more.
+Knows nothing about the process. SIGCONT needs no such wait, because its callers wait for an effect of the process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tests.patience import until
 
 
 def stop(pid: int) -> None:
-    """Returns once no thread of the process runs."""
+    """Suspends the process and returns once none of its threads runs."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: _is_stopped(pid))
 
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """No thread of the process runs within."""
+    """Suspends all threads of the process within the block."""
     stop(pid)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: what it shows, and what one types."""
+"""Program on its own pseudo-terminal: its output, and the keys typed."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ COLUMNS, ROWS = 120, 40
 
 
 class Terminal:
-    """The near end of a pseudo-terminal."""
+    """Near end of a pseudo-terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
         self.process = process
         self._fd = fd
         self._seen = ""
-        self._from = 0  # what was waited for before lies before it
+        self._from = 0  # end of the last match; the next search starts here
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Until the program has shown it, after what was waited for before; without colours and cursor movements."""
+        """Waits until the program shows the pattern after the last match. Ignores colours and cursor movements."""
         give_up_at = time.monotonic() + PATIENCE_S
         while (found := re.compile(pattern).search(self.text, self._from)) is None:
             assert time.monotonic() < give_up_at, f"{pattern!r} is not in {self.text!r}"
@@ -43,7 +43,7 @@ class Terminal:
         return found
 
     def ended(self) -> int:
-        """Its exit code, once it has ended."""
+        """Waits until the program ends and returns its exit code."""
         while self._read():
             pass
         return self.process.wait(PATIENCE_S)
@@ -53,13 +53,13 @@ class Terminal:
         return _ESCAPES.sub("", self._seen).replace("\r\n", "\n")
 
     def _read(self) -> bool:
-        """Whether it may show more."""
+        """Reads more output. False if there can be no more."""
         ready, _, _ = select.select([self._fd], [], [], 0.1)
         if not ready:
             return True
         try:
             read = os.read(self._fd, 65536)
-        except OSError:  # Linux says EIO when the last one has closed the other end
+        except OSError:  # Linux reports EIO when the other end is closed
             return False
         self._seen += read.decode(errors="replace")
         return bool(read)

@@ -1,4 +1,4 @@
-"""Imports point one way (ARCHITECTURE.md, code map), and the purity rules of `state.py` hold."""
+"""Imports point in one direction (ARCHITECTURE.md, code map), and the purity rules of `state.py` hold."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALLOWED = {
 }
 PACKAGES = {*ALLOWED, "deploy", "benchmarks", "tests"}
 
-# `state.py` decides; whoever waits, reads clocks or draws random numbers is its shell.
+# `state.py` decides. Waiting, reading clocks and drawing random numbers belong to its shell.
 IMPURE = {"asyncio", "socket", "time", "random", "secrets", "torch", "grpc", "threading", "os"}
 SERVING = {"fastapi", "starlette", "uvicorn"}
 
@@ -80,12 +80,12 @@ def test_state_files_are_pure() -> None:
 
 
 def test_the_proto_folder_is_no_python_package() -> None:
-    """`proto` is also the import name of proto-plus, which ray[default] installs."""
+    """The folder `proto` has no Python files: proto-plus, which ray[default] installs, is imported as `proto`."""
     assert not list((ROOT / "proto").glob("*.py"))
 
 
 def test_who_computes_nothing_starts_without_torch_and_without_redis_where_there_is_none() -> None:
-    """Importing them takes longer than all else that such a process does before it serves."""
+    """Processes that compute nothing import neither torch nor redis at start; that would take longer than all else."""
     modules = ("conductor", "kvstore", "kvstore.directory", "gateway", "deploy")
     imports = "; ".join(f"import {module}.__main__" for module in modules)
     unwanted = "torch transformers redis matplotlib"

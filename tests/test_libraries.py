@@ -1,4 +1,4 @@
-"""What docs/libraries.md shows, runs."""
+"""The snippets in docs/libraries.md run."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_the_store_alone_takes_ten_lines_that_run() -> None:
     port = free_port()
     with running_directory(port=port), running_node("--dram", "8MiB", "--join", f"127.0.0.1:{port}"):
         with connect(f"127.0.0.1:{port}", cluster_token=TOKEN) as store:
-            until(store.nodes)  # a node is ready before it belongs to the others
+            until(store.nodes)  # a node is ready before it is a member
         code = code.replace("127.0.0.1:7000", f"127.0.0.1:{port}").replace('"secret"', repr(TOKEN))
         exec(compile(code, "libraries.md", "exec"), {})

@@ -1,8 +1,7 @@
-"""How hard tests with chance in them try: as much as a change affords (`make test`), ten times that (`make test-all`),
-or a hundred times (`make test-thorough`, for the night).
+"""Effort of randomized tests: `make test`, ten times that (`make test-all`), or a hundred times (`make test-thorough`).
 
-Owns one factor. What a test claims is the same in all; only how many examples are looked at differs, and that the
-thorough run draws others every time: what it finds becomes an `@example`.
+Owns one factor. A test's claim is the same in all three; only the number of examples differs. The thorough run also
+draws new examples every time; an example that fails there becomes an `@example`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ THOROUGH = _FACTOR >= 10
 
 
 def examples(ordinary: int) -> int:
-    """Number of examples of a property test, given how many `make test-all` affords."""
+    """Returns the number of examples of a property test, given the number for `make test-all`."""
     return max(_FEWEST, round(ordinary * _FACTOR))
 
 
 def seconds(ordinary: float, thorough: float) -> float:
-    """How long something outside is made to last, where that decides what a test sees."""
+    """Returns the duration of an external condition, where it determines what a test sees."""
     return thorough if THOROUGH else ordinary

@@ -16,24 +16,24 @@ from pathlib import Path
 
 from tests.e2e.cluster import UNHURRIED, small_cluster
 
-# A small model with a short context: nothing that is generated takes long.
+# A small model with a short context, so that generation is short.
 CONTEXT = 128
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance"),
     *("response_schema_conformance", "negative_data_rejection", "unsupported_method"),
 )
-# Waits for events of the network for as long as its client does not leave.
+# These endpoints stream events until the client disconnects.
 _SKIPPED = ("/dashboard/events",)
 
 
 def run(url: str, *limits: str) -> int:
-    """The exit code of schemathesis, which prints what it found; `limits`: its flags for how much to do."""
+    """Runs schemathesis, which prints its findings, and returns its exit code. `limits`: its flags for the effort."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
     command += ["--checks", ",".join(CHECKS), "--seed", "1", "--request-timeout", "60"]
     command += ["--suppress-health-check", "all", "--warnings", "off", *limits]
     for path in _SKIPPED:
         command += ["--exclude-path", path]
-    with tempfile.TemporaryDirectory() as folder:  # it keeps examples where it runs
+    with tempfile.TemporaryDirectory() as folder:  # schemathesis keeps examples in its working directory
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         return subprocess.run(command, cwd=folder, env=environ, check=False).returncode
 

@@ -1,4 +1,4 @@
-"""Clients of a cluster: one that reads a stream, and others that keep it busy while a test looks at its own."""
+"""Clients of a cluster: a reader of one stream, and background clients that keep the cluster busy during a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DONE = "data: [DONE]"
 
 @dataclass(slots=True)
 class Said:
-    """All that a client saw of one choice, in whatever pieces it came."""
+    """Content that a client received for one choice, joined from its chunks."""
 
     text: str = ""
     arguments: str = ""  # of tool calls
@@ -50,7 +50,7 @@ def read_choice(
     on_tokens: Callable[[int], None] = lambda count: None,
     path: str = "/v1/completions",
 ) -> Said:
-    """A streamed reply of one choice, which must end well; `on_tokens` is told the number of tokens as they come."""
+    """Reads a streamed reply of one choice, which must end well. `on_tokens` receives the number of tokens so far."""
     said, line = Said(), ""
     with client.stream("POST", path, json={**body, "stream": True, "return_token_ids": True}) as response:
         assert response.status_code == 200, response.read()
@@ -63,9 +63,9 @@ def read_choice(
 
 
 class BackgroundLoad(Background):
-    """A number of sampled streams kept going: each thread starts a request as soon as its last one has ended. At the
-    end of the `with` block the streams are dropped wherever they are, which the cluster sees as cancellations. With a
-    pause of `pause_s` between requests, where life is wanted and no company in every batch."""
+    """Keeps a number of sampled streams running. Each thread starts a request as soon as its last one has ended. The
+    end of the `with` block drops the streams wherever they are, which the cluster sees as cancellations. `pause_s`
+    separates requests, for tests that need some traffic but not in every batch."""
 
     def __init__(self, cluster: Cluster, vocab_size: int, *, streams: int, pause_s: float = 0.0) -> None:
         self._flowing = [threading.Event() for _ in range(streams)]
@@ -76,7 +76,7 @@ class BackgroundLoad(Background):
         self.num_finished = 0
 
     def __enter__(self) -> Self:
-        """Returns when every stream has had its first token."""
+        """Returns when every stream has received its first token."""
         super().__enter__()
         if not all(flowing.wait(PATIENCE_S) for flowing in self._flowing):
             self.stop()
@@ -114,18 +114,18 @@ class BackgroundLoad(Background):
 
 
 class Regulars(Background):
-    """Clients who ask for the same answers without a pause, each of one prompt, beside one who reads a long stream:
-    every answer must come, and be what it was before the block."""
+    """Clients that repeat the same requests without a pause, one prompt each, next to one that reads a long stream.
+    Every answer must arrive and equal the answer before the block."""
 
     def __init__(self, cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int, num_streamed: int) -> None:
-        """`num_streamed`: tokens of the stream."""
+        """`num_streamed`: number of tokens of the stream."""
         self._cluster = cluster
         self._num_tokens = num_tokens
         self._streamed = {"prompt": prompts[0], "max_tokens": num_streamed, **GREEDY}
         loops = [partial(self._ask_on, prompt, self._ask(prompt)) for prompt in prompts]
         super().__init__([*loops, partial(self._read_on, self._read())])
         self.begun_and_done: list[tuple[float, float]] = []  # of each short answer
-        self.num_streams = 0  # that were read
+        self.num_streams = 0  # complete streams read
         self._num_prompts = len(prompts)
 
     def __enter__(self) -> Self:
@@ -135,7 +135,7 @@ class Regulars(Background):
         return self
 
     def answered_since(self, began: float) -> list[float]:
-        """When answers ended whose requests came after `began`."""
+        """Returns the end times of answers whose requests started after `began`."""
         return [done for begun, done in self.begun_and_done if begun > began]
 
     def _ask(self, prompt: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What transformers, or one engine, makes of a checkpoint, as the truth that a cluster's answers are held against."""
+"""Reference output of transformers, or of a single engine, with which tests compare a cluster's answers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Continuation:
-    """A greedy continuation and the log-probabilities it was chosen from: [tokens, vocab]."""
+    """Greedy continuation and the log-probabilities from which it was chosen: [tokens, vocab]."""
 
     token_ids: list[int]
     logprobs: torch.Tensor
 
     def is_tie(self, index: int, token_id: int) -> bool:
-        """Whether `token_id` could as well have been the greedy choice at `index`."""
+        """True if `token_id` is an equally good greedy choice at `index`, within `TIE`."""
         row = self.logprobs[index]
         return float(row.max() - row[token_id]) < TIE
 
 
 def load_reference(path: Path) -> PreTrainedModel:
-    """The model of a checkpoint in float32."""
+    """Loads the model of a checkpoint in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model.eval()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums in one order, and the other core left to the cluster."""
+    """Limits torch to one thread: sums have one order, and the other cores are left to the cluster."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -54,7 +54,7 @@ def one_thread() -> Iterator[None]:
 
 
 def continuations(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Continuation]:
-    """Greedy continuations, each generated alone."""
+    """Returns greedy continuations, each generated alone."""
     with one_thread(), torch.inference_mode():
         return [_continuation(model, prompt, num_tokens) for prompt in prompts]
 
@@ -77,7 +77,7 @@ def _continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int
 def one_engines(
     model: Path, prompts: Sequence[list[int]], num_tokens: int, block_size: int, kept: str = "auto"
 ) -> list[list[int]]:
-    """What native kernels in one process continue each prompt with."""
+    """Returns the continuation of each prompt by native kernels in one process."""
     config = load_model_config(model)
     layout = config.kv_layout(block_size, "float32", kept)
     own = {"dtype": "float32", "num_blocks": 8192 // block_size, "cache_folder": kernels_folder()}
@@ -87,8 +87,8 @@ def one_engines(
 
 
 def num_ties(answer: dict[str, Any], expected: Continuation) -> int:
-    """Fails unless the answer's tokens and log-probabilities are the reference's. After a choice between two logits
-    that are equal within `TIE` the continuations have different histories, so the comparison ends there; 1 if so."""
+    """Fails unless the answer's tokens and log-probabilities are the reference's. If the two choose differently between
+    logits that are equal within `TIE`, the histories differ from there on: the comparison ends and 1 is returned."""
     choice = answer["choices"][0]
     found, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     assert len(found) == len(logprobs) == len(expected.token_ids)

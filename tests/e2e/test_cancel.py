@@ -1,4 +1,4 @@
-"""A client that leaves frees everything it had, everywhere. A prefill worker's every phase: its own test_service.py."""
+"""A client that leaves frees its resources everywhere. test_service.py of prefill_worker covers each prefill phase."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.e2e
 
 CONTEXT = 16_384
 LONG = 16_000
-"""Tokens of a prompt that takes seconds in steps of 64."""
+"""Length in tokens of a prompt that takes seconds in steps of 64."""
 FLAGS = (
     *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory", "32MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
-    *("--kernels", "torch"),  # slow: every phase has to last until it is noticed
+    *("--kernels", "torch"),  # slow, so that every phase lasts long enough to be observed
 )
 
 
@@ -34,7 +34,7 @@ def _is_idle_again_and_serves(cluster: Cluster) -> Iterator[None]:
 
 
 def ask(cluster: Cluster, prompt: list[int], max_tokens: int, **parameters: object) -> socket.socket:
-    """The connection on which a completion was asked for, of which nothing is read."""
+    """Sends a streamed completion request and returns its connection, from which nothing is read."""
     wish = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, **parameters}
     body = json.dumps(wish).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -44,12 +44,12 @@ def ask(cluster: Cluster, prompt: list[int], max_tokens: int, **parameters: obje
 
 
 def test_while_its_prompt_is_computed(cluster: Cluster) -> None:
-    """On a busy machine the client may leave when all is computed: then another one is tried."""
+    """Retries, because on a busy machine the client may leave only after its prompt is computed."""
     assert any(left_while_running(cluster, attempt) for attempt in range(10))
 
 
 def left_while_running(cluster: Cluster, attempt: int) -> bool:
-    """False: its prompt was computed already."""
+    """Returns False if the prompt was already computed when the client left."""
     before, handed_off = (cluster.counter("prefill-0", name) for name in ("cancelled_running", "handed_off_requests"))
 
     def runs_or_ran() -> bool:

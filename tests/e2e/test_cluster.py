@@ -1,5 +1,5 @@
-"""One real cluster on the path that every request takes: parity, streams, cancellation, the `openai` client, a killed
-worker and a flipped byte. The other files of this folder look at each of these from all sides (`make test-all`)."""
+"""The path of every request on one real cluster: parity, streams, cancellation, the `openai` client, a killed worker
+and a flipped byte. The other files of this folder test each in depth (`make test-all`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.e2e
 BLOCK_SIZE = 32
 CHUNK = 100
 LENGTHS = (1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK, 2 * CHUNK + 1, 300)
-"""Tokens of prompts that end within and at a border of a block or a chunk."""
+"""Lengths in tokens of prompts that end within or at a border of a block or a chunk."""
 NUM_TOKENS = 12
 WORKERS = ("prefill-0", "decode-0")
 LONG_ANSWER = 4_000
-"""Tokens that take seconds, so that what befalls a worker meets its stream."""
+"""Tokens of an answer that takes seconds, so that a worker's failure hits its stream."""
 MODEL = "moonserve-demo"
 QUESTION = [
     {"role": "system", "content": "You write Python."},
@@ -82,7 +82,7 @@ def test_the_openai_client_gets_the_same_chat_streamed_and_whole(client: openai.
 
 
 class Paint(pydantic.BaseModel):
-    """Small enough for any model to finish."""
+    """Schema that is small enough for any model to finish."""
 
     color: Literal["red", "blue"]
     name: Annotated[str, pydantic.Field(pattern="^[a-z]{1,8}$")]
@@ -116,7 +116,7 @@ def test_refusals_are_the_openai_clients_own_errors(client: openai.OpenAI) -> No
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
-    """On a busy machine all may have been said by then: another one is tried."""
+    """Retries, because on a busy machine the answer may be complete before the client leaves."""
     assert any(is_dropped(cluster) for _ in range(5))
 
 

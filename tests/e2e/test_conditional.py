@@ -1,4 +1,4 @@
-"""A decode worker that prefills is killed: that costs time and nothing else. Its tokens: test_parameter_matrix.py."""
+"""A killed decode worker that prefills costs only time. test_parameter_matrix.py checks the tokens of such workers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FLAGS = (
     *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "64MiB"),
     *("--max-num-batched-tokens", "64", "--ttft-slo", "10000", "--num-threads", "1"),
     *("--conditional-disaggregation", "on", "--admission", "none", "--store-reads", "always"),
-    # Queues have to last: in order of arrival, and computed as slowly as can be.
+    # Queues have to last: first come, first served, and the slowest kernels.
     *("--placement-policy", "global-cache-aware", "--kernels", "torch"),
 )
-# No decode worker keeps to it beside a chunk, so that who asks for it is prefilled by a prefill worker.
+# No decode worker meets this objective next to a chunk, so such requests go to a prefill worker.
 APART = {"x-slo-tbt-ms": "0.001"}
 CONTEXT = 16_384
 NUM_TOKENS = 12
@@ -32,7 +32,7 @@ ATTEMPTS = 6
 
 @contextmanager
 def busy_prefill(cluster: Cluster, name: str) -> Iterator[None]:
-    """Long prompts are queued at the only prefill worker meanwhile."""
+    """Keeps long prompts queued at the only prefill worker."""
     over = threading.Event()
 
     def keep_asking(number: int) -> None:
@@ -57,7 +57,7 @@ def busy_prefill(cluster: Cluster, name: str) -> Iterator[None]:
 
 
 def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(cluster: Cluster) -> None:
-    """Tried until the kill comes in the middle of the prompt: on a busy machine it may be read by then."""
+    """Retries until the kill comes in the middle of the prompt, which a busy machine may have computed already."""
     assert any(killed_in_the_middle(cluster, n) for n in range(ATTEMPTS)), cluster.logs()
 
 

@@ -1,4 +1,4 @@
-"""Two conductors: whichever of them is killed or stopped, or whether their registry is, no request fails."""
+"""With two conductors, no request fails if either of them or their registry is killed or stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def redis() -> Iterator[RedisServer]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[Cluster]:
     flags = (
         *("--conductors", "2", "--registry", redis.url, "--dtype", "float32"),
-        # Who leads is not taken for dead where it waits for a processor for as long as the default.
+        # The default TTL may expire while a leader waits for a processor.
         *("--kernels", "native", "--num-threads", "1", "--leader-ttl-s", "5"),
         *("--ttft-slo", "10000", "--tbt-slo", "10000"),
     )
@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Ite
 
 
 def who(cluster: Cluster, name: str) -> leadership_pb2.WhoReply | None:
-    """What it says of itself; None where it does not answer."""
+    """Returns a conductor's report of its leadership, or None if it does not answer."""
     with grpc.insecure_channel(cluster.conductor_address(name)) as channel:
         try:
             return leadership_pb2_grpc.LeadershipStub(channel).Who(
@@ -55,7 +55,7 @@ def who(cluster: Cluster, name: str) -> leadership_pb2.WhoReply | None:
 
 
 def leaders(cluster: Cluster) -> dict[str, int]:
-    """Epochs of those that say that they lead, by name."""
+    """Returns the epochs of conductors that claim to lead, by name."""
     answers = {name: who(cluster, name) for name in NAMES}
     return {name: reply.epoch for name, reply in answers.items() if reply and reply.leads}
 
@@ -72,25 +72,25 @@ def leading(cluster: Cluster) -> tuple[str, int]:
 
 
 def follows(cluster: Cluster, name: str, other: str) -> bool:
-    """`name` stands by and tells where `other` is."""
+    """True if `name` is a standby and reports the address of `other` as the leader's."""
     reply = who(cluster, name)
     return reply is not None and not reply.leads and reply.leader_address == cluster.conductor_address(other)
 
 
 def busy(cluster: Cluster) -> Regulars:
-    """Each client has its answer before the test goes on."""
+    """Returns background clients, each with its expected answer already known."""
     prompts = [prompt_of(f"conductors {number}", 40) for number in range(NUM_CLIENTS)]
     return Regulars(cluster, prompts, 4, num_streamed=1500)
 
 
 def wait_for_placements(cluster: Cluster, clients: Regulars, began: float) -> None:
-    """Until requests were answered that came after `began`."""
+    """Waits until requests that started after `began` are answered."""
     cluster.wait_for("new requests to be placed", lambda: len(clients.answered_since(began)) > NUM_CLIENTS)
 
 
 def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(cluster: Cluster) -> None:
-    """It is restarted before its claim has ended, and lets the standby go first (tests/conductor/test_leadership.py);
-    on a machine that is busy enough it may yet be the one that leads again."""
+    """The killed leader restarts before its claim ends and lets the standby go first
+    (tests/conductor/test_leadership.py). On a very busy machine it may still lead again."""
     old, epoch = leading(cluster)
     [new] = set(NAMES) - {old}
     cluster.wait_for("the standby's knowledge", lambda: follows(cluster, new, old))
@@ -130,13 +130,13 @@ def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(c
 
 
 def num_handed_off(cluster: Cluster) -> int:
-    """Once none is on its way: a request's last token may be here before its handoff is counted."""
+    """Returns the number of handoffs once none is in flight: a last token can arrive before its handoff is counted."""
     cluster.wait_for("no handoff", lambda: not cluster.status("prefill-0").load.held_blocks)
     return cluster.counters("prefill-0").get("handed_off_requests", 0)
 
 
 def place_at(cluster: Cluster, name: str) -> Exception:
-    """The failure of a placement asked for right there."""
+    """Requests a placement directly at one conductor and returns the failure."""
     request = conductor_pb2.PlaceRequest(request_id="misled", num_prompt_tokens=10, max_tokens=1)
     address = cluster.conductor_address(name)
     with pytest.raises(grpc.RpcError) as caught:
@@ -146,7 +146,7 @@ def place_at(cluster: Cluster, name: str) -> Exception:
 
 
 def test_while_the_registry_is_away_streams_go_on_and_new_requests_wait(cluster: Cluster, redis: RedisServer) -> None:
-    """Nobody can know who holds the claim, so nobody leads; one does again afterwards."""
+    """Without the registry no conductor can hold the claim, so none leads. Afterwards one leads again."""
     _, epoch = leading(cluster)
     with busy(cluster) as clients:
         redis.kill()

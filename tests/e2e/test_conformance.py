@@ -1,4 +1,4 @@
-"""A short, seeded look by schemathesis at a live cluster; `make conformance` looks for five minutes."""
+"""Short, seeded run of schemathesis against a live cluster; `make conformance` runs for five minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.e2e
 
 
 def test_replies_are_what_the_document_says(tmp_path: Path) -> None:
-    """Some requests of each endpoint, allowed and forbidden ones: none ends in a 5xx or in anything undescribed."""
+    """Allowed and forbidden requests to each endpoint never get a 5xx or a reply that the document does not list."""
     with small_cluster(tmp_path, *UNHURRIED, context=CONTEXT) as cluster:
-        # One worker: threads that parse Python at once fail each other now and then (python/cpython#106905).
+        # One worker: threads that parse Python concurrently sometimes fail (python/cpython#106905).
         limits = ("--phases", "fuzzing", "--max-examples", "4", "--workers", "1", "--no-shrink")
         assert run(cluster.url, *limits) == 0
         assert not cluster.tracebacks(), cluster.logs()

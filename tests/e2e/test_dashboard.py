@@ -1,4 +1,4 @@
-"""The gateway's page in a real browser, beside a cluster under load: what it shows, by keys alone, at any width."""
+"""The gateway's dashboard in a real browser, with a cluster under load: content, keyboard access, and any width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.load import BackgroundLoad
 
 pytestmark = pytest.mark.e2e
 
-# Elements whose content is wider than they are, or which stick out of the window; and how wide the page would be.
+# Elements that are narrower than their content or extend beyond the window, and the page's horizontal overflow.
 CUT_OFF = """
 [...document.querySelectorAll("body *")].filter(e => {
   const box = e.getBoundingClientRect(), style = getComputedStyle(e);
@@ -25,7 +25,7 @@ CUT_OFF = """
 """
 SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
-# What one can do something with.
+# Interactive elements.
 ACTIVE = "input, button, summary, a[href], select, [tabindex='0']"
 FOCUSED = """(() => {
   const e = document.activeElement, style = getComputedStyle(e);
@@ -47,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 async def shown(opened: Page) -> str:
-    """The page's text once it has everything that a cluster under load has to tell."""
+    """Returns the page's text once it shows all sections of a cluster under load."""
     await opened.wait_for("document.body?.innerText.includes('Latest requests')")
     return await opened.evaluate("document.body.innerText")
 
@@ -102,7 +102,7 @@ async def test_everything_is_reached_with_tab_and_seen_to_be(cluster: Cluster, t
         assert names[1] == "Explain"
         assert sum(name.startswith("req-") for name in names) >= expected - 2 - 4
         assert all(each["outline"] for each in reached if each["tag"] != "BODY")
-        # Nothing that can be clicked is left out by being no control.
+        # No clickable element lacks keyboard access.
         unreachable = "[...document.querySelectorAll('[onclick], [role=button]:not(button)')].length"
         assert await opened.evaluate(unreachable) == 0
 
@@ -120,7 +120,7 @@ async def test_a_request_is_explained_by_keys_alone(cluster: Cluster, tmp_path: 
         for part in (known_id, "prefill-0", "decode-0", "predicted TTFT", "finished after"):
             assert part in text
         assert "undefined" not in text
-        # The reader is told what has opened, and is in it.
+        # The dialog is labelled for screen readers and contains the focus.
         named = "document.getElementById(document.getElementById('explanation').getAttribute('aria-labelledby'))"
         assert known_id in await opened.evaluate(f"{named}.textContent")
         inside = "document.getElementById('explanation').contains(document.activeElement)"
@@ -128,7 +128,7 @@ async def test_a_request_is_explained_by_keys_alone(cluster: Cluster, tmp_path: 
         await opened.press("Escape")
         await opened.wait_for(f"!{is_open}")
         assert await opened.evaluate("document.activeElement.id") == "request"
-        # From the list of the latest; the focus comes back to the row although it is drawn anew each second.
+        # From the list of latest requests: the focus returns to the row, although it is redrawn every second.
         for _ in range(2):
             await opened.press("Tab")
         row = await opened.evaluate("document.activeElement.dataset.key")

@@ -1,4 +1,4 @@
-"""Workers under one budget of memory: limits change under load, and never a token."""
+"""Workers under a shared memory budget: limits change under load and never change a token."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FLAGS = (
 )
 CONTEXT = 4_096
 NUM_TOKENS = 40
-NUM_PROMPTS = 16  # of 200 tokens, which with the answer take 15 blocks: two fit into a page, all of them do not
+NUM_PROMPTS = 16  # of 200 tokens; each takes 15 blocks with its answer: two fit into a page, all of them do not
 ATTEMPTS = 8
 
 
 def limits(cluster: Cluster, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
-    """What `kvctl` prints, by worker."""
+    """Returns the output of `kvctl` by worker."""
     capsys.readouterr()
     environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}
     assert kvctl(["--json", *arguments, "--url", cluster.url], environ) == 0
@@ -55,7 +55,7 @@ def test_limits_that_change_under_load_change_no_token(cluster: Cluster, capsys:
 def take_while_limits_change(
     cluster: Cluster, prompts: list[list[int]], expected: list[Continuation], capsys: pytest.CaptureFixture[str]
 ) -> int:
-    """How many answers differ where two choices are equally good; fails where one differs otherwise."""
+    """Returns the number of answers that differ at a tie. Fails if an answer differs otherwise."""
     over = threading.Event()
     shares = closing(Ledger(cluster.log_dir / "kv-memory", budget=1))
     with ThreadPoolExecutor(len(prompts)) as pool, shares as ledger:

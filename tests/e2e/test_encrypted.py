@@ -1,4 +1,4 @@
-"""A whole cluster in which everything that crosses a process's border by TCP travels inside TLS, but for HTTP."""
+"""Whole cluster in which all TCP traffic between processes uses TLS, except for HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_request_is_served_with_the_right_tokens(cluster: Cluster) -> None:
     prompts = [list(range(16, 16 + length)) for length in (150, 40)]
     expected = continuations(load_reference(cluster.model), prompts, num_tokens=12)
     for prompt, continuation in zip(prompts, expected, strict=True):
-        for _ in range(2):  # with the KV of the first, from the store, the second time
+        for _ in range(2):  # the second time with the KV of the first, from the store
             answer = cluster.greedy(prompt, 12, logprobs=0)
             num_ties(answer, continuation)
 

@@ -1,5 +1,5 @@
-"""Whichever worker is killed, hangs or is drained, every stream says what it would have said: with
-log-probabilities, up to its stop string, within a tool call and within a JSON schema, greedy and drawn."""
+"""If any worker is killed, hangs or is drained, every stream has the same output as without: with log-probabilities,
+up to a stop string, within a tool call and within a JSON schema, both greedy and sampled."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.e2e.load import Said, read_choice
 pytestmark = pytest.mark.e2e
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-LOGPROB_TOLERANCE = 1e-4  # what is computed again in chunks differs in the last bits
+LOGPROB_TOLERANCE = 1e-4  # KV that is computed again in chunks differs in the last bits
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
-SOME = 2  # streams that a worker decodes when it is hit
-TRIES = 5  # a busy machine's streams may have ended by then
+SOME = 2  # minimum number of streams that a worker decodes when it is hit
+TRIES = 5  # on a busy machine the streams may have ended before the hit
 NUM_ITEMS = 10
 CONTEXT = 16_384
 FLAGS = (
@@ -56,7 +56,7 @@ PLAIN = {"max_tokens": 400, "ignore_eos": True}
 FORMED = {"messages": [{"role": "user", "content": "list them"}], "max_tokens": 1_500}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs": (TEXT, {**PLAIN, "logprobs": 2}),
-    # Penalties, since what repeats itself has no end that is not also before; and they depend on all tokens so far.
+    # Penalties avoid repetition, so that a stop string occurs only near the end; they depend on all tokens so far.
     "a stop string": (TEXT, {**PLAIN, "frequency_penalty": 0.5}),
     "a tool": (CHAT, {**FORMED, "tools": [TOOL], "tool_choice": "required"}),
     "a schema": (
@@ -67,12 +67,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 STREAMS = (
     *(("logprobs", 0.0), ("logprobs", 1.0), ("a stop string", 1.0)),
     *(("a tool", 0.0), ("a tool", 1.0), ("a schema", 1.0)),
-)  # each with its temperature
+)  # kind and temperature
 
 
 @pytest.fixture(scope="module")
 def cluster(cluster: Cluster) -> Cluster:
-    """Two workers of each role, so that there is somebody else."""
+    """Cluster with two workers of each role, so that another worker can take over."""
     cluster.wait_for("all workers", lambda: all(map(cluster.epoch, (*PREFILLS, *DECODES))))
     return cluster
 
@@ -81,7 +81,7 @@ Bodies = Mapping[str, tuple[str, dict[str, Any]]]
 
 
 def read_all(cluster: Cluster, bodies: Bodies) -> dict[str, Said]:
-    """All at once, each by a client of its own."""
+    """Reads all streams concurrently, each with its own client."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         said = pool.map(lambda name: read_one(cluster, *bodies[name]), bodies)
         return dict(zip(bodies, said, strict=True))
@@ -94,7 +94,7 @@ def read_one(cluster: Cluster, path: str, body: dict[str, Any]) -> Said:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is asked for, and what nobody disturbed said."""
+    """Requests, and their output without any disturbance."""
 
     bodies: Bodies
     said: Mapping[str, Said]
@@ -102,7 +102,7 @@ class Known:
 
 @pytest.fixture(scope="module")
 def known(cluster: Cluster) -> Known:
-    """What is to be stopped stops near the end of what it says."""
+    """Runs all requests undisturbed. The request with a stop string stops near the end of its text."""
     prompt = prompt_of("exact", 75)
     bodies: dict[str, tuple[str, dict[str, Any]]] = {}
     for number, (kind, temperature) in enumerate(STREAMS):
@@ -125,7 +125,7 @@ def known(cluster: Cluster) -> Known:
 
 
 def stop_in(text: str) -> str:
-    """The last piece of the text that nothing before is equal to."""
+    """Returns the last piece of the text that does not occur earlier."""
     pieces = ((place, text[place : place + 8]) for place in range(len(text) - 40, 0, -1))
     place, found = next((place, piece) for place, piece in pieces if text.find(piece) == place)
     assert place > len(text) // 2
@@ -147,8 +147,8 @@ def check_same(disturbed: Mapping[str, Said], known: Known) -> None:
 def disturbed_by(
     cluster: Cluster, known: Known, names: Sequence[str], disturb: Callable[[str], object]
 ) -> dict[str, Said]:
-    """`disturb` is called with the first of these workers that decodes some of the streams, or, when all have ended
-    before, with one of them."""
+    """Reads all streams and calls `disturb` with the first of these workers that decodes `SOME` streams, or with one of
+    them if all streams have ended."""
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_all, cluster, known.bodies)
         busy: list[str] = []
@@ -163,7 +163,7 @@ def disturbed_by(
 
 
 def num_moved(cluster: Cluster, said: Mapping[str, Said]) -> int:
-    """Streams that were placed again."""
+    """Returns the number of streams that were placed again."""
     return sum(len(decisions_of(cluster, one)) > 1 for one in said.values())
 
 
@@ -177,7 +177,7 @@ def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_killed(cluster: Clus
 
 
 def goes_on_after_kill(cluster: Cluster, known: Known) -> bool:
-    """Whether a stream was there."""
+    """Returns True if the kill hit a stream."""
     kills = {name: cluster.killer(name) for name in DECODES}
     killed: dict[str, int] = {}
     disturbed = disturbed_by(cluster, known, DECODES, lambda name: killed.update({name: kills[name]()}))
@@ -189,8 +189,8 @@ def goes_on_after_kill(cluster: Cluster, known: Known) -> bool:
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_prompt_whose_prefill_worker_is_lost_is_read_elsewhere(cluster: Cluster, how: str) -> None:
-    """The worker is killed, or stopped: then it says nothing and closes nothing, and is a member again when it wakes.
-    On a busy machine the prompt may have been handed off by then, and another one is tried."""
+    """A killed worker, or a stopped one, which is silent without closing and a member again when it wakes. Retries,
+    because on a busy machine the prompt may have been handed off already."""
     assert any(is_read_elsewhere(cluster, how, attempt) for attempt in range(TRIES)), cluster.logs()
 
 
@@ -244,7 +244,7 @@ def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(cluster: 
 
 
 def drained(cluster: Cluster, name: str, *options: str) -> int:
-    """What `moonserve drain` exits with."""
+    """Returns the exit code of `moonserve drain`."""
     environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}
     return workers.drain([name, "--url", cluster.url, *options], environ)
 

@@ -1,6 +1,6 @@
-"""Descriptors, the logs' disk and /dev/shm run out: requests wait, are refused, or do not notice, and nothing ends.
+"""Exhausted descriptors, log disk and /dev/shm: requests wait, are refused or are unaffected, and no process ends.
 
-What else can run out, and which test shows it, is in docs/faults.md.
+docs/faults.md lists what else can run out, and the test for each.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.e2e
 FLAGS = (*UNHURRIED, "--kv-cache-memory", "8MiB", "--transfer-timeout-s", "2")
 NUM_CLIENTS = 12
 LOG_BYTES = 2**20
-KNOWN = prompt_of("known", 100)  # whose answer is looked at
+KNOWN = prompt_of("known", 100)  # its answer is compared
 
-# /dev/shm of a process and its children: full from the beginning.
+# Wrapper that gives a process and its children a /dev/shm that is full from the beginning.
 WITHOUT_SHM = """#!/bin/sh
 exec unshare --mount sh -c '
 mount -t tmpfs -o size=4k tmpfs /dev/shm &&
@@ -39,8 +39,8 @@ mount -t tmpfs -o size=4k tmpfs /dev/shm &&
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Its log folder is a small disk, and its /dev/shm is full from the beginning: memory that processes share has no
-    name there (memfd_create(2)), so that no limit of a container's applies."""
+    """Cluster with a small disk for logs and a full /dev/shm. Shared memory has no name in /dev/shm (memfd_create(2)),
+    so that no container's limit on it applies."""
     folder: Path = tmp_path_factory.mktemp("exhaustion")
     make_model("llama", folder / "model")
     wrapper = folder / "python"
@@ -55,7 +55,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def wanted(cluster: Cluster) -> list[int]:
-    """What is known to be right: said while nothing but /dev/shm was full."""
+    """Correct tokens, computed while only /dev/shm was full."""
     return known_tokens(cluster)
 
 
@@ -64,7 +64,7 @@ def known_tokens(cluster: Cluster) -> list[int]:
 
 
 def ask(cluster: Cluster, prompt: list[int]) -> httpx.Response:
-    """On a connection of its own."""
+    """Sends a request on its own connection."""
     with cluster.client() as client:
         return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, **GREEDY})
 
@@ -78,7 +78,7 @@ def test_a_full_dev_shm_concerns_nobody(cluster: Cluster, wanted: list[int]) -> 
 
 @contextmanager
 def few_descriptors(pid: int) -> Iterator[None]:
-    """The process can open no more within the block."""
+    """Prevents the process from opening more descriptors within the block."""
     process = psutil.Process(pid)
     before = process.rlimit(resource.RLIMIT_NOFILE)
     process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds(), before[1]))
@@ -103,7 +103,7 @@ def test_without_descriptors_requests_wait_or_are_refused(cluster: Cluster, want
 
 @contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """To its last page, within the block."""
+    """Fills the disk to its last page within the block."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -117,7 +117,7 @@ def full(disk: Path) -> Iterator[None]:
 
 
 def test_a_full_disk_under_the_logs_costs_logs(cluster: Cluster, wanted: list[int]) -> None:
-    """Also of a process that starts then."""
+    """A full log disk costs only log lines, also for a process that starts meanwhile."""
     with full(cluster.log_dir):
         epoch = cluster.kill("store-0")
         assert known_tokens(cluster) == wanted

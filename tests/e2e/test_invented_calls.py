@@ -1,7 +1,7 @@
-"""Calls that lie, from a peer with the token, to every service of every process.
+"""Invalid calls from a peer with the token, to every service of every process.
 
-Each is answered or refused as somebody's fault: never an error of the inside, never the end of a process. Afterwards
-the cluster serves the same tokens, and no process has grown.
+Each call is answered or refused with a reason, never with an internal error, and never ends a process. Afterwards the
+cluster serves the same tokens, and no process has grown.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Target:
     service: ServiceDescriptor
 
     def call(self, method: MethodDescriptor, request: Message) -> grpc.StatusCode:
-        """How it was answered. Fails for an error of the inside."""
+        """Calls the method and returns the status. Fails on an internal error."""
         with grpc.insecure_channel(self.address) as channel:
             shape = channel.unary_stream if method.server_streaming else channel.unary_unary
             stub: Any = shape(
@@ -122,7 +122,7 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 
 def messages(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Message]:
-    """Any message of that type. The values of fields that cannot be left out include their defaults."""
+    """Generates any message of a type. The values of fields without presence include their defaults."""
     named = {
         field.name: st.deferred(lambda field=field: _values(field, depth))
         for field in descriptor.fields
@@ -146,7 +146,7 @@ def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 @pytest.fixture(scope="module")
 def addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
-    """Of gRPC, by process; the directory, which `serve` has none of, beside the cluster."""
+    """gRPC addresses by process. The directory runs next to the cluster, because `serve` starts none."""
     found = {each["instance_id"]: each["rpc_address"] for each in cluster.instances()}
     found["conductor"] = cluster.conductor_address()
     flags = ("--instance-id", "directory")
@@ -169,7 +169,7 @@ def test_a_call_that_lies_is_refused_as_somebodys_fault(cluster: Cluster, addres
 
 
 def test_every_service_of_the_protocol_has_been_lied_to() -> None:
-    """But for those that have a test of their own: changing roles, several conductors, and stages (lean only)."""
+    """All services are covered except those with their own tests: changes of role, several conductors, and stages."""
     elsewhere = {"RoleSwitch", "Leadership"}
     assert set().union(*OURS.values()) | elsewhere == set(SERVICES)
 
@@ -194,7 +194,7 @@ def _lie_to(target: Target) -> None:
 
 
 def _put_right(cluster: Cluster, addresses: dict[str, str]) -> None:
-    """A peer with the token may take somebody out of service, and change policies and limits: that is no lie."""
+    """Ends draining, because a peer with the token may drain workers and change policies and limits."""
     worker = worker_pb2.SetDrainingRequest(draining=False)
     for name, stub, request in (
         ("store-0", kvstore_pb2_grpc.KvStoreStub, kvstore_pb2.StoreSetDrainingRequest()),
@@ -212,6 +212,6 @@ def _answer(cluster: Cluster) -> str | None:
 
 
 def _memory(cluster: Cluster) -> dict[int, int]:
-    """Bytes by process id, of those that the launcher watches."""
+    """Returns resident memory in bytes, by process id of the launcher's children."""
     children = psutil.Process(cluster.process.pid).children()
     return {child.pid: child.memory_info().rss for child in children}

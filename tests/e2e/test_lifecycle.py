@@ -1,4 +1,4 @@
-"""Starting and stopping: nothing is left behind, and whatever dies is reported."""
+"""Starting and stopping: nothing is left behind, and the death of a process is reported."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def small_model(folder: Path) -> Path:
 
 def assert_nothing_left(cluster: Cluster, pids: list[int], shm_before: set[str]) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    until(lambda: not left_in_shm(shm_before))  # others' may be about to be mapped, or to go
+    until(lambda: not left_in_shm(shm_before))  # segments of other tests may not be mapped yet, or not yet removed
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", cluster.port))
 
 
 def left_in_shm(before: set[str]) -> set[str]:
-    """What is new there and nobody's: processes of other tests map theirs."""
+    """Returns new segments that no process maps: processes of other tests map theirs."""
     new = set(os.listdir("/dev/shm")) - before
     return new - mapped_from_shm() if new else new
 
@@ -49,7 +49,7 @@ def mapped_from_shm() -> set[str]:
 
 
 def test_who_says_ready_serves_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
-    """As SIGTERM does in the next test."""
+    """Ctrl-C stops all processes and leaves nothing, like SIGTERM in the next test."""
     shm_before = set(os.listdir("/dev/shm"))
     cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
     cluster.wait_for("the ready line", lambda: "moonserve is ready on" in cluster.output)

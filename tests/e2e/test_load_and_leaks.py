@@ -1,4 +1,4 @@
-"""Many requests at once and many after each other: all finish with the right tokens, and nothing stays behind."""
+"""Many requests, concurrent and consecutive: all finish with the right tokens, and no resources leak."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ FLAGS = (
     *("--dtype", "float32", "--kernels", "native", "--num-threads", "1"),
     *("--block-size", "16", "--ttft-slo", "10000", "--kv-cache-memory", "64MiB"),  # room for everything
 )
-# oneDNN and torch keep a kernel for each of the last 1,024 shapes of a product, some hundred megabytes, before the
-# first is dropped: too much to see a leak behind.
+# oneDNN and torch cache a kernel for each of the last 1,024 shapes of a product, some hundred megabytes, which would
+# hide a leak.
 ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 CLOSING_S = 5.0
 MAX_GROWTH_KIB = 16 * 1024
-"""Of a process in a round of requests: what the conductor's memory of them and the allocator's slack may take."""
+"""Allowed growth of a process per round of requests: the conductor's memory of them and the allocator's slack."""
 
 
 def wishes(count: int, *, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy requests of lengths between these bounds."""
+    """Returns greedy requests with lengths between these bounds."""
     dice = random.Random(seed)
     return [
         {"prompt": dice.choices(range(256), k=dice.randint(*prompt)), "max_tokens": dice.randint(*output), **GREEDY}
@@ -45,7 +45,7 @@ def wishes(count: int, *, prompt: tuple[int, int], output: tuple[int, int], seed
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one process has of the machine. Shared memory has an end of its own: the pools' sizes."""
+    """Resources of one process. Shared memory is excluded, because the pools' sizes limit it."""
 
     num_fds: int
     num_threads: int
@@ -65,7 +65,7 @@ def footprints(cluster: Cluster) -> dict[str, Footprint]:
 
 
 def streamed(cluster: Cluster, asked: Sequence[dict[str, Any]], num_clients: int) -> list[list[int]]:
-    """The tokens of each, as many at once as there are clients."""
+    """Returns the tokens of each request, with `num_clients` requests at a time."""
     limits = httpx.Limits(max_connections=num_clients)
     with (
         httpx.Client(base_url=cluster.url, timeout=3 * PATIENCE_S, limits=limits, verify=False) as client,
@@ -86,7 +86,7 @@ def test_64_streams_at_once_are_as_if_each_were_alone(cluster: Cluster) -> None:
 
 
 def test_requests_leave_no_descriptor_thread_or_memory_behind(cluster: Cluster) -> None:
-    """A leak grows in every round. Pools of connections and threads fill up in one of them and stay."""
+    """A leak grows in every round, whereas pools of connections and threads fill up in one round and stay."""
     rounds: list[list[str]] = []
     work(cluster, 100)
     while len(rounds) < 4:
@@ -99,7 +99,7 @@ def test_requests_leave_no_descriptor_thread_or_memory_behind(cluster: Cluster) 
 
 
 def grown_for_good(cluster: Cluster, before: dict[str, Footprint]) -> list[str]:
-    """Processes that have grown, connections that are being closed not counted."""
+    """Returns the processes that have grown, after waiting for connections that are being closed."""
     give_up_at = time.monotonic() + CLOSING_S
     while (grown := more_than(before, footprints(cluster))) and time.monotonic() < give_up_at:
         time.sleep(0.1)
@@ -107,7 +107,7 @@ def grown_for_good(cluster: Cluster, before: dict[str, Footprint]) -> list[str]:
 
 
 def work(cluster: Cluster, count: int) -> None:
-    """So many short requests, every tenth of which is given up by its client; then quiet."""
+    """Sends `count` short requests, of which clients give up every tenth, and waits until all is free."""
     asked = wishes(count, prompt=(1, 100), output=(1, 12), seed=count)
     with ThreadPoolExecutor(1) as pool:
         given_up = pool.submit(lambda: [give_up(cluster, wish) for wish in asked[::10]])

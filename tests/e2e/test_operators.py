@@ -1,5 +1,5 @@
-"""What operators ask of a live cluster: why a request went where it went, its time across all processes, its way
-through all logs, what workers tell in heartbeats; and `moonserve explain` and `replay` beside it."""
+"""Operators' view of a live cluster: why a request was placed where it was, its time and its log lines across all
+processes, heartbeats of workers, and the commands `moonserve explain`, `top` and `replay`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         *("--trace-dir", str(folder / "traces"), "--trace-sample-ratio", "0"),
     )
     with running_cluster(demo_model_path(), folder / "logs", *flags) as started:
-        # One of them is enough to be ready.
+        # The cluster is ready with one of them.
         started.wait_for("both decode workers", lambda: all(map(started.epoch, DECODES)))
         yield started
 
@@ -56,7 +56,7 @@ def post(cluster: Cluster, body: dict[str, Any], **headers: str) -> httpx.Respon
 
 
 def explained(cluster: Cluster, request_id: str) -> dict[str, Any]:
-    """Its one decision, once the end of the request has reached the conductor."""
+    """Returns the only decision about a request, once its end is reported to the conductor."""
     found: list[dict[str, Any]] = []
 
     def is_concluded() -> bool:
@@ -72,7 +72,7 @@ def explained(cluster: Cluster, request_id: str) -> dict[str, Any]:
 def test_a_request_is_explained_by_the_name_that_the_client_gave(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All candidates, the choice and what then happened: as tables and as JSON."""
+    """The explanation has all candidates, the choice and the outcome, as tables and as JSON."""
     name = "my/first+request"
     reply = post(cluster, {"prompt": list(range(1, 41)), "max_tokens": 4}, **{"x-request-id": name})
     assert reply.headers["x-request-id"] == name
@@ -102,7 +102,7 @@ def test_a_request_is_explained_by_the_name_that_the_client_gave(
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 100])
 def test_the_phases_add_up_to_the_end_to_end_time(cluster: Cluster, num_tokens: int) -> None:
-    """Also of answers that take a few milliseconds, and within what the client saw."""
+    """The phases add up, also for answers of a few milliseconds, and stay within the time that the client measured."""
     shares = []
     for first in range(5):
         prompt = list(range(1 + first, 100))
@@ -113,9 +113,9 @@ def test_the_phases_add_up_to_the_end_to_end_time(cluster: Cluster, num_tokens: 
         phases = {phase: timing[f"{phase}_s"] for phase in PHASES}
         assert all(seconds >= 0 for seconds in phases.values())
         assert phases["prefill"] > 0
-        # Nothing where the KV had landed before the first token was here.
+        # Zero if the KV arrives before the first token.
         assert num_tokens > 1 or not phases["transfer"]
-        assert phases["decode"] > 0 or num_tokens < 100  # a few may come as one, at once
+        assert phases["decode"] > 0 or num_tokens < 100  # a few tokens may arrive at once
         assert timing["ttft_s"] <= timing["e2e_s"] <= seen_s
         missing_s = timing["e2e_s"] - sum(phases.values())
         assert missing_s == pytest.approx(timing["unaccounted_s"], abs=1e-4)
@@ -134,14 +134,14 @@ def test_a_stream_has_its_timing_behind_its_output_for_every_choice(cluster: Clu
 
 
 def spans(cluster: Cluster) -> list[dict[str, Any]]:
-    """Of the one trace."""
+    """Returns the spans of the test's trace."""
     files = (cluster.log_dir.parent / "traces").glob("*.jsonl")
     found = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     return [span for span in found if span["context"]["trace_id"] == f"0x{TRACE_ID}"]
 
 
 def test_one_trace_passes_through_every_process(cluster: Cluster) -> None:
-    """Only this client asks for one: the ratio is 0."""
+    """Only this client requests a trace, because the sampling ratio is 0."""
     header = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     wish = {"prompt": list(range(1, 80)), "max_tokens": 8}
     decode = post(cluster, wish, **header).headers["x-decode-instance-id"]
@@ -181,7 +181,7 @@ def test_bandwidths_and_steps_that_workers_saw_are_on_the_gateways_page(cluster:
     def steps() -> dict[str, Any]:
         return cluster.instance(decode)["load"]["steps"]
 
-    # Not merely so many steps: those of others before this one are counted as well.
+    # The number of steps is not enough, because it includes steps of earlier requests.
     cluster.wait_for("the decode worker's steps", lambda: steps()["context_tokens"] >= 49 * 3_000)
     assert 0 < steps()["seconds"] / steps()["num_steps"] < PATIENCE_S
     assert min(steps()["num_steps"], steps()["sequences"]) >= 49
@@ -200,10 +200,10 @@ def test_top_shows_the_cluster_live_until_it_is_interrupted(cluster: Cluster) ->
         top.wait_for("ready")
         for shown in ("TTFT", "p95", "TBT", "prefix hits"):
             top.wait_for(shown)
-        # A screen may come in pieces; the next one has it all again.
+        # One screen may arrive in pieces; the next one is complete again.
         for shown in ("decode-0", "prefill-0", "store-0", "prefilling 0", "hot prefix"):
             top.wait_for(shown)
-        top.wait_for(r"throughput +\d")  # a second look
+        top.wait_for(r"throughput +\d")  # needs two samples
         top.type("\x03")
         assert top.ended() == 0
     assert "Traceback" not in top.text
@@ -233,13 +233,13 @@ def test_a_trace_is_replayed_and_reported(cluster: Cluster, tmp_path: Path) -> N
 
 
 def records(cluster: Cluster, process: str) -> list[dict[str, Any]]:
-    """Every line of its log: each must be an object."""
+    """Returns all lines of a process's log, each of which must be a JSON object."""
     text = (cluster.log_dir / f"{process}.log").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
 def about(cluster: Cluster, process: str, known_id: str) -> list[str]:
-    """Messages of the lines that concern the request which its client knows by this id."""
+    """Returns the messages about a request, given the id that the client knows."""
     found = (record for record in records(cluster, process) if "request_id" in record)
     return [each["message"] for each in found if each["request_id"].startswith(known_id)]
 
@@ -271,7 +271,7 @@ def test_a_request_is_followed_by_its_id_through_every_process(cluster: Cluster)
 
 
 def test_no_line_names_a_request_that_a_program_could_not_find(cluster: Cluster) -> None:
-    """An id in a message alone would be lost to whoever filters by the member."""
+    """A request id in a message is always a field too, so that logs can be filtered by it."""
     for process in ("conductor", "prefill-0", *DECODES, "gateway-0"):
         for record in records(cluster, process):
             if re.search(r"\b(?:req-[0-9a-f]+|follow-me)", record["message"]):
@@ -279,7 +279,7 @@ def test_no_line_names_a_request_that_a_program_could_not_find(cluster: Cluster)
 
 
 def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(cluster: Cluster) -> None:
-    """On a busy machine all may have been said when the kill comes: then another stream is tried."""
+    """Retries with another stream, because on a busy machine it may end before the kill."""
     names = (f"survivor-{number}" for number in range(TRIES))
     name, killed = next((name, k) for name in names if (k := killed_under(cluster, name)))
     deaths = [json.loads(line) for line in cluster.output.splitlines() if '"exit_code"' in line]
@@ -296,7 +296,7 @@ def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(clus
 
 
 def killed_under(cluster: Cluster, name: str) -> str | None:
-    """The worker that was killed while it decoded a stream of this name; None where that had ended by then."""
+    """Returns the worker that was killed while it decoded a stream of this name, or None if it had ended before."""
     kills = {worker: cluster.killer(worker) for worker in DECODES}
     epochs: dict[str, int] = {}
 

@@ -1,9 +1,9 @@
-"""Every parameter both ways: prefill and decode apart, and one worker that does both. Same tokens, same text, same
-log-probabilities (to the last bits of float32), also beside other requests: a seed decides the text, not the batch and
-not what is cached.
+"""Every parameter in two clusters: separate prefill and decode, and one worker that does both. Tokens, text and
+log-probabilities (except for the last bits of float32) are equal, also next to other requests: output depends on the
+seed, not on the batch or the cache.
 
-The first token is sampled by the prefill worker and all others by the decode worker where these are apart, so that
-whatever depends on the history, the index, the text or the seed must be carried over.
+With separate workers, prefill samples the first token and decode all others, so that all state that depends on the
+history, the index, the text or the seed must be carried over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS = (
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "48"),
     *("--tool-call-parser", "hermes"),
 )
-CROWDS = (1, 2, 8, 32, 128)  # requests asked at once
+CROWDS = (1, 2, 8, 32, 128)  # numbers of concurrent requests
 LOGPROB_TOLERANCE = 1e-4  # chunks of other sizes differ in the last bits
 _CALL_ID = re.compile("call_[0-9a-f]{24}")
 TOGETHER = ("--conditional-disaggregation", "on", "--admission", "none")
@@ -50,10 +50,10 @@ PLACE: dict[str, Any] = {
     "additionalProperties": False,
 }
 
-# Parameters on top of BASE. What is random is seeded: then every token is determined.
+# Parameters in addition to BASE. Sampling is seeded, so that every token is determined.
 BASE: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 DRAWN = {"temperature": 1.0, "seed": 11}
-# Tokens are bytes here: text of letters, each of which is a token.
+# Tokens are bytes here; this text consists of letters, each of which is one token.
 ALPHABET = {str(ord(letter)): 60.0 for letter in "abcdefghijklmnopqrstuvwxy"}
 LETTERS = {"logit_bias": {str(ord(letter)): 60.0 for letter in "abcd"}}
 COMPLETIONS: dict[str, dict[str, Any]] = {
@@ -127,7 +127,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Cluster]]:
-    """Apart, and together."""
+    """Two clusters: with separate workers, and with prefill and decode in one worker."""
     folder = tmp_path_factory.mktemp("matrix")
     make_model("llama", folder / "model")
     with (
@@ -138,7 +138,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster
 
 
 def ask(cluster: Cluster, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """The answer, and who prefilled and decoded."""
+    """Returns the answer and the names of its prefill and decode workers."""
     with cluster.client() as client:
         reply = client.post(path, json=body)
         assert reply.status_code == 200, reply.text
@@ -147,15 +147,15 @@ def ask(cluster: Cluster, path: str, body: dict[str, Any]) -> tuple[dict[str, An
 
 
 def ask_apart(cluster: Cluster, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """An answer that was handed off."""
+    """Returns an answer that was handed off."""
     answer, *workers = ask(cluster, path, body)
     assert workers == ["prefill-0", "decode-0"]
     return answer
 
 
 def ask_whole(cluster: Cluster, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """An answer of which nothing was handed off. The conductor chooses that where it is predicted to be sooner, which
-    it is at last behind enough requests that wait for the prefill worker, however slow its measurements say decode is.
+    """Returns an answer without a handoff. The conductor chooses the decode worker if it is predicted to be sooner,
+    which is so once enough requests queue for the prefill worker, however slow decode is measured to be.
     """
     for crowd in CROWDS:
         with ThreadPoolExecutor(crowd) as threads:
@@ -167,8 +167,7 @@ def ask_whole(cluster: Cluster, path: str, body: dict[str, Any]) -> dict[str, An
 
 
 def same(choice: dict[str, Any]) -> dict[str, Any]:
-    """Without what is drawn anew for each reply, and where there are calls, without the difference between no text and
-    an empty one."""
+    """Removes the ids of calls, which are random per reply, and the difference between null and empty text."""
     message = choice.get("message")
     if message is None:
         return choice
@@ -177,7 +176,7 @@ def same(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_close(one: Any, other: Any, where: str = "") -> None:
-    """Equal, but for the last bits of numbers; ranks of tokens that are as likely may change by one."""
+    """Compares values except for the last bits of numbers. Ranks of equally likely tokens may differ by one."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), where
         for name, value in one.items():
@@ -196,7 +195,7 @@ def assert_close(one: Any, other: Any, where: str = "") -> None:
 
 
 def check(clusters: tuple[Cluster, Cluster], path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The choices, which are the same apart and together."""
+    """Returns the choices, after checking that they are the same in both clusters."""
     apart = ask_apart(clusters[0], path, body)
     together = ask_whole(clusters[1], path, body)
     choices = [same(choice) for choice in apart["choices"]]
@@ -226,7 +225,7 @@ def test_a_parameter_does_the_same_apart_and_together(clusters: tuple[Cluster, C
 
 
 def test_every_parameter_does_the_same_beside_other_requests(clusters: tuple[Cluster, Cluster]) -> None:
-    """All at once, in other company every time."""
+    """All requests run concurrently, with different other requests in each batch."""
 
     def ask_all(num_threads: int) -> list[Any]:
         with ThreadPoolExecutor(num_threads) as pool:
@@ -240,7 +239,7 @@ def test_every_parameter_does_the_same_beside_other_requests(clusters: tuple[Clu
 
 @pytest.fixture(scope="module")
 def unstopped(clusters: tuple[Cluster, Cluster]) -> dict[str, str]:
-    """What a completion and a chat say when nothing stops them."""
+    """Texts of a completion and a chat without stop strings."""
     texts = {path: text_of(ask_apart(clusters[0], path, body)["choices"][0]) for path, body in TO_STOP.items()}
     assert [len(text) for text in texts.values()] == [12, 12]
     return texts
@@ -251,7 +250,7 @@ def unstopped(clusters: tuple[Cluster, Cluster]) -> dict[str, str]:
 def test_a_stop_string_ends_the_text_wherever_its_tokens_were_made(
     clusters: tuple[Cluster, Cluster], unstopped: dict[str, str], path: str, span: tuple[int, int], includes: bool
 ) -> None:
-    """Each character is a token; the first is the prefill worker's, so that the second span lies across the handoff."""
+    """Each character is a token. Prefill makes the first, so that the second span crosses the handoff."""
     text = unstopped[path]
     stop = text[slice(*span)]
     start = text.index(stop)

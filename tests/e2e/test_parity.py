@@ -1,8 +1,8 @@
-"""The whole cluster's greedy tokens are those of one program that has all of the model: of transformers, with its
-log-probabilities, on the same weights in float32; of one engine where KV is quantised or a device has its own memory.
+"""A cluster's greedy tokens equal those of a reference: transformers with its log-probabilities, on the same weights in
+float32, or a single engine for quantised KV and for a device with its own memory.
 
-Prompts of 1 to 3,000 tokens travel from gateway to prefill worker to decode worker in chunks and blocks that divide
-them or do not: computed, re-used, from the store, and sent again, while other requests run.
+Prompts of 1 to 3,000 tokens go from gateway to prefill worker to decode worker, in chunks and blocks that may or may
+not divide them: computed, reused, loaded from the store, and sent again, while other requests run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_PROMPTS = 20 if THOROUGH else 14  # at least the lengths around borders
 NUM_TOKENS = 20
-STREAMS = 8 if THOROUGH else 2  # of others, beside four of our own
+STREAMS = 8 if THOROUGH else 2  # background streams, in addition to the prompts under test
 LONGEST = 3_000
 LONG_ANSWER = 160
 
-# Fields of the transformers configuration. Mistral's window is shorter than most prompts. That all families compute
-# rightly is shown by tests/engine; here it is how prompts travel.
+# Fields of the transformers configuration. Mistral's window is shorter than most prompts. tests/engine checks that
+# all families compute correctly; this file checks how prompts travel.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 48},
@@ -45,14 +45,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A cluster, and how it cuts prompts up."""
+    """Cluster, and the way in which it divides prompts."""
 
     family: str
     block_size: int
     chunk: int
     flags: tuple[str, ...]
-    kept: str = ""  # dtype in which KV is kept, where one engine is the reference; else transformers is
-    lengths: tuple[int, ...] = ()  # of the prompts; none = around every border
+    kept: str = ""  # dtype of the stored KV, for one engine as the reference; empty = transformers is the reference
+    lengths: tuple[int, ...] = ()  # of the prompts; empty = around every border
     num_workers: int = 1  # of each kind
 
     @property
@@ -68,7 +68,7 @@ class Case:
         return [f"{role}-{number}" for number in range(self.num_workers)]
 
     def prompts(self) -> list[list[int]]:
-        """Of the lengths, or of `NUM_PROMPTS`, those around a border of a block or chunk among them."""
+        """Returns prompts of the given lengths, or of `NUM_PROMPTS` lengths with all borders of blocks and chunks."""
         block, chunk, dice = self.block_size, self.chunk, random.Random(0)
         borders = {1, 2, block - 1, block, block + 1, 2 * block, chunk - 1, chunk, chunk + 1}
         borders |= {2 * chunk, 2 * chunk + 1, 5 * block + 7, LONGEST}
@@ -78,7 +78,7 @@ class Case:
         return [dice.choices(range(VOCAB_SIZE), k=length) for length in lengths]
 
     def reusable(self, prompts: Sequence[list[int]]) -> list[int]:
-        """Tokens of known prompts that need no computing: full blocks, and never the last token."""
+        """Returns the number of tokens of known prompts that are not recomputed: full blocks without the last token."""
         return [(len(prompt) - 1) // self.block_size * self.block_size for prompt in prompts]
 
 
@@ -95,8 +95,8 @@ CASES = {
         kept="int8",
         lengths=(5, 100, 512, 513, 1_100),
     ),
-    # As on a GPU: nothing is computed from what was not loaded, nothing is sent that was not stored, and decode steps
-    # begin before those before them have ended. Only the device is a stand-in.
+    # As on a GPU: nothing is computed before its input is loaded or sent before it is stored, and decode steps start
+    # before earlier steps have ended. Only the device is simulated.
     "staged device": Case(
         family="qwen3",
         block_size=16,
@@ -110,14 +110,14 @@ CASES = {
 
 @dataclass(frozen=True)
 class Exam:
-    """Prompts, and the answers that are expected."""
+    """Prompts and their expected answers."""
 
     prompts: list[list[int]]
     expected: Sequence[Continuation] | Sequence[list[int]]
     num_tokens: int = NUM_TOKENS
 
     def take(self, cluster: Cluster) -> list[int]:
-        """Asks everything, several prompts at a time; how many tokens of each prompt were cached."""
+        """Sends all prompts, several at a time, and checks the answers. Returns the cached tokens of each prompt."""
         with ThreadPoolExecutor(5) as pool:
             ask = pool.map(lambda p: cluster.greedy(p, self.num_tokens, logprobs=0), self.prompts)
             answers = list(ask)
@@ -133,7 +133,7 @@ class Exam:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_computed_cached_stored_and_sent_again_are_the_references(name: str, tmp_path: Path) -> None:
-    """Prompts that nobody knows, that both workers have, that the store alone has, that prefill workers alone have."""
+    """Tokens are right for unknown prompts and for prompts in all workers, in the store, or in prefill workers only."""
     case, model = CASES[name], tmp_path / "model"
     make_model(case.family, model, seed=1, max_position_embeddings=4_096, **FAMILIES[case.family])
     prompts = case.prompts()
@@ -161,8 +161,8 @@ def test_tokens_computed_cached_stored_and_sent_again_are_the_references(name: s
 
 
 def test_what_gave_way_to_the_store_goes_on_as_if_it_had_stayed(tmp_path: Path) -> None:
-    """Prompts of a group of two stages, each of which sends codes and scales of its own layers, to a decode worker that
-    has room for two and a half of five answers: others give way, and their codes come back from the store."""
+    """Two prefill stages each send codes and scales of their own layers to a decode worker that has room for two and a
+    half of five answers. Preempted sequences resume with their codes from the store and have the same tokens."""
     model = demo_model_path()
     lengths = (290, 310, 330, 350, 370)
     case = Case(family="", block_size=32, chunk=128, kept="fp8", lengths=lengths, flags=())
@@ -174,10 +174,10 @@ def test_what_gave_way_to_the_store_goes_on_as_if_it_had_stayed(tmp_path: Path) 
         *("--block-size", str(case.block_size), "--pipeline-parallel-size", "2"),
         *("--max-model-len", "640", "--kv-cache-memory", str(40 * layout.block_bytes)),
         *("--max-num-batched-tokens", str(case.chunk), "--max-num-seqs", "16"),
-        *("--block-allocation", "on-demand"),  # which lets more in than can stay
+        *("--block-allocation", "on-demand"),  # admits more sequences than can stay
     )
     with running_cluster(model, tmp_path / "logs", *flags) as cluster:
-        for _ in range(20):  # until they meet so that what gave way is read again
+        for _ in range(20):  # until a preempted sequence is fetched again
             exam.take(cluster)
             counters = cluster.counters("decode-0")
             if counters["fetched_blocks"]:

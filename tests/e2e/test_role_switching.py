@@ -1,4 +1,4 @@
-"""Workers that change between prefill and decode while requests are under way, as real processes."""
+"""Workers, as real processes, that change between prefill and decode while requests are in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1"
 
 @pytest.fixture(scope="module")
 def cluster(cluster: Cluster) -> Cluster:
-    """It is ready with the first worker of each role, and the last one of a role may not be changed."""
+    """Waits for the second decode worker: readiness needs one per role, and the last one of a role cannot change."""
     cluster.wait_for("both decode workers", lambda: roles(cluster)["decode"] == 2)
     return cluster
 
@@ -39,7 +39,7 @@ def switch(cluster: Cluster, instance_id: str, to: str, drain_s: float) -> int:
 def test_no_answer_is_lost_or_wrong_while_workers_of_both_roles_change_under_load(
     cluster: Cluster, drain_s: float
 ) -> None:
-    """Short answers without a pause, and a stream that goes on elsewhere."""
+    """Clients receive short answers without a pause and a long stream that moves between workers."""
     prompts = [PROMPT[:20] + [number] * 60 for number in range(10, 16)]
     moves = (("worker-1", "prefill"), ("worker-0", "decode"), ("worker-0", "prefill"), ("worker-1", "decode"))
     with Regulars(cluster, prompts, 20, num_streamed=LONG):
@@ -50,7 +50,7 @@ def test_no_answer_is_lost_or_wrong_while_workers_of_both_roles_change_under_loa
 def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
     cluster.greedy(PROMPT, 2)
     num_blocks = len(PROMPT) // 32
-    # One of the two decode workers has it; whichever, it becomes the only prefill worker with it.
+    # One of the two decode workers has it and becomes a prefill worker, the only one that has it.
     cluster.wait_for("a holder", lambda: holders(cluster, num_blocks))
     holder = holders(cluster, num_blocks)[0]
     held = cluster.instance(holder)["indexed_blocks"]
@@ -64,7 +64,7 @@ def test_the_prefix_cache_survives_a_change_of_role(cluster: Cluster) -> None:
 
 
 def holders(cluster: Cluster, num_blocks: int) -> list[str]:
-    """Decode workers that the conductor knows to have so many blocks."""
+    """Returns the decode workers that have at least `num_blocks` blocks according to the conductor."""
     return [
         i["instance_id"] for i in cluster.instances() if i["role"] == "decode" and i["indexed_blocks"] >= num_blocks
     ]
@@ -85,8 +85,8 @@ def test_the_command_says_what_is_wrong(cluster: Cluster, capsys: pytest.Capture
 def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts_queue(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Prompts come as fast as they are answered or rejected, until it has. They are as long as computing them has to be
-    for being what takes the time."""
+    """A flood of prompts lasts until the role changes. The prompts are long enough that their computation takes most of
+    the time."""
     flags = (*FLAGS, "--ttft-slo", "0.2", "--role-hold-s", "0", "--no-enable-prefix-caching")
     with running_cluster(cluster.model, tmp_path, *flags) as cluster:
         with Background([partial(flood, cluster, over := threading.Event())] * 24):

@@ -1,5 +1,5 @@
-"""One process of each kind: all are replaced while requests come without a pause, and none fails; and what a client of
-a gateway that is killed can do."""
+"""With one process of each kind, all are replaced under continuous requests and none fails. A client of a killed
+gateway can resume its stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def has_ended(cluster: Cluster) -> bool:
 
 
 class Stream:
-    """With the ids of its events."""
+    """Streamed request that keeps the ids of its events."""
 
     def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
         self._cluster = cluster
@@ -56,7 +56,7 @@ class Stream:
         self.last_id = ""
 
     def read(self, num_tokens: int | None = None) -> None:
-        """From where it was; to its end, or until so many tokens are here and the gateway is killed."""
+        """Reads on from the last event, to the end. With `num_tokens`, kills the gateway after this many tokens."""
         headers = {"Last-Event-ID": self.last_id} if self.last_id else {}
         with (
             self._cluster.client() as client,
@@ -81,9 +81,9 @@ class Stream:
 
 
 def test_a_client_of_a_killed_gateway_goes_on_where_it_was(cluster: Cluster) -> None:
-    """Its connection breaks, which nobody could take for an end; the next one waits for the gateway's successor, which
-    draws the same tokens although the client never named a seed. On a busy machine all may have been said, and lie in
-    the connection, when the kill comes: then another one is tried."""
+    """The connection breaks, which is distinct from an end. The next one waits for the gateway's successor, which draws
+    the same tokens without a seed from the client. Retries, because on a busy machine the whole answer may be in the
+    connection before the kill."""
     body = {**GREEDY, "prompt": list(range(60)), "max_tokens": LONG, "temperature": 1.0}
     streams = (Stream(cluster, body) for _ in range(TRIES))
     stream = next(each for each in streams if is_broken_off(each))
@@ -95,7 +95,7 @@ def test_a_client_of_a_killed_gateway_goes_on_where_it_was(cluster: Cluster) -> 
 
 
 def is_broken_off(stream: Stream) -> bool:
-    """By the gateway's death, before its last token."""
+    """Returns True if the gateway's death broke the stream before its last token."""
     try:
         stream.read(num_tokens=20)
     except httpx.TransportError:

@@ -1,5 +1,5 @@
-"""Secrets that were planted are found nowhere, nothing listens beyond loopback unless it is told to, and nothing that
-one tenant leaves behind, in any tier, is found by another. That times do not tell either is `benchmarks.isolation`."""
+"""Planted secrets appear nowhere, sockets listen on loopback unless configured otherwise, and no tier leaks one
+tenant's data to another. `benchmarks.isolation` checks that timing does not leak it either."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Site:
         }
 
     def processes(self) -> list[psutil.Process]:
-        """The launcher and all that it has started."""
+        """Returns the launcher and all processes that it has started."""
         launcher = psutil.Process(self.cluster.process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
@@ -77,7 +77,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def test_every_socket_of_a_cluster_listens_on_loopback_only(site: Site) -> None:
-    """As the kernel lists them (/proc/net/tcp, tcp6, udp, udp6)."""
+    """Checks all sockets that the kernel lists (/proc/net/tcp, tcp6, udp, udp6)."""
     listening = [
         (process.name(), connection.laddr)
         for process in site.processes()
@@ -99,7 +99,7 @@ def ask(cluster: Cluster, key: str, **body: Any) -> dict[str, Any]:
 
 
 def found_anywhere(decision: dict[str, Any]) -> dict[str, int]:
-    """Blocks of the prompt that any table of the conductor had."""
+    """Returns the numbers of the prompt's blocks in each of the conductor's tables."""
     candidates = decision["prefill_candidates"]
     named = ("device_blocks", "prefix_blocks", "reuse_blocks")
     most = {name: max(each[name] for each in candidates) for name in named}
@@ -107,8 +107,8 @@ def found_anywhere(decision: dict[str, Any]) -> dict[str, int]:
 
 
 def test_no_tier_index_or_metric_shares_a_block_between_tenants_or_salts(site: Site) -> None:
-    """Each of four asks twice: a miss whoever asked before, then a hit on what is its own. What a tier
-    says is held against the very keys that each tenant's blocks must have."""
+    """Each of four clients misses first, whoever asked before, and then hits its own blocks. Each tier is compared with
+    the exact keys that each tenant's blocks must have."""
     cluster = site.cluster
     askers: list[tuple[str, dict[str, str]]] = [("alice", {}), ("bob", {})]
     askers += [("bob", {"cache_salt": "s"}), ("", {"cache_salt": "s"})]
@@ -124,7 +124,7 @@ def test_no_tier_index_or_metric_shares_a_block_between_tenants_or_salts(site: S
         assert cached_of(first) == 0
         [decision] = cluster.decisions(first["id"])
         assert set(found_anywhere(decision).values()) == {0}
-        # The key says who asks.
+        # The key determines the tenant.
         assert decision["turn"]["tenant"] == tenant
         assert decision["turn"]["weight"] == (2.0 if tenant == "bob" else 1.0)
         assert cluster.metric(HITS) == hits
@@ -133,7 +133,7 @@ def test_no_tier_index_or_metric_shares_a_block_between_tenants_or_salts(site: S
         blocks = nth * NUM_BLOCKS
         cluster.wait_for("the store", lambda n=blocks: cluster.store().num_objects >= n)
         cluster.wait_for("the index", lambda n=blocks: cluster.num_indexed() >= n)
-        assert cluster.store().num_objects == blocks  # none of another's stood for one
+        assert cluster.store().num_objects == blocks  # no block of another tenant was reused
         again = ask(cluster, key, **body)
         assert cached_of(again) == NUM_BLOCKS * BLOCK_SIZE
         [decision] = cluster.decisions(again["id"])
@@ -157,7 +157,7 @@ def test_planted_secrets_are_nowhere_to_be_found(site: Site) -> None:
 
 
 def _provoked(site: Site) -> dict[str, str]:
-    """What the endpoint says to right and to wrong requests, of its own keys and of strangers', Redis gone or not."""
+    """Returns replies to valid and invalid requests, with known and unknown keys, with and without Redis."""
     cluster = site.cluster
     shown: dict[str, str] = {}
     for key in (API_KEY, *TENANT_KEYS.values(), WRONG_KEY):
@@ -182,6 +182,6 @@ def _provoked(site: Site) -> dict[str, str]:
 
 
 def _is_loopback(text: str) -> bool:
-    """IPv4 within IPv6, as gRPC binds it, too."""
+    """True for a loopback address, also for IPv4 mapped into IPv6, as gRPC binds it."""
     ip = ipaddress.ip_address(text)
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback

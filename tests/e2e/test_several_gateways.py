@@ -1,4 +1,4 @@
-"""Three gateways behind one port: any of them explains and counts for all, and dies alone."""
+"""Three gateways behind one port: any of them explains and counts for all, and its death does not affect the others."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NAMES = {f"gateway-{number}" for number in range(3)}
 
 
 def ask(cluster: Cluster, **headers: str) -> httpx.Response:
-    """On a connection of its own, so that the kernel chooses a gateway."""
+    """Sends a request on its own connection, so that the kernel chooses a gateway."""
     with cluster.client() as client:
         return client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 2}, headers=headers)
 
 
 def who_answers(cluster: Cluster) -> str:
-    """The gateway that a new connection reaches."""
+    """Returns the gateway that a new connection reaches."""
     with cluster.client() as client:
         found = re.search(r'engine="(gateway-\d)"', client.get("/metrics").text)
     assert found is not None
@@ -51,8 +51,8 @@ def test_any_gateway_serves_and_explains_what_another_served(cluster: Cluster) -
 
 
 def told_by_one(cluster: Cluster, path: str, is_whole: Callable[[str], bool]) -> str:
-    """What a gateway tells, asked again over the same connection until it has heard of everybody: who waits for a
-    processor for long is missing until it has had it."""
+    """Returns one gateway's complete reply. Repeats the request on the same connection, because a process that waits
+    long for a processor is missing for a while."""
     with cluster.client() as client:
         told = ""
 
@@ -83,7 +83,7 @@ def test_any_gateway_tells_the_metrics_of_all(cluster: Cluster) -> None:
 def test_one_that_dies_is_replaced_at_the_same_port_and_the_others_serve(cluster: Cluster) -> None:
     before = cluster.pids()
     os.kill(before["gateway-1"], signal.SIGKILL)
-    # Its command line goes before its sockets do: the kernel would still deal connections out to it.
+    # A dying process loses its command line before its sockets: the kernel still assigns connections to it until then.
     cluster.wait_for("its end", lambda: not psutil.pid_exists(before["gateway-1"]))
     for _ in range(10):
         assert ask(cluster).status_code == 200

@@ -1,4 +1,4 @@
-"""A rank of a decode worker that is killed costs time and nothing else: the request goes on with the successor."""
+"""A killed rank of a decode worker costs only time: the request continues with the worker's successor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FLAGS = (
     *("--num-threads", "2", "--decode-tensor-parallel-size", "2"),
 )
 CONTEXT = 16_384
-LOGS_WITH_TRACEBACKS = {"decode-0.log"}  # of the step that its rank did not end
+LOGS_WITH_TRACEBACKS = {"decode-0.log"}  # from the step that its rank did not complete
 ANSWER = 300  # tokens
 
 
 def test_a_stream_goes_on_when_a_rank_of_its_decode_worker_is_killed(cluster: Cluster) -> None:
-    """The worker ends with its rank, says so, and starts again. The tokens are those of one engine all along."""
+    """The worker ends with its rank, logs the reason, and restarts. The tokens equal those of a single engine."""
     prompt = prompt_of("rank", 40)
     killed: list[int] = []
     ranks = psutil.Process(cluster.pids()["decode-0"]).children()
@@ -45,7 +45,7 @@ def test_a_stream_goes_on_when_a_rank_of_its_decode_worker_is_killed(cluster: Cl
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether or not somebody has asked for its exit code."""
+    """True if the process has ended, even if its exit code has not been collected."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

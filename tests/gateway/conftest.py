@@ -1,4 +1,4 @@
-"""A gateway over loopback in front of a scripted cluster, and one request's state without any."""
+"""Fixtures and helpers: a gateway on loopback in front of a scripted cluster, and readers of its replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRAMMARS = Grammars(MODEL, vocab_size=4096, eos_token_ids=[1, 4])
 
 
 def follows(grammar: str, text: str, tokenizer: Tokenizer) -> bool:
-    """Whether the text is an answer in the form."""
+    """True if the text is an answer in the form that the grammar describes."""
     matcher = GRAMMARS.start(grammar)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -45,21 +45,21 @@ async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncI
 
 @contextlib.asynccontextmanager
 async def clients_of(cluster: ScriptedCluster, **options: object) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session with a gateway of these options."""
+    """Yields a client session connected to a gateway with the given options."""
     async with running_gateway(cluster, **options) as url, aiohttp.ClientSession(url) as session:
         yield session
 
 
 async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
-    """A reply that is not streamed; fails on any status but 200."""
+    """Returns a reply that is not streamed. Fails on any status except 200."""
     async with http.post(path, json=body, headers=headers) as reply:
         assert reply.status == 200, await reply.text()
         return await reply.json()
 
 
 async def refused(http: aiohttp.ClientSession, path: str, status: int, **request: Any) -> dict[str, Any]:
-    """The error of a reply, which has OpenAI's form."""
-    if "json" in request:  # aiohttp minds what is large and no file
+    """Returns the error of a refused request, after checking the status and OpenAI's error form."""
+    if "json" in request:  # aiohttp warns about large bodies that are not files
         request["data"] = io.BytesIO(json.dumps(request.pop("json")).encode())
     async with http.post(path, **request) as reply:
         text = await reply.text()
@@ -73,7 +73,7 @@ async def refused(http: aiohttp.ClientSession, path: str, status: int, **request
 
 
 async def raw_events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[str]:
-    """The data of every event of a stream."""
+    """Returns the data of every event of a stream."""
     async with http.post(path, json={**body, "stream": True}) as reply:
         assert reply.status == 200, await reply.text()
         assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -85,7 +85,7 @@ async def raw_events(http: aiohttp.ClientSession, path: str, body: dict[str, Any
 
 
 async def events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream that ends well."""
+    """Returns the chunks of a stream that ends with [DONE]."""
     *chunks, done = await raw_events(http, path, body)
     assert done == "[DONE]"
     parsed = [json.loads(chunk) for chunk in chunks]
@@ -95,7 +95,7 @@ async def events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -
 
 @dataclasses.dataclass(slots=True)
 class Said:
-    """Of one choice, in whatever pieces it came."""
+    """Content of one choice, joined from the chunks in which it arrived."""
 
     text: str = ""
     arguments: str = ""
@@ -108,7 +108,7 @@ class Said:
 
 
 def said(replies: Iterable[dict[str, Any]]) -> dict[int, Said]:
-    """By choice, of the chunks of a stream or of a whole reply."""
+    """Returns the content per choice, from the chunks of a stream or from one whole reply."""
     found: dict[int, Said] = {}
     for choice in (choice for reply in replies for choice in reply["choices"]):
         one = found.setdefault(choice["index"], Said())

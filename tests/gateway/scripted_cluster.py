@@ -1,7 +1,7 @@
-"""A conductor and workers that speak the real protocol and do what a test tells them.
+"""Conductor and workers that speak the real protocol and follow a test's script.
 
-Every submission is answered with the next tokens of `tokens` (by index, so that a continued request goes on where it
-stopped) unless the test gives a script. What the gateway said is recorded, and can be waited for.
+Every submission is answered with the next tokens of `tokens`, by index, so that a continued request resumes where it
+stopped. A test can supply a script instead. Everything that the gateway sends is recorded and can be waited for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK_SIZE = 32
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """One worker process, as far as a gateway can tell."""
+    """Worker process, as seen by a gateway."""
 
     def __init__(self, cluster: ScriptedCluster, instance_id: str, role: common_pb2.Role, epoch: int) -> None:
         self._cluster = cluster
@@ -65,7 +65,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
 @dataclass(kw_only=True)
 class Run:
-    """One submission, in the hands of a script."""
+    """One submission, driven by a script."""
 
     cluster: ScriptedCluster
     message: worker_pb2.SubmitRequest
@@ -80,7 +80,7 @@ class Run:
         worker.streams.send(GatewayId(self.message.gateway_id), **events)
 
     def token(self, index: int, token_id: int | None = None) -> Token:
-        """The token at this place of the output: the cluster's unless another is given."""
+        """Returns the token at this index of the output: the given id, or else the cluster's token."""
         token_id = self.cluster.tokens[index] if token_id is None else token_id
         sampling = sampling_from_wire(self.message.sampling)
         logprobs = None
@@ -92,7 +92,7 @@ class Run:
         return Token(request_id=request_id, index=index, token_id=token_id, logprobs=logprobs, finish_reason=reason)
 
     def prefill_done(self) -> Token:
-        """Sends and returns the first token of this attempt; with it goes the prefill worker's report."""
+        """Sends and returns the first token of this attempt, together with the prefill worker's report."""
         token = self.token(self.first_index)
         num_top = sampling_from_wire(self.message.sampling).num_prompt_logprobs
         is_scored = num_top is not None and not self.first_index
@@ -106,14 +106,14 @@ class Run:
         return token
 
     def decoded(self, *tokens: Token) -> None:
-        """Sends tokens from the decode worker, as one batch."""
+        """Sends tokens from the decode worker in one batch."""
         self.send(self.decode, tokens=tokens)
 
     def fail(self, error: MoonserveError, by: ScriptedWorker) -> None:
         self.send(by, failures=[(RequestId(self.message.request_id), error)])
 
     def play(self) -> None:
-        """Sends the rest of the cluster's tokens, until a finish reason."""
+        """Sends the remaining tokens of the cluster until one has a finish reason."""
         token = self.prefill_done()
         while token.finish_reason is None:
             token = self.token(token.index + 1)
@@ -124,12 +124,12 @@ Script = Callable[[Run], Awaitable[None]]
 
 
 async def begins(run: Run) -> None:
-    """The script of a request whose first token comes and no other."""
+    """Script that sends the first token and nothing else."""
     run.prefill_done()
 
 
 def failing(error: MoonserveError) -> Script:
-    """The script of a request that its prefill worker fails."""
+    """Returns a script in which the prefill worker fails the request."""
 
     async def fails(run: Run) -> None:
         run.fail(error, by=run.prefill)
@@ -143,12 +143,12 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
 
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
-    scripts: list[Script] = field(default_factory=list)  # one per submission; then the default
-    place_replies: list[conductor_pb2.PlaceReply] = field(default_factory=list)  # then placements
+    scripts: list[Script] = field(default_factory=list)  # one per submission; then the default script
+    place_replies: list[conductor_pb2.PlaceReply] = field(default_factory=list)  # returned first; then real placements
 
     workers: dict[str, ScriptedWorker] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
-    last_heard_s: dict[str, float] = field(default_factory=dict)  # 0 where not given
+    last_heard_s: dict[str, float] = field(default_factory=dict)  # 0 if absent
     places: list[conductor_pb2.PlaceRequest] = field(default_factory=list)
     submissions: list[worker_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[tuple[str, str]] = field(default_factory=list)
@@ -159,7 +159,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     first_token_gate: asyncio.Event | None = None  # reports of first tokens wait for it
 
     async def start(self) -> None:
-        """Two workers of each role."""
+        """Starts the conductor and two workers of each role."""
         self.changed = asyncio.Event()
         self._tasks = HeldTasks()
         self.server = RpcServer(CLUSTER_TOKEN)
@@ -183,12 +183,12 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
         await self.server.stop(0)
 
     async def kill(self, instance_id: str) -> None:
-        """The process dies, which ends all calls at once, and the conductor notices."""
+        """Ends all calls to the worker at once, as when its process dies, and removes it from the conductor's view."""
         self.dead.add(instance_id)
         await self.workers[instance_id].server.stop(0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until what was recorded satisfies `condition`."""
+        """Waits until the recorded data satisfies `condition`."""
         async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self.changed.clear()
@@ -220,7 +220,7 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
                 num_blocks=64,
                 last_heard_s=self.last_heard_s.get(w.endpoint.instance_id, 0.0),
             )
-            for w in reversed(alive)  # in whatever order they joined
+            for w in reversed(alive)  # any order: workers join in no fixed order
         ]
         layout = {"num_layers": 1, "block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32"}
         return conductor_pb2.ClusterView(

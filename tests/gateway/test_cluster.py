@@ -1,4 +1,4 @@
-"""The gateway's view of the cluster, its connections to workers, and which workers it takes for lost without a word."""
+"""The gateway's view of the cluster, its connections to workers, and its detection of workers that fall silent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.patience import NEVER_S, PATIENCE_S
 
 
 class RecordingChannels(Channels):
-    """Tells which channels were closed."""
+    """RPC channels that record which ones are closed."""
 
     def __init__(self) -> None:
         super().__init__("token")
@@ -53,7 +53,7 @@ async def following(
     worker: Hasty | None = None,
     on_batch: Callable[[str, worker_pb2.EventBatch], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Scene]:
-    """A gateway's view of a cluster of this conductor and this worker, which are one server; and what it lost."""
+    """Yields a gateway's view of a cluster in which one server is conductor and worker, and a queue of its losses."""
     server, channels, lost = RpcServer("token"), RecordingChannels(), Lost()
     if conductor is not None:
         conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
@@ -61,7 +61,7 @@ async def following(
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
 
     async def ignored(instance_id: str, batch: worker_pb2.EventBatch) -> None:
-        """Nobody sends any."""
+        """Ignores batches, because no worker sends any."""
 
     address = await server.start("127.0.0.1", 0)
     cluster = Cluster(
@@ -83,7 +83,7 @@ async def following(
 
 
 def replaced(lost: Lost) -> list[str]:
-    """Who has a successor. That nobody answers at their addresses is told as well, whenever it turns out."""
+    """Returns the losses due to a successor. Ignores failed connections, which are also reported, at any time."""
     told = [lost.get_nowait() for _ in range(lost.qsize())]
     return [instance_id for instance_id, error in told if "was replaced" in error.message]
 
@@ -100,7 +100,7 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
         assert replaced(lost) == []
         assert cluster.listen(endpoint("d0", 2, 4))
         assert replaced(lost) == ["d0"]
-        assert not cluster.listen(endpoint("d0", 1, 2))  # nothing that it still says counts
+        assert not cluster.listen(endpoint("d0", 1, 2))  # events of the old epoch no longer count
         assert await channels.forgotten.get() == "127.0.0.1:2"
         cluster.listen(endpoint("d1", 2, 3))  # at the same address, so that the channel stays
         cluster.listen(endpoint("d0", 3, 5))
@@ -110,12 +110,12 @@ async def test_a_replaced_incarnation_is_lost_at_once_and_its_own_channel_closed
 
 
 async def test_a_stream_that_says_nothing_for_long_is_broken_but_not_at_the_first_look() -> None:
-    """The first look may come late because this process stood still."""
+    """A silent stream is not broken at the first check, which may be late because this process itself was stopped."""
     worker = Hasty()
     worker.num_streams = 1
     async with following(worker=worker) as (cluster, _, lost, _, port):
         cluster.listen(endpoint("d0", 1, port))
-        await lost.get()  # what was missed
+        await lost.get()  # loss of the missed batches
         stream, much_later = cluster._streams["d0"], asyncio.get_running_loop().time() + 60.0
         stream.look(much_later)
         stream.look(much_later)
@@ -128,7 +128,7 @@ async def test_a_stream_that_says_nothing_for_long_is_broken_but_not_at_the_firs
 
 
 async def test_a_listener_outlives_a_batch_that_cannot_be_handled() -> None:
-    """The requests on the stream are lost, and later ones are heard on the next stream."""
+    """If a batch cannot be handled, its stream's requests are lost and later requests are heard on the next stream."""
     worker, handled = Hasty(), asyncio.Event()
     worker.batches = [worker_pb2.EventBatch(), worker_pb2.EventBatch()]
 
@@ -144,7 +144,7 @@ async def test_a_listener_outlives_a_batch_that_cannot_be_handled() -> None:
 
 
 class Hasty(worker_pb2_grpc.WorkerServicer):
-    """Ends its first stream after a word, and the second one not. In between it gives the gateway up."""
+    """Ends its first stream after one batch, then gives up on the gateway; later streams stay open."""
 
     num_streams = 0
     batches: Sequence[worker_pb2.EventBatch] = ()
@@ -165,27 +165,27 @@ class Hasty(worker_pb2_grpc.WorkerServicer):
 async def test_what_begins_while_a_stream_is_broken_waits_until_it_is_open_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or it would be lost with what was missed before."""
-    monkeypatch.setattr(gateway.cluster.stream, "_REOPEN_DELAY_S", NEVER_S)  # unless somebody waits
+    """A request that starts while a stream is broken waits; otherwise it is lost together with the missed batches."""
+    monkeypatch.setattr(gateway.cluster.stream, "_REOPEN_DELAY_S", NEVER_S)  # unless someone waits
     monkeypatch.setattr(gateway.cluster.stream, "_SETTLED_WITHIN_S", NEVER_S)
     async with following(worker=Hasty()) as (cluster, _, lost, server, port):
         worker = endpoint("d0", 1, port)
-        await cluster.until_heard([worker])  # it is not known yet
+        await cluster.until_heard([worker])  # the worker is not known yet
         cluster.listen(worker)
         assert isinstance((await lost.get())[1], PeerLost)
         broke_at = asyncio.get_running_loop().time()
         assert cluster.open_since() == {}
         await cluster.until_heard([worker])
-        assert isinstance(lost.get_nowait()[1], IntegrityError)  # what was missed
+        assert isinstance(lost.get_nowait()[1], IntegrityError)  # loss of the missed batches
         assert cluster.open_since()["d0", 1] > broke_at
         await server.stop(0)
         await lost.get()
-        await cluster.until_heard([worker])  # that it cannot be opened is known, too
+        await cluster.until_heard([worker])  # returns also when the stream cannot be opened
         assert cluster.open_since() == {}
 
 
 class OneView(conductor_pb2_grpc.ConductorServicer):
-    is_restarted = False  # and knows nobody yet
+    is_restarted = False  # and knows no workers yet
 
     async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Any) -> conductor_pb2.ClusterView:
         if self.is_restarted:
@@ -195,7 +195,7 @@ class OneView(conductor_pb2_grpc.ConductorServicer):
 
 
 async def test_who_leaves_while_its_stream_is_broken_is_lost_once_more() -> None:
-    """For requests that were placed with it after its stream had broken."""
+    """A worker that leaves with a broken stream is lost again, for requests placed there after the stream broke."""
     async with following(OneView()) as (cluster, _, lost, *_):
         cluster.listen(endpoint("d0", 1, 1))
         await cluster.refresh()
@@ -204,23 +204,23 @@ async def test_who_leaves_while_its_stream_is_broken_is_lost_once_more() -> None
 
 
 async def test_who_leaves_takes_nobodys_channel_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another worker, which has its address now."""
+    """The channel of a worker that leaves stays open if another worker has its address now."""
     monkeypatch.setattr(gateway.cluster.stream, "_REOPEN_DELAY_S", NEVER_S)
     async with following(OneView(), Hasty()) as (cluster, channels, lost, _, port):
         cluster.listen(endpoint("d0", 1, port))
         assert (await lost.get())[0] == "d0"  # its stream broke
         cluster.listen(endpoint("d1", 1, port))
-        assert (await lost.get())[0] == "d1"  # which speaks, and says what it has missed
+        assert (await lost.get())[0] == "d1"  # its first batch reports what was missed
         await cluster.refresh()
-        assert (await lost.get())[0] == "d0"  # it is in no view
+        assert (await lost.get())[0] == "d0"  # it is not in the view
         assert channels.forgotten.empty()
 
 
 async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_facts_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So requests are taken, and wait, while no conductor leads, and those under way go on when it is back and knows
-    nobody yet."""
+    """Without a leader the gateway still accepts requests, which wait. In-flight requests continue when the conductor
+    is back and knows no workers yet."""
     conductor = OneView()
     async with following(conductor) as (cluster, *_):
         with pytest.raises(NoWorker):
@@ -237,7 +237,7 @@ async def test_who_is_alive_is_forgotten_without_a_conductor_and_the_models_fact
 
 @given(streams=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), min_size=1, max_size=10))
 def test_a_stream_begins_well_exactly_where_nothing_was_missed(streams: list[tuple[int, int, bool]]) -> None:
-    """Each stream brings some batches, loses some, and may be followed by the worker giving this gateway up."""
+    """Each stream brings some batches, loses some, and may be followed by the worker giving up on this gateway."""
     worker = endpoint("d0", 1, 1)
     heard, given_up, taken, is_whole = WorkerStream(endpoint=worker), 0, 0, True
     for num_brought, num_lost, gives_up in [*streams, (0, 0, False)]:
@@ -272,7 +272,7 @@ def sign(name: str, heard_s: float, word_s: float = 9.0, *, draining: bool = Fal
 
 
 def silent(signs: list[Sign]) -> set[str]:
-    """To whom has just begun to look."""
+    """Returns the silent workers at the first check."""
     return Suspicion().silent(signs, 100.0)
 
 
@@ -284,7 +284,7 @@ OTHER = sign("d1", 0.1)
     [
         ([sign("d0", SILENT_AFTER_S), OTHER], {"d0"}),
         ([sign("d0", 9.0, word_s=0.1), OTHER], set()),  # it still sends tokens
-        # Where there is nobody else it is waited for.
+        # Without another worker of the role, the gateway waits.
         ([sign("d0", 9.0)], set()),
         ([sign("d0", 9.0), sign("d1", 9.0)], set()),
         ([sign("d0", 9.0), sign("d1", 0.1, draining=True)], set()),

@@ -1,4 +1,4 @@
-"""What a gateway tells of the cluster: the last minute as it remembers it, and all processes' metrics as one page."""
+"""The gateway's figures of the cluster: those of the last minute, and all processes' metrics merged into one page."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_usage_is_the_share_of_decode_blocks_and_preemptions_count_once_across_r
     assert seen(*first, prefill) == (0.5, 3)
     assert seen(prefill) == (0.0, 3)
     assert seen(worker("a", preemptions=2), worker("b", preemptions=4))[1] == 6
-    assert seen(worker("b", preemptions=4))[1] == 6  # a is not heard of for a while
+    assert seen(worker("b", preemptions=4))[1] == 6  # a is missing for a while
     assert seen(worker("a", preemptions=3, epoch=2), worker("b", preemptions=4))[1] == 9
 
 
@@ -97,7 +97,7 @@ def page(tenants: dict[str, int], *, with_gauge: bool = False) -> str:
 
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, st.integers(0, 9), max_size=3), max_size=4))
 def test_every_sample_is_there_once_with_its_process(served: dict[str, dict[str, int]]) -> None:
-    """Whatever stands in labels, as Prometheus' own parser reads it."""
+    """Prometheus' own parser finds every sample once, whatever text the labels contain."""
     whole = merged({process: page(tenants) for process, tenants in served.items()})
     found = [
         ((sample.labels["process"], sample.labels["tenant"]), sample.value)
@@ -118,7 +118,7 @@ def test_a_family_stands_together_below_one_header() -> None:
 
 
 async def test_processes_that_do_not_answer_are_named(http: aiohttp.ClientSession) -> None:
-    """The scripted conductor and workers serve no metrics."""
+    """The cluster's metrics mark processes as down if they serve none, like the scripted conductor and workers."""
     async with http.get("/metrics/cluster") as response:
         assert response.status == 200
         text = await response.text()

@@ -1,4 +1,4 @@
-"""The form of an answer, from what clients say to a grammar that workers can follow, or to a 400 that names it."""
+"""Structured output: from a client's parameters to a grammar for workers, or to a 400 that names the parameter."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_text_is_no_form_and_neither_is_nothing() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    # What contradicts itself.
+    # Contradictory or malformed.
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": "[]"}, "guided_json"),
@@ -76,7 +76,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    # What no worker could follow.
+    # Unsupported by workers.
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
     ({"guided_choice": []}, "guided_choice"),

@@ -1,5 +1,5 @@
-"""Whatever comes in: bodies are accepted or refused with 400, templates give text or say no, and every event that goes
-out is one event that says what was to be said. Nothing else is raised."""
+"""Robustness against any input: bodies are accepted or refused with 400, templates give text or are refused, and every
+event that is sent is framed as one event with the intended content. No other exception is raised."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _bodies = st.dictionaries(st.sampled_from(NAMES), _values, max_size=6)
 
 
 def status_of(cls: Any, raw: bytes) -> int:
-    """Of parsing a body; nothing but an ApiError may be raised."""
+    """Returns the status of parsing a body. Only ApiError may be raised."""
     try:
         body = validated(cls, raw) if cls is ResponsesBody else BodyParser().parse(cls, raw)
         if isinstance(body, ResponsesBody):
@@ -80,7 +80,7 @@ _sources = st.lists(st.sampled_from(_parts), max_size=8).map("".join)
 
 @given(_sources, _messages)
 def test_any_template_gives_text_or_says_no(source: str, messages: list[dict[str, Any]]) -> None:
-    """Of a model's own and of any."""
+    """The model's own template and any other either render to text or are refused."""
     for render in (TOKENIZER.template.render, lambda told: ChatTemplate(source, {}).render(told)):
         try:
             outcome = render(messages)
@@ -92,7 +92,7 @@ def test_any_template_gives_text_or_says_no(source: str, messages: list[dict[str
 @pytest.mark.parametrize("usage", [False, True])
 @given(texts=st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5))
 def test_events_are_framed_whatever_they_say(usage: bool, texts: list[str]) -> None:
-    """ASCII lines that no splitter of lines takes for more, one JSON object each."""
+    """Every event is one ASCII line for any line splitter and holds one JSON object."""
     wants = Wants(usage=usage, token_ids=False, logprobs=False)
     heading = Heading(id="cmpl-\u2028\n", created=1, model="m\r\n\r\n")
     chunks = CompletionChunks(heading, wants, TOKENIZER, [()], [texts[0]])

@@ -1,5 +1,4 @@
-"""A request leaves nothing behind that only a search for cyclic garbage would find: under overload such searches made
-rejections wait."""
+"""Requests leave no reference cycles behind. Under overload, searches for cyclic garbage delayed rejections."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ NUM_REQUESTS = 5
 
 
 def garbage() -> Counter[str]:
-    """What of the gateway's own and of uvicorn's nobody could reach, by type."""
+    """Returns unreachable objects of gateway and uvicorn, counted by type."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)
@@ -45,9 +44,9 @@ async def test_nothing_is_left_in_cycles(http: aiohttp.ClientSession, cluster: S
             async with http.post(path, json=body) as reply:
                 await reply.read()
                 assert reply.status == status
-        await asyncio.sleep(0.05)  # their ends
+        await asyncio.sleep(0.05)  # the requests' last callbacks
 
-    await ask_all()  # what only the first request makes
+    await ask_all()  # creates objects that only the first request needs
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Clients that no library would be, on real sockets: endless heads, silence, trickles, and none that reads."""
+"""Misbehaving clients on real sockets: endless heads, silence, slow senders, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEVER = {"header_timeout_s": NEVER_S, "body_timeout_s": NEVER_S, "slow_client_s"
 
 @contextlib.asynccontextmanager
 async def connected(cluster: ScriptedCluster, **options: Any) -> AsyncIterator[Streams]:
-    """A gateway that must still serve others afterwards, and a connection to it."""
+    """Yields a connection to a gateway, which must still serve others afterwards."""
     async with running_gateway(cluster, **options) as url:
         address = urlsplit(url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
@@ -51,7 +51,7 @@ def head(*lines: str, length: int = len(BODY)) -> bytes:
 
 
 async def answer_of(reader: asyncio.StreamReader) -> str:
-    """Status and code of a reply after which the connection ends; "" where it ends without a word."""
+    """Returns status and code of the last reply on the connection, or "" if it ends without a reply."""
     async with asyncio.timeout(PATIENCE_S):
         raw = await reader.read()
     if not raw:
@@ -75,11 +75,11 @@ async def test_a_head_without_an_end_is_refused_once_it_is_too_long(cluster: Scr
     async with connected(cluster, max_header_bytes=4_096, **NEVER) as (reader, writer):
         writer.write(begin)
         with contextlib.suppress(ConnectionError):
-            for _ in range(50):  # with pauses, so that it comes in pieces
+            for _ in range(50):  # with pauses, so that it arrives in pieces
                 writer.write(more)
                 await writer.drain()
                 await asyncio.sleep(0)
-        if name == "trailers":  # the request was being answered: nothing may be said any more
+        if name == "trailers":  # the request was being answered: no other reply may follow
             with contextlib.suppress(ConnectionError):
                 await asyncio.wait_for(reader.read(), PATIENCE_S)
             return
@@ -97,7 +97,7 @@ RUBBISH = (
     b"BREW /v1/completions HTTP/1.1\r\n\r\n",
     random.Random(0).randbytes(10_000),
 )
-# What is sent, and what is answered.
+# Options, bytes sent, and the expected reply.
 PIECES: dict[str, tuple[dict[str, Any], bytes, str]] = {
     "a head in one piece with its body is measured without it": (
         {"max_header_bytes": 4_096, **NEVER},
@@ -135,7 +135,7 @@ async def test_a_body_that_goes_on_after_its_refusal_ends_the_connection(cluster
 
 
 async def test_who_sends_the_next_head_slowly_still_gets_the_reply_under_way(cluster: ScriptedCluster) -> None:
-    """The head's time passes while the first request's stream goes on."""
+    """A slow next head does not end the first request's stream, although the head's timeout passes meanwhile."""
     go_on = asyncio.Event()
 
     async def slowly(run: Run) -> None:
@@ -146,14 +146,14 @@ async def test_who_sends_the_next_head_slowly_still_gets_the_reply_under_way(clu
     cluster.scripts.append(slowly)
     async with connected(cluster, **SOON) as (reader, writer):
         writer.write(head() + BODY + b"POST /v1/comp")
-        await asyncio.sleep(0.6)  # longer than a head may take
+        await asyncio.sleep(0.6)  # longer than the timeout of a head
         go_on.set()
         async with asyncio.timeout(PATIENCE_S):
             assert b" 200 " in await reader.readline()
 
 
 async def test_who_does_not_read_a_large_reply_is_let_go(cluster: ScriptedCluster) -> None:
-    """Also of replies that no worker makes; pipelined, they are together more than all buffers hold."""
+    """Replies without a worker count too. Here pipelined replies together exceed the size of all buffers."""
     async with connected(cluster, **{**NEVER, "slow_client_s": 0.3}) as (_, writer):
         writer.transport.pause_reading()
         writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
@@ -165,7 +165,7 @@ async def test_who_does_not_read_a_large_reply_is_let_go(cluster: ScriptedCluste
 
 
 def is_open(writer: asyncio.StreamWriter) -> bool:
-    """Whether the other end has not reset the connection, by the kernel's word (TCP_INFO: 1 = established)."""
+    """True if the kernel considers the connection established (TCP_INFO: 1), so that the peer has not reset it."""
     connection = writer.get_extra_info("socket")
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1
 
@@ -194,12 +194,12 @@ async def test_more_connections_than_the_most_are_503_until_others_have_ended(cl
 
         idle = [await connect() for _ in range(2)]
         for _, writer in idle:
-            writer.write(b"GET")  # and it is known of
+            writer.write(b"GET")  # so that the gateway has seen the connection
         while await asked() != 503:
             pass
         crowd = [await connect() for _ in range(MOST_REFUSED + 5)]
         closed = 0
-        while closed < 5:  # by those who are not even told
+        while closed < 5:  # those beyond MOST_REFUSED are closed without a reply
             closed = sum(reader.at_eof() for reader, _ in crowd)
             await asyncio.sleep(0.01)
         for _, writer in (*idle, *crowd):
@@ -209,13 +209,13 @@ async def test_more_connections_than_the_most_are_503_until_others_have_ended(cl
 
 
 def test_a_gateway_that_stops_answers_what_is_on_its_way(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the event loop of the process; asyncio's own forgets connections that it has taken when its server closes."""
+    """Runs on uvloop, as the process does: asyncio's loop forgets accepted connections when its server closes."""
     monkeypatch.setattr(gateway.http.protocol, "LINGER_S", NEVER_S)
     uvloop.run(_stopped_with_requests_on_their_way(tokenizer))
 
 
 async def _stopped_with_requests_on_their_way(tokenizer: Tokenizer) -> None:
-    """On connections that are kept, that have said nothing yet, and that the kernel has made and nobody taken."""
+    """Requests are answered on kept connections, on silent ones, and on those in the kernel's accept queue."""
     cluster = ScriptedCluster(tokens=tokenizer.encode(" to be", add_special_tokens=False))
     await cluster.start()
     request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -231,7 +231,7 @@ async def _stopped_with_requests_on_their_way(tokenizer: Tokenizer) -> None:
             pass
         waiting = [socket.create_connection(at) for _ in range(4)]
         stopping = asyncio.create_task(stack.pop_all().aclose())
-        with contextlib.suppress(ConnectionRefusedError):  # once nobody listens
+        with contextlib.suppress(ConnectionRefusedError):  # once no socket listens
             while True:
                 waiting.append(socket.create_connection(at))
                 await asyncio.sleep(0)
@@ -257,13 +257,13 @@ async def test_a_gateway_that_stops_does_not_wait_for_the_silent(cluster: Script
 
 
 async def _dropped_after(by_whom: str) -> None:
-    """A server's end of a real connection is dropped when it has been ended already, and dropped again."""
+    """Drops a server's end of a real connection after it has already ended, by either side."""
     accepted: asyncio.Queue[asyncio.Transport] = asyncio.Queue()
     lost = asyncio.Event()
 
     class Server(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            accepted.put_nowait(cast(asyncio.Transport, transport))  # uvloop's has its methods
+            accepted.put_nowait(cast(asyncio.Transport, transport))  # uvloop's transport has the same methods
 
         def connection_lost(self, error: Exception | None) -> None:
             lost.set()
@@ -277,7 +277,7 @@ async def _dropped_after(by_whom: str) -> None:
         drop(transport)
     async with asyncio.timeout(PATIENCE_S):
         await lost.wait()
-    await asyncio.sleep(0)  # the socket is closed behind the callback
+    await asyncio.sleep(0)  # the socket is closed after the callback
     drop(transport)
     writer.close()
     server.close()

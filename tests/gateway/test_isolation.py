@@ -1,4 +1,4 @@
-"""Tenants: who asks (the tenant whose key it is, or whom the body names), and which requests may share blocks."""
+"""Tenants: whose request it is (by API key, or by the body's user), and which requests may share blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_different_tenants_and_salts_share_no_key_whatever_they_are_called(
 
 @given(st.text(min_size=1, max_size=8), names)
 def test_a_client_cannot_name_a_tenants_salt(tenant: str, salt: str | None) -> None:
-    """Not even by giving the very salt that the tenant's requests have."""
+    """A client cannot reach a tenant's blocks even by giving the salt that the tenant's requests have."""
     implied = salt_of(tenant, salt)
     assert salt_of(None, implied) != implied
     assert salt_of("", implied) != implied
@@ -38,7 +38,7 @@ def test_a_client_cannot_name_a_tenants_salt(tenant: str, salt: str | None) -> N
 
 
 def test_nobody_in_particular_shares_with_all_and_it_stays_so() -> None:
-    """Equal over starts and versions: keys of blocks on disks are made of it."""
+    """Salts are equal across starts and versions, because the keys of blocks on disk derive from them."""
     assert salt_of(None, None) == salt_of("", "") == ""
     assert salt_of("alice", None).startswith("15d7e48e627af014")
 
@@ -51,7 +51,7 @@ async def ask(http: aiohttp.ClientSession, key: str = "", user: str = "bob") -> 
 
 
 async def test_a_tenants_key_says_who_asks_whoever_the_body_names(cluster: ScriptedCluster) -> None:
-    """A key of nobody in particular is the tenant without a name."""
+    """A tenant's key determines the tenant, whatever the body names. Other keys stand for the unnamed tenant."""
     async with clients_of(cluster, api_key=("three",), tenant_keys=("alice=one", "bob=t=wo==")) as http:
         wrong = ("one", "Basic one", "Bearer alice", "Bearer alice=one", "Bearer wo==")
         for headers in ({}, *({"Authorization": each} for each in wrong)):
@@ -86,7 +86,7 @@ async def test_a_tenant_sees_its_own_decisions_and_who_may_see_all_tenants_the_l
 
 
 async def test_without_tenants_keys_a_tenant_is_whom_the_body_names(cluster: ScriptedCluster) -> None:
-    """By a digest where the name is very long: the conductor keeps thousands, which would be all of its memory."""
+    """Long names are replaced by a digest, because the conductor keeps thousands and would run out of memory."""
     for options, key in (({}, ""), ({"api_key": ("three",)}, "three")):
         async with clients_of(cluster, **options) as http:
             await ask(http, key)

@@ -1,4 +1,4 @@
-"""What is told of a request's end: the phases of its time, from gateway and workers; and its log line."""
+"""Report of a request's end: the phases of its time, from gateway and workers, and its log line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made(
     decode: tuple[float, float] | None = None,
     **instants: Any,
 ) -> Ledger:
-    """`tokens`: when they came. `prefill` and `decode`: seconds that workers told of."""
+    """Makes a ledger. `tokens`: arrival times. `prefill` and `decode`: seconds reported by the workers."""
     at = Instants(arrived_at=arrived_at, attempted_at=arrived_at, **instants)
     for now in tokens:
         at.tokens(now)
@@ -48,8 +48,8 @@ def made(
 def test_the_phases_are_all_of_the_time(
     arrived_at: float, parts: tuple[float, ...], ways: tuple[float, ...], is_single: bool
 ) -> None:
-    """Whatever a worker's clock shows, since only durations reach the ledger; and however late what comes is heard. Of
-    a single token nothing is handed over: behind prefill there is only its way."""
+    """The phases add up to the whole time, however late messages arrive. Workers' clocks do not matter, since only
+    durations reach the ledger. A single token has no handoff: after prefill there is only its way to the gateway."""
     placing_s, queue_s, load_s, prefill_s, transfer_s, decode_queue_s, decode_s = parts
     submission_s, answer_s, first_way_s, last_way_s = ways
     submitted_at = arrived_at + placing_s
@@ -69,7 +69,7 @@ def test_the_phases_are_all_of_the_time(
     assert found.unaccounted_s == pytest.approx(0.0, abs=1e-6)
     told = [phases[phase] for phase in ("queue", "load", "prefill", "transfer", "decode_queue")]
     assert told == [*parts[1:4], *((0.0, 0.0) if is_single else parts[4:6])]
-    late_s = min(answer_s, first_way_s)  # as far as the submission's end is not known
+    late_s = min(answer_s, first_way_s)  # uncertainty of the time at which the worker took the submission
     assert placing_s - 1e-6 <= found.gateway_s <= placing_s + submission_s + late_s + 1e-6
     if is_single:
         assert found.decode_s <= first_way_s + 1e-6
@@ -95,7 +95,7 @@ def test_what_a_lost_attempt_took_is_retry() -> None:
 
 
 def test_as_json_it_has_every_phase_in_seconds() -> None:
-    """A first token before the answer to the submission ends nothing later."""
+    """The JSON has every phase, also if the first token arrives before the answer to the submission."""
     found = made(0.0, [2.1234567], (0.0, 0.0, 1.0), submitted_at=0.5, answered_at=2.5)
     shown = found.as_json()
     assert list(shown) == ["e2e_s", "ttft_s", *(f"{p}_s" for p in PHASES), "unaccounted_s"]

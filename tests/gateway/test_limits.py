@@ -1,4 +1,4 @@
-"""Limits of keys over real sockets: who is refused, with what, and what is settled at the end."""
+"""Limits of API keys over real sockets: which requests are refused, how, and what is settled at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BODY = {"prompt": [5] * 10, "max_tokens": 6, "ignore_eos": True}
 async def gateway(
     cluster: ScriptedCluster, folder: Path, **keys: ApiKey
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, KeyFile]]:
-    """With a key file; `keys` by the key itself."""
+    """Yields a client of a gateway with a key file. `keys`: records by the key itself."""
     file = KeyFile(folder / "keys.json")
     for key in keys.values():
         await file.add(key)
@@ -69,16 +69,16 @@ async def test_requests_per_minute_are_exact_and_each_key_has_its_own(cluster: S
 async def test_tokens_are_charged_as_expected_and_settled_as_they_were(
     cluster: ScriptedCluster, tmp_path: Path
 ) -> None:
-    """Of 1,000 tokens 10 are the prompt's; of the 400 that the answer may have, 6 come."""
+    """10 tokens for the prompt and 400 for the answer are charged in advance; only the 6 that come are kept charged."""
     cluster.tokens[5], stop = 77, {"max_tokens": 400, "stop_token_ids": [77]}
     async with gateway(cluster, tmp_path, k=key("k", tokens_per_minute=1_000)) as (http, _):
         first, second = [await ask(http, "k", {**BODY, **stop}) for _ in range(2)]
         assert first.headers["x-ratelimit-limit-tokens"] == "1000"
-        # What refills is 16 a second: the first one's 400 would take half a minute.
+        # 16 tokens are refilled per second, so that 400 would take half a minute.
         assert 590 <= int(first.headers["x-ratelimit-remaining-tokens"]) < 700
         assert 574 <= int(second.headers["x-ratelimit-remaining-tokens"]) < 700
         placed = len(cluster.places)
-        longer = await ask(http, "k", {**BODY, "prompt": [5] * 1_001})  # than a minute's tokens
+        longer = await ask(http, "k", {**BODY, "prompt": [5] * 1_001})  # more than the limit per minute
         assert longer.status == 400
         assert "retry-after" not in longer.headers
         assert len(cluster.places) == placed

@@ -1,4 +1,4 @@
-"""Health, readiness, metrics, the dashboard, and the process itself."""
+"""Health, readiness, metrics, the dashboard, and the gateway process itself."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster: Scripted
         run.decoded(*(run.token(index) for index in range(1, 6)))
 
     async def stalls(run: Run) -> None:
-        """Says nothing."""
+        """Sends nothing."""
 
     cluster.scripts = [finishes, stalls]
     async with aiohttp.ClientSession() as http:
@@ -143,8 +143,7 @@ async def test_a_stop_lets_requests_finish_then_fails_the_rest(cluster: Scripted
 
 @pytest.fixture
 def untouched() -> Iterator[None]:
-    """A process that has read its flags logs to its own stderr and may be ended by signals: in the test run, until
-    here."""
+    """Restores logging and signal handlers, which the gateway's main function changes once it has read its flags."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -269,7 +269,7 @@ async def test_a_new_request_waits_for_the_successor_of_the_only_worker(
 
 
 async def test_failures_of_workers_have_their_status(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
-    """Three losses are enough, each at another worker."""
+    """A request fails after three losses, each at a different worker."""
     late, bug, bad = DeadlineExceeded("late"), MoonserveError("bug"), IntegrityError("bad block")
     await cluster.add("prefill-2", common_pb2.ROLE_PREFILL)
     for errors, status in (([late], 504), ([bug], 500), ([bad, bad, bad], 503)):

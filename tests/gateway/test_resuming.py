@@ -1,4 +1,4 @@
-"""A stream that broke off goes on where its client was, at any gateway, and says what it would have said."""
+"""A broken stream resumes at the client's position, at any gateway, with the output that it would have had."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_event_id_says_what_it_was_made_of(event_id: EventId) -> None:
 
 @given(st.text(max_size=80), EVENT_IDS, st.integers(0, 200))
 def test_whatever_else_a_client_sends_is_refused(text: str, event_id: EventId, place: int) -> None:
-    """Also what looks like an id for most of its length."""
+    """Any text is refused, also one that starts like a valid id."""
     for wrong in (text, f"{str(event_id)[:place]} {text}"):
         with pytest.raises(ApiError) as caught:
             parse(wrong)
@@ -60,7 +60,7 @@ def test_whatever_else_a_client_sends_is_refused(text: str, event_id: EventId, p
 
 @given(st.permutations([3, 300, 70_000, 2**31]))
 def test_the_digest_is_that_of_the_wish_not_of_its_making(stops: list[int]) -> None:
-    """Another process may have its sets in another order."""
+    """Equal requests have equal digests, although another process may order its sets differently."""
     made = _choice(SamplingParams(max_tokens=4, stop_token_ids=frozenset(stops)))
     same = _choice(SamplingParams(max_tokens=4, stop_token_ids=frozenset(sorted(stops))))
     assert digest_of([made], "f00d") == digest_of([same], "f00d")
@@ -88,8 +88,8 @@ async def read(
     last: str = "",
     on_event: Callable[[int], None] = lambda choice: None,
 ) -> list[Event]:
-    """The events of a stream that ends well, but for the last one. `on_event` is told the choice of each that has an
-    id."""
+    """Returns the events of a stream that ends well, without [DONE]. `on_event` receives the choice of each event that
+    has an id."""
     headers = {"Last-Event-ID": last} if last else {}
     events: list[Event] = []
     fields: dict[str, str] = {}
@@ -107,7 +107,7 @@ async def read(
 
 
 def choice_of(run: Run) -> int:
-    """The first choice's id is that of the request; the others have their number behind it."""
+    """Returns the number of the choice. The first choice has the request's id; the others append their number."""
     _, _, number = run.message.request_id.partition(".")
     return int(number or 0)
 
@@ -115,9 +115,9 @@ def choice_of(run: Run) -> int:
 async def check_every_break(
     cluster: ScriptedCluster, path: str, body: dict[str, Any], **options: object
 ) -> list[Event]:
-    """Wherever it breaks off, another gateway says the rest. The first time each token is an event of its own."""
+    """Checks that a second gateway completes the stream after every event. The first run sends one token per event."""
     num_choices = body.get("n", 1)
-    # One each: a choice that a stop string has ended is still played here, and would take another one's turns.
+    # One per choice: the script goes on with a choice after its stop string and would take turns of other choices.
     read_by_client = [asyncio.Semaphore(0) for _ in range(num_choices)]
 
     async def in_turn(run: Run) -> None:

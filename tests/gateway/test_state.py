@@ -1,4 +1,4 @@
-"""One request's life: events in, actions out; and whatever happens to it, each token once, and one end."""
+"""Lifecycle of one request: events in, actions out. Whatever happens, each token comes once and the end comes once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ERRORS: dict[str, MoonserveError] = {
 
 
 class Letters:
-    """Token 3 is `d`; the stop string is `z`."""
+    """Text output in which token 3 is `d` and the stop string is `z`."""
 
     stopped = False
     includes_stop = False
@@ -80,7 +80,7 @@ def new_state(max_tokens: int = 5) -> RequestState:
 
 
 def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> TokensArrived:
-    """Tokens by their index."""
+    """Returns the arrival of the given tokens, keyed by index."""
     tokens = []
     for index, token_id in token_ids.items():
         reason = finish_reason(state.sampling, index, token_id)
@@ -90,7 +90,7 @@ def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> Tok
 
 
 def event_of(state: RequestState, words: str, **fields: Any) -> Event:
-    """`placed d1 epoch 2`, `tokens 0 1=25`, `place failed: lost`, `d0 lost`, `p0 failed: bad bytes`, …"""
+    """Parses an event such as `placed d1 epoch 2`, `tokens 0 1=25`, `place failed: lost`, `d0 lost`."""
     attempt = fields.pop("attempt", state.attempt)
     what, _, error = words.partition(": ")
     match what.split():
@@ -120,7 +120,7 @@ def event_of(state: RequestState, words: str, **fields: Any) -> Event:
 
 
 def in_words(state: RequestState, actions: list[Any]) -> list[str]:
-    """One action each, with what tests look at."""
+    """Describes each action in words, with the fields that tests compare."""
     words = []
     for action in actions:
         match action:
@@ -146,7 +146,7 @@ def in_words(state: RequestState, actions: list[Any]) -> list[str]:
     return words
 
 
-# Steps: an event, its other fields, when it comes (otherwise when the one before did), and what follows from it.
+# A step: an event, its other fields, its time (default: the time of the step before), and the expected actions.
 Step = tuple[str, *tuple[float | dict[str, Any], ...], str]
 PLACED: Step = ("placed", 1.0, "submit r")
 FIRST: Step = ("tokens 0", "report r first_token, emit a")
@@ -207,7 +207,7 @@ LIVES: dict[str, list[Step]] = {
     "a placement that comes too late is given back": [
         ("aborted", "fail cancelled"), ("placed", "report r cancelled"),
     ],
-    # Waiting
+    # Waiting for workers or a conductor
     "the first placement is refused at once where all are full": [
         ("place failed: overloaded", "fail overloaded"),
     ],
@@ -269,7 +269,7 @@ LIVES: dict[str, list[Step]] = {
         *DECODING, LOST, (NO_WORKER, {"open_since": {("d0", 1): 2.9, ("d1", 1): 9.0}}, 3.2, "pause"),
         ("due", "place r~2 d0@1"), (NO_WORKER, {"open_since": {("d0", 1): 3.1}}, "pause"), ("due", "place r~2"),
     ],
-    # The loss was told before the placement came, which the conductor had made before it knew.
+    # The conductor made this placement before it knew of the loss; the gateway learned of the loss first.
     "a placement with who has a successor is given back": [
         ("placed", {"replaced": frozenset({"p0"})}, 1.0, "report r cancelled, pause"), ("due", "place r"),
     ],
@@ -298,13 +298,13 @@ def test_it_lives_so(name: str) -> None:
     ("error", "num_tokens", "num_lost"),
     [
         ("lost", 0, MAX_ATTEMPTS),
-        ("lost", 1, MAX_ATTEMPTS),  # the prefill worker always makes one
-        ("lost", 20, None),  # each attempt got somewhere
-        ("no worker", 0, None),  # taken out of service in order
+        ("lost", 1, MAX_ATTEMPTS),  # the prefill worker always produces one token
+        ("lost", 20, None),  # each attempt made progress
+        ("no worker", 0, None),  # taken out of service in an orderly way
     ],
 )
 def test_so_many_lost_attempts_are_enough(error: str, num_tokens: int, num_lost: int | None) -> None:
-    """Who breaks every decode worker must not meet them all."""
+    """A request that breaks its decode worker fails after MAX_ATTEMPTS losses, so that it does not break every one."""
     state = new_state(max_tokens=1_000)
     state.handle(event_of(state, "due"), 0.0)
     for attempt in range(1, 2 * MAX_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""The exact form of streamed replies; clients that leave or do not read; how pieces wait for a reply's writer."""
+"""Format of streamed replies, clients that leave or do not read, and the queue of pieces for a reply's writer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT = WHOLE | {"stream": True}
 
 
 def request_of(wish: dict[str, Any]) -> bytes:
-    """As it is sent."""
+    """Returns the request as raw HTTP bytes."""
     body = json.dumps(wish).encode()
     return head(length=len(body)) + body
 
@@ -82,7 +82,7 @@ async def test_usage_comes_in_one_more_chunk_and_is_null_before(
 async def test_a_stream_says_the_same_as_a_whole_reply(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, path: str, body: dict[str, Any]
 ) -> None:
-    """With token ids and without; also what the tokens were."""
+    """A stream adds up to the whole reply, with and without token ids; the ids are the cluster's tokens."""
     for with_ids in (False, True):
         wish = body | {"return_token_ids": with_ids}
         chunks = await events(http, path, wish)
@@ -147,8 +147,8 @@ async def test_a_stream_survives_its_decode_worker(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    """Which is killed; or a newer epoch replaces it, which is welcome; or it falls silent and closes nothing. When it
-    wakes up it goes on with what is not its any more, and nobody listens."""
+    """A stream continues after its decode worker is killed, is replaced by a newer epoch (which is not excluded), or
+    falls silent without closing. Tokens that the silent worker sends later are ignored."""
     old = cluster.workers["decode-0"]
     if how == "silent":
         monkeypatch.setattr(gateway.cluster.silence, "SILENT_AFTER_S", 0.01)
@@ -195,10 +195,10 @@ async def test_a_worker_that_gives_up_retryably_is_replaced_before_the_first_byt
 async def test_the_conductor_hears_of_the_first_token_before_the_end(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    """Of an answer that is over before the first report has arrived; otherwise its time to the first token is lost."""
+    """The first token is reported before the end even if the answer ends first; otherwise its TTFT would be lost."""
     cluster.first_token_gate = asyncio.Event()
     await events(http, TEXT_PATH, TEXT)
-    await asyncio.sleep(0.05)  # an end that does not wait arrives meanwhile
+    await asyncio.sleep(0.05)  # an end that does not wait would arrive meanwhile
     cluster.first_token_gate.set()
     await cluster.until(lambda: len(cluster.reports) == 2)
     phases = conductor_pb2.ReportRequest
@@ -244,13 +244,13 @@ async def test_a_client_that_leaves_before_placement_ends_gives_the_placement_ba
 async def test_a_slow_reader_is_given_up_and_others_are_not_held_up(
     cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    """Its tokens do not pile up: the bounded queue ends the request at the workers."""
+    """A slow reader's tokens do not pile up: the bounded queue overflows, which cancels the request at the workers."""
 
     async def floods(run: Run) -> None:
         run.prefill_done()
         for start in range(1, 20_001, 500):
             run.decoded(*(run.token(i, cluster.tokens[0]) for i in range(start, start + 500)))
-            await asyncio.sleep(0)  # more than the kernel buffers for it
+            await asyncio.sleep(0)  # more than the kernel buffers for the client
 
     cluster.max_model_len = 10**6
     async with running_gateway(cluster, slow_client_s=0.3) as url:
@@ -278,7 +278,7 @@ def piece(text: str, *, is_last: bool = False) -> Piece:
 
 
 async def read(feed: Feed, accepts: list[bool], seen: list[str]) -> None:
-    """Until the last piece. `accepts`: which of the pieces that are handed over are dealt with at once."""
+    """Reads until the last piece. `accepts`: which of the pieces offered to the handler it handles at once."""
 
     def handle(each: Piece) -> bool:
         if accepts and not accepts.pop():
@@ -322,7 +322,7 @@ async def test_only_what_waits_counts_as_unread() -> None:
 
 
 async def test_an_error_comes_instead_of_what_was_not_read() -> None:
-    """And a reader that was cancelled is handed nothing."""
+    """A failed feed raises instead of yielding unread pieces. A cancelled reader receives nothing."""
     feed, seen = Feed(100), list[str]()
     reading = asyncio.create_task(read(feed, [], seen))
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Tokens and prompts as of transformers; text from tokens: whole characters, stop strings across token borders."""
+"""Tokens and prompts equal those of transformers. Text comes in whole characters; stop strings may span tokens."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_readable_tokenizer_or_template_is_a_configuration_error(tmp_path: Path) -> None:
-    """One without any template refuses chats."""
+    """A folder without any template is accepted and refuses chats."""
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
     with pytest.raises(InvalidRequest, match="no chat template"):
         load_tokenizer(tmp_path).template.render(MESSAGES)
@@ -135,7 +135,7 @@ def window_decoder() -> WindowDecoder:
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The slow way: the first end of any stop string, the longest of those that end there."""
+    """Slow reference: cuts at the first end of any stop string, and there removes the longest match."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -161,7 +161,7 @@ def test_deltas_join_to_the_text_and_none_holds_a_part_of_a_character(text: str)
 
 
 def test_a_window_of_broken_bytes_stays_short() -> None:
-    """A model that writes only broken characters must not make decoding quadratic."""
+    """Decoding stays linear for a model that produces only broken characters."""
     lengths: list[int] = []
 
     def decode(ids: list[int]) -> str:
@@ -191,7 +191,7 @@ def test_stop_strings_cut_wherever_token_borders_fall_and_no_beginning_of_one_is
 @given(ANY_TOKENS, st.lists(st.sampled_from(["e", "the", " a", "\n", "ab"]), max_size=3), st.booleans())
 @example(OURS.encode("at the end"), ["the"], True)
 def test_output_is_the_full_decode_cut_at_the_first_stop(ids: list[int], stops: list[str], includes_stop: bool) -> None:
-    """Where a stop belongs to the text, behind its last character."""
+    """The text ends before the first stop string, or after it if the output includes stops."""
     stops = stops[:1] if includes_stop else stops
     output = TextOutput(OURS.decoder(), stops, includes_stop=includes_stop)
     emitted = ""

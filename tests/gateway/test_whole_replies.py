@@ -1,4 +1,4 @@
-"""Replies that are not streamed, what reaches conductor and workers; log-probabilities of a prompt's own tokens."""
+"""Replies that are not streamed, the messages that reach conductor and workers, and prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, Run, Scrip
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
 LONG = [7, *([100] * MAX_MODEL_LEN)]
-STOPS = frozenset({1, 4})  # the demo model's
+STOPS = frozenset({1, 4})  # of the demo model
 
 
 async def test_a_chat_completion_has_openais_form(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    """Its prompt is the chat template's; an end token stops it without text."""
+    """A chat's prompt is rendered by the chat template. An end token stops the answer and has no text."""
     cluster.tokens[3] = 4  # <|im_end|>
     body = CHAT | {"messages": PARTS, "return_token_ids": True}
     async with http.post(CHAT_PATH, json=body, headers={"X-Request-Id": "abc"}) as reply:
@@ -64,7 +64,7 @@ async def test_all_four_shapes_of_prompts_work(http: aiohttp.ClientSession, clus
         assert body["usage"]["prompt_tokens"] == total // 2  # each prompt counts once
 
 
-# What a client asks for, and what workers get: the prompt, where it is given as tokens, and sampling parameters.
+# The request body, the prompt that workers receive (if the body has token ids), and the sampling parameters.
 WISHES: list[tuple[dict[str, Any], list[int] | None, dict[str, Any]]] = [
     ({"prompt": "hi"}, None, {"max_tokens": 16, "stop_token_ids": STOPS}),
     ({"prompt": "hi", "ignore_eos": True, "temperature": 0}, None, {"max_tokens": 16, "temperature": 0.0}),
@@ -106,7 +106,7 @@ async def test_parameters_reach_the_workers_and_defaults_are_openais(
     assert cluster.submissions[-1].sampling.max_tokens == room
     for words in (["Romeo", " Romeo", "z"], [], None):
         await post(http, TEXT_PATH, {"prompt": "hi", "max_tokens": 2, "bad_words": words})
-    spelled = ("Romeo", " Romeo", "z", " z")  # alone and behind a space
+    spelled = ("Romeo", " Romeo", "z", " z")  # alone and after a space
     ids = dict.fromkeys(tuple(tokenizer.encode(s, add_special_tokens=False)) for s in spelled)
     found = [sampling_from_wire(each.sampling).bad_words for each in cluster.submissions[-3:]]
     assert found == [tuple(ids), (), ()]
@@ -149,7 +149,7 @@ async def test_the_last_message_is_continued(
 async def test_a_stop_string_is_part_of_the_text_where_it_shall_be(
     http: aiohttp.ClientSession, change: dict[str, Any], text: str
 ) -> None:
-    """The script says: to be or not to be."""
+    """`include_stop_str_in_output` keeps the stop string. The scripted output is "to be or not to be"."""
     wish = {"prompt": "x", "max_tokens": 9, "stop": " or", **change}
     [choice] = (await post(http, TEXT_PATH, wish))["choices"]
     assert (choice["text"], choice["finish_reason"]) == (text, "stop")
@@ -177,7 +177,7 @@ ASK: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
 async def test_a_completion_has_them_as_vllm_does(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    """The first token's are null; the token's own are there, whether or not it is among the likeliest."""
+    """The first token's entry is null. Others include the token itself, whether or not it is among the likeliest."""
     prompt = [70, 1, 80, 0]  # the scripted worker finds tokens 0 and 1 likeliest everywhere
     body = await post(http, TEXT_PATH, {**ASK, "prompt": prompt, "prompt_logprobs": 2})
     first, *others = body["choices"][0]["prompt_logprobs"]
@@ -221,7 +221,7 @@ async def test_an_echoed_prompt_has_them_before_the_answers_own(
 
 
 def test_a_token_that_is_not_among_the_likeliest_is_told_of_beside_them(tokenizer: Tokenizer) -> None:
-    """As OpenAI's clients expect: k + 1 entries, or k where it is one of them."""
+    """There are k + 1 top log-probabilities, or k if the token is among the likeliest, as OpenAI's clients expect."""
     told = [
         Token(
             request_id=RequestId("r"),
@@ -241,7 +241,7 @@ def test_a_token_that_is_not_among_the_likeliest_is_told_of_beside_them(tokenize
     ("prompt", "before"),
     [
         ("h\u00e9\U0001f600 yes", ""),  # characters of several tokens
-        ("<|bos|>twice<|bos|>", ""),  # somebody wrote them
+        ("<|bos|>twice<|bos|>", ""),  # written in the prompt by the client
         ("plain", "<|bos|>"),
     ],
 )
@@ -262,7 +262,7 @@ def test_offsets_are_places_in_the_echoed_text(tokenizer: Tokenizer, prompt: str
 async def test_a_prompt_is_scored_once_for_all_its_choices_and_placed_as_new(
     http: aiohttp.ClientSession, cluster: ScriptedCluster
 ) -> None:
-    """Short or long: the choices behind the first find its blocks, and are told what it found."""
+    """One choice computes the prompt's scores; the others reuse its blocks (if the prompt has any) and its scores."""
     for length in (3, 2 * BLOCK_SIZE + 1):
         cluster.submissions.clear()
         cluster.places.clear()
@@ -284,7 +284,7 @@ async def test_a_loss_before_the_first_token_scores_again_and_one_after_it_does_
         run.prefill_done()
         run.fail(PeerLost("gone"), run.decode)
 
-    # Bad bytes are no reason to wait for a worker's return.
+    # After bad bytes the gateway does not wait for the worker's return.
     cluster.scripts += [failing(IntegrityError("bad block")), lost_later]
     prompt = [5] * (BLOCK_SIZE + 8)
     body = await post(http, TEXT_PATH, {**ASK, "prompt": prompt, "prompt_logprobs": 1})

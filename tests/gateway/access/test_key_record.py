@@ -1,4 +1,4 @@
-"""A key as it is stored."""
+"""Stored form of an API key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits: shared by gateways in a real Redis, atomically, and without it; and as a state machine in virtual time."""
+"""Rate limits: shared by gateways in a real Redis, without Redis, and as a state machine in virtual time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def shared(redis: RedisServer) -> AsyncIterator[SharedLimits]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks again waits for what is being settled as long as it takes."""
+    """Gives waits for settlements in progress a long deadline."""
     monkeypatch.setattr("gateway.access.limiter.DEADLINE_S", PATIENCE_S)
 
 
@@ -60,7 +60,7 @@ async def test_two_gateways_together_let_in_what_one_would(two_gateways: list[Li
         return (await limiter.admit("k", str(number), MANY, 1)).refused_by is None
 
     admitted = sum(await asyncio.gather(*(ask(number) for number in range(200))))
-    # One more refills each 1.2 s; before Redis hears of all, a busy machine may take a while.
+    # One request is refilled per 1.2 s, and a busy machine may take a while until Redis has received all.
     assert 50 <= admitted < 100
 
 
@@ -72,13 +72,13 @@ async def test_a_request_is_charged_as_a_whole_or_not_at_all_and_accounts_end_by
     refused = await shared.admit("k", "2", limits, 80)
     assert refused.refused_by == "tokens"
     assert 20 < refused.retry_after_s <= 36
-    assert refused.requests.remaining == 1  # the refused one was not counted
+    assert refused.requests.remaining == 1  # the refused request was not counted
     assert (await shared.admit("k", "2", limits, 20)).refused_by is None
     last = await shared.admit("k", "3", limits, 0)
     assert last.refused_by == "requests"
     assert 0 < last.retry_after_s <= 30
     left_ms = int(redis.ask("PTTL", "moonserve:limit:{k}")[1:].split()[0])
-    assert 0 < left_ms <= 61_000  # a minute until the bucket is full, and a second more
+    assert 0 < left_ms <= 61_000  # a minute until the bucket is full, plus one second
 
 
 async def test_places_are_shared_and_those_of_the_dead_end(shared: SharedLimits, redis: RedisServer) -> None:
@@ -89,7 +89,7 @@ async def test_places_are_shared_and_those_of_the_dead_end(shared: SharedLimits,
     await shared.settle("k", "1", limits, 0)
     assert (await shared.admit("k", "3", limits, 5)).refused_by is None
     await shared.renew([("k", "2"), ("k", "3")])
-    # What nobody renews: its time is set back instead of waited for.
+    # A place that is not renewed: the test sets its time back instead of waiting.
     redis.ask("ZADD", "moonserve:limit:{k}:streams", "1", "2")
     assert (await shared.admit("k", "4", limits, 5)).refused_by is None
     left_ms = int(redis.ask("PTTL", "moonserve:limit:{k}:streams")[1:].split()[0])
@@ -117,7 +117,7 @@ async def test_who_has_the_last_byte_may_ask_again_at_once(two_gateways: list[Li
 
 
 class Slow(SharedLimits):
-    """A Redis to which renewals take until `arriving`."""
+    """Redis store whose renewals wait for `arriving`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, deadline_s=PATIENCE_S)
@@ -141,7 +141,7 @@ async def test_a_request_that_ends_while_places_are_renewed_leaves_none(
     async with running(one.run()):
         await slow.renewing.wait()
         one.settle("k", "1", KeyLimits(streams=1), 1)
-        await asyncio.sleep(0.05)  # what does not wait has ended
+        await asyncio.sleep(0.05)  # a settlement that does not wait would be done by now
         slow.arriving.set()
         await slow.renewed.wait()
         assert (await one.admit("k", "2", KeyLimits(streams=1), 1)).refused_by is None
@@ -224,7 +224,7 @@ def test_who_comes_back_when_told_is_let_in_and_a_moment_before_not(
 
 @dataclass
 class Books:
-    """What one key has had, kept the long way: charges by instant, and what is under way."""
+    """Independent record of one key's use: charges by time, and requests in flight."""
 
     charges: list[tuple[float, int]] = field(default_factory=list)
     requests: list[float] = field(default_factory=list)
@@ -232,7 +232,7 @@ class Books:
 
 
 class Limits(RuleBasedStateMachine):
-    """Random requests of two keys; tokens are never more than a bucket holds."""
+    """Random requests of two keys. No request has more tokens than a bucket holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Limits(RuleBasedStateMachine):
         charged = self.books[key].under_way.pop(request_id)
         took = data.draw(st.integers(0, charged))
         self.state.settle(key, request_id, LIMITS, took, self.now)
-        self.state.settle(key, request_id, LIMITS, 999, self.now)  # again: nothing happens
+        self.state.settle(key, request_id, LIMITS, 999, self.now)  # a second settlement has no effect
 
     @rule()
     def tidy(self) -> None:
@@ -305,9 +305,9 @@ def test_what_was_expected_and_not_taken_is_given_back_and_more_is_a_debt() -> N
     state.settle("k", "3", limits, 800, 0.0)
     owing = state.admit("k", "4", limits, 100, 0.0)
     assert owing.refused_by == "tokens"
-    assert owing.retry_after_s == pytest.approx(40.0)  # 300 owed and 100 wanted, at 10 a second
+    assert owing.retry_after_s == pytest.approx(40.0)  # 300 owed and 100 requested, at 10 per second
     assert state.admit("k", "4", limits, 100, 40.0).refused_by is None
-    # More than a whole bucket waits for a full one.
+    # A request for more than a whole bucket waits until the bucket is full.
     assert state.admit("k", "5", limits, 5_000, 94.0).retry_after_s == pytest.approx(6.0)
     assert state.admit("k", "5", limits, 5_000, 100.0).refused_by is None
 

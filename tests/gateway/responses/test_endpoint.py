@@ -1,4 +1,4 @@
-"""`/v1/responses` with the official client, before a scripted cluster; its items as messages of a chat; its store."""
+"""`/v1/responses` with the official client and a scripted cluster: its items as chat messages, and its store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_response_is_whole_and_its_logprobs_are_those_of_the_tokens(clie
 
 
 async def test_a_stream_ends_in_the_response_that_can_be_looked_up(client: openai.AsyncOpenAI) -> None:
-    """By an id of which `x-request-id`, which may have slashes, is a part."""
+    """A stream ends with a response that can be retrieved by id. The id includes `x-request-id`, slashes too."""
     kinds, text, last = [], "", None
     stream = await client.responses.create(
         model="demo", input="hi", max_output_tokens=3, stream=True, extra_headers={"x-request-id": "team/7"}
@@ -70,7 +70,7 @@ async def test_a_stream_ends_in_the_response_that_can_be_looked_up(client: opena
 async def test_a_later_response_goes_on_behind_an_earlier_one(
     client: openai.AsyncOpenAI, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    """Its prompt is the conversation: earlier input and output, its own instructions, its own input."""
+    """The prompt is the conversation: earlier input and output, then the new instructions and the new input."""
     first = await client.responses.create(model="demo", input="one", instructions="be brief", max_output_tokens=3)
     await client.responses.create(model="demo", input="two", previous_response_id=first.id, max_output_tokens=1)
     before, after = prompts(cluster, tokenizer)

@@ -1,4 +1,4 @@
-"""A response's events: whole however the text was cut, one item open at a time, and the end repeats them."""
+"""Events of a response: complete for any cuts in the text, one open item at a time, repeated in the last event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 
 
 class ScriptedChunks:
-    """Chat chunks that say what a test wants."""
+    """Chat chunks with the deltas that a test supplies."""
 
     def __init__(self, deltas: Sequence[dict[str, Any]], finish_reason: str) -> None:
         self._left = [*({"delta": delta} for delta in deltas), {"delta": {}}]
@@ -38,7 +38,7 @@ class ScriptedChunks:
 
 
 def parsed(text: str) -> list[dict]:
-    """Events, each of which is named as it is."""
+    """Parses events and checks that each event's name is its type."""
     found = []
     for event in text.split("\n\n")[:-1]:
         name, _, data = event.partition("\n")
@@ -48,7 +48,7 @@ def parsed(text: str) -> list[dict]:
 
 
 def events_of(deltas: Sequence[dict[str, Any]], finish_reason: str = "stop") -> list[dict]:
-    """The stream of one response; what is remembered, and a whole reply, are what was sent last."""
+    """Returns the stream of one response. Checks that the stored response and a whole reply equal its last event."""
     pieces = [Piece(index=0, text="", tokens=())] * (len(deltas) + 1)
     kept: list[dict[str, Any]] = []
     events, whole = (
@@ -124,7 +124,7 @@ def test_a_call_ends_another_begins_and_text_is_between_in_one_delta() -> None:
 
 
 def test_logprobs_of_a_characters_first_tokens_come_with_the_character(tokenizer: Tokenizer) -> None:
-    """Whose text comes with its last token."""
+    """Tokens that are part of a character have no text of their own; their log-probabilities come with the last one."""
     token_ids = tokenizer.encode("\U0001f389", add_special_tokens=False)
     assert len(token_ids) > 1
     wants = Wants(usage=True, token_ids=False, logprobs=True)
@@ -139,7 +139,7 @@ def test_logprobs_of_a_characters_first_tokens_come_with_the_character(tokenizer
 
 
 def test_of_a_response_that_is_cut_off_only_the_last_item_is_incomplete(tokenizer: Tokenizer) -> None:
-    """Streamed or not, however the text comes."""
+    """A response that is cut off has only its last item incomplete, streamed or not, for any cut in the text."""
     plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
     wants = Wants(usage=True, token_ids=False, logprobs=False)
     text = 'I look.<tool_call>{"name": "w", "arguments": {"city": "Ul'

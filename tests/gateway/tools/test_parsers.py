@@ -1,4 +1,4 @@
-"""Text to calls: as models write them, in any pieces, malformed in any way."""
+"""Parsing of tool calls from text: as models write them, in any pieces, malformed in any way."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_eager_parser_streams_arguments_and_stands_by_what_it_said() -> None:
     assert parser.num_calls == 1
 
 
-# -- properties
+# Properties
 
 WORDS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", ";", "\n", " ", "<tool", "text", "{", "}"),

@@ -1,4 +1,4 @@
-"""Chats with tools: what the template, the workers and the client get; grammars that enforce calls, and refusals."""
+"""Chats with tools: data for the template, the workers and the client; grammars that enforce calls; refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "max_t
 
 @pytest.fixture
 async def http(cluster: ScriptedCluster, tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
-    """A gateway whose model's template shows Hermes calls."""
+    """Client of a gateway whose model's template uses Hermes calls."""
     for path in MODEL.glob("*.json"):
         shutil.copy(path, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
@@ -73,7 +73,7 @@ async def test_a_call_is_no_content_and_why_the_answer_ended(
 async def test_what_is_no_call_is_content_and_a_cut_call_is_as_far_as_it_goes(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    broken = CALL.replace("2]", "2 oh")  # which a stream has begun to tell as a call
+    broken = CALL.replace("2]", "2 oh")  # a stream has already started to report it as a call
     for wrong, streamed in ((CALL.replace("add", "rm"), None), (broken, "oh}}\n</tool_call>")):
         answers(cluster, tokenizer, wrong)
         choice = await ask(http)
@@ -113,7 +113,7 @@ async def test_the_template_gets_tools_and_calls_and_the_worker_the_grammar(
 
 
 async def test_arguments_with_half_a_character_are_refused(http: aiohttp.ClientSession) -> None:
-    """JSON can spell half of a surrogate pair, of which no tokenizer makes anything."""
+    """JSON can encode half of a surrogate pair, which no tokenizer accepts."""
     called = {"name": "add", "arguments": '{"a": "\\ud83d"}'}
     call = {"id": "call_1", "type": "function", "function": called}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -143,7 +143,7 @@ ADD = {
     },
 }
 NOW = {"name": "now"}
-# Which llguidance cannot follow exactly.
+# llguidance cannot follow this schema exactly.
 ODD = {"name": "odd", "parameters": {"type": "object", "not": {"required": ["x"]}}}
 
 
@@ -230,7 +230,7 @@ async def test_a_form_holds_where_the_model_does_not_call(tokenizer: Tokenizer) 
 
 
 async def test_tags_that_are_special_tokens_are_those(tokenizer: Tokenizer) -> None:
-    """The demo model has no <tool_call>; its <|im_start|> stands for one here."""
+    """A tag that is a special token is that token in the grammar, which is refused here: the demo model has none."""
     for choice in ("required", "auto"):
         with pytest.raises(ApiError, match="unknown special token"):
             await plan_of(tools=[tool(ADD, strict=True)], tool_choice=choice, special="<tool_call>")
