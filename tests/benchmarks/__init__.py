@@ -1,1 +1,1 @@
-"""Each benchmark runs from end to end at a tiny size. What it measures there is no claim."""
+"""Tests that run each benchmark end to end at a tiny size. The figures at that size mean nothing."""

@@ -1,4 +1,4 @@
-"""Benchmarks of whole clusters, in virtual time and live, each with a handful of requests."""
+"""Tests of the benchmarks of whole clusters, simulated and live, each with a few requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEAR = pytest.approx
 
 
 def records(count: int, every_s: float, longest: int) -> list[TraceRecord]:
-    """Long and short prompts in turn, faster than machines compute them."""
+    """Returns alternating long and short prompts, which arrive faster than machines compute them."""
     lengths = (longest, 400)
     return [
         TraceRecord(
@@ -77,21 +77,21 @@ def test_reads_of_hot_prefixes_take_less_with_replicas(capsys: pytest.CaptureFix
 
 
 def test_the_rank_test_gives_what_the_textbook_gives() -> None:
-    """scipy.stats.mannwhitneyu(a, b, method="asymptotic") of scipy 1.17."""
+    """The p value equals scipy.stats.mannwhitneyu(a, b, method="asymptotic") of scipy 1.17."""
     a, b = [19, 22, 16, 29, 24, 22, 31], [20, 11, 17, 12, 22, 25]
     assert mann_whitney_p(a, b) == NEAR(0.17235939896143682, rel=1e-9)
 
 
 def test_the_coupled_side_of_the_live_comparison_serves_and_shares_prefixes() -> None:
-    """Real processes. Until the conductor has heard of the first prompt's blocks, a heartbeat later, the next one may
-    go to the worker that lacks them."""
+    """On real processes, a later prompt reuses the first one's blocks. Until a heartbeat reports them to the conductor,
+    the next prompt may go to the worker that lacks them."""
     first, *others = asyncio.run(_cached_tokens())
     assert first == 0
     assert others[-1] == 96
 
 
 async def _cached_tokens() -> list[int]:
-    """Of prompts that begin alike, one after the other, up to the first that found what was there."""
+    """Sends prompts with a common prefix one by one until one has cached tokens; returns all counts."""
     found: list[int] = []
     async with cluster_of("coupled") as url, StreamClient(url) as client:
         facts = await client.model(None)

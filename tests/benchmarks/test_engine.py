@@ -1,4 +1,4 @@
-"""Benchmarks of the engine, tiny: each runs to its table, and what it compares agrees."""
+"""Tests of the engine's benchmarks at a tiny size: each runs to its table, and compared results agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from traces.format import TOKENS_PER_HASH, TraceRecord
 
 
 def test_attention_is_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a small pool; measuring memory and matrix products takes half a gigabyte and seconds."""
+    """Uses a small pool and few matrix rows, and stubs the memory bandwidth: full sizes take 0.5 GB and seconds."""
     monkeypatch.setattr(attention, "_POOL_BYTES", 1 << 20)
     monkeypatch.setattr(attention, "_GEMM_ROWS", 32)
     monkeypatch.setattr(attention, "read_bytes_per_s", lambda: 1e10)
@@ -39,7 +39,7 @@ def test_the_block_pool_is_measured_in_all_columns(monkeypatch: pytest.MonkeyPat
 
 
 def test_allocators_are_replayed_and_lookahead_dominates() -> None:
-    """Virtual time: fewer preemptions than on demand, more throughput than for the worst case."""
+    """Lookahead preempts less than on-demand and has more throughput than worst-case allocation, in virtual time."""
     load = Load("chat", synthetic(SYNTHETIC["chat"], 300, 1e9, seed=7), 100_000)
     rows = {name: replay(load, make()) for name, make in POLICIES.items()}
     assert dominates(rows), verdict(rows)
@@ -57,7 +57,7 @@ def test_both_prefix_indices_keep_the_same_blocks_through_a_round() -> None:
 
 
 def test_a_store_that_gets_all_serves_what_devices_lost_and_one_that_gets_nothing_none() -> None:
-    """Two prompts of ten blocks in turns, of which a device holds one."""
+    """Two prompts of ten blocks alternate, and a device holds one of them: a store with all blocks serves the rest."""
     records = [
         TraceRecord(
             arrived_s=float(n),

@@ -1,4 +1,4 @@
-"""The checks for a GPU run without one, tiny and interpreted; without either it is said that nothing was verified."""
+"""Tests of the GPU checks, rehearsed without a GPU at a tiny size; without a rehearsal they report a missing GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks of the store, tiny: each part runs to its table and its bars."""
+"""Tests of the store's benchmarks at a tiny size: each part runs to its table and its bars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_growth_tells_time_and_memory_of_a_process_of_its_own() -> None:
     points = growth_blocks.measure([(3_200, "lru"), (16, "nobody")])
     assert 20 < points[0]["metadata_bytes"] < 1_000
     assert "3,200" in blocks_report(points)
-    assert "invalid choice" in blocks_report(points)  # a point that fails is a row that says why
+    assert "invalid choice" in blocks_report(points)  # the row of a failed point has its error
     assert metadata_bars(points)[0]["met"] is not None
 
 

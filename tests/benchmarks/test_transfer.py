@@ -1,4 +1,4 @@
-"""Benchmarks of the transfer engine: contestants in processes of their own, whose bytes are compared."""
+"""Tests of the transfer engine's benchmarks: contestants run in separate processes, and their bytes are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `moonserve` command: verbs, what they print, and one clear line for each thing that cannot be done."""
+"""Tests of the `moonserve` command: its verbs, their output, and one clear line for each error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_wrong_usage_is_a_line_and_exit_code_2(argv: list[str], hint: str, capsy
 def test_the_command_ends_without_a_traceback_where_nobody_reads(argument: str, is_read: bool, code: int) -> None:
     read_fd, write_fd = os.pipe()
     if not is_read:
-        os.close(read_fd)  # before it has printed anything
+        os.close(read_fd)  # before the command prints anything
     process = subprocess.Popen([sys.executable, "-m", "deploy", argument], stdout=write_fd, stderr=subprocess.PIPE)
     os.close(write_fd)
     _, told = process.communicate(timeout=PATIENCE_S)
@@ -157,7 +157,7 @@ URGENT = {"tenant": "", "weight": 0.5, "ahead_tokens": 0.0}
     ],
 )  # fmt: skip
 def test_a_decision_is_shown_with_what_followed(changes: dict[str, Any], there: list[str], absent: list[str]) -> None:
-    """Each decision has a section."""
+    """Each decision is printed as a separate section."""
     shown = []
     for decisions in ([DECISION], [DECISION, {**DECISION, **changes}]):
         stdout = io.StringIO()
@@ -170,7 +170,7 @@ def test_a_decision_is_shown_with_what_followed(changes: dict[str, Any], there: 
 
 
 def answer_once(server: socket.socket, said: bytes) -> None:
-    """Reads a request, says this to it, and hangs up."""
+    """Accepts one connection, reads a request, sends `said`, and closes."""
     connection, _ = server.accept()
     with connection, connection.makefile("rb") as request:
         while request.readline().strip():
@@ -207,7 +207,7 @@ def test_no_gateway_is_one_line_with_the_address_and_how_to_give_another(capsys:
 def test_a_key_is_made_listed_and_revoked(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Redis may be slow."""
+    """A key can be added, listed and revoked in a file and in Redis, even if Redis is slow."""
     monkeypatch.setitem(RedisKeys.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
     if place == "file":
         is_kept(["--file", str(tmp_path / "keys.json")], capsys)
@@ -245,7 +245,7 @@ def test_a_key_of_ones_own_comes_from_standard_input_and_must_not_be_guessable(
     assert keys(["add", "--stdin", "--file", str(path)], {}) == 2
     assert not path.exists()
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{key}\n" * 3))
-    for tenant in ("old", "bob"):  # added again, it gets another record
+    for tenant in ("old", "bob"):  # a second `add` replaces the key's record
         environ = {"MOONSERVE_API_KEY_FILE": str(path)}
         assert keys(["add", "--stdin", "--tenant", tenant], environ) == 0
     assert [(k.digest, k.tenant) for k in read(path)] == [(digest_of(key.encode()), "bob")]

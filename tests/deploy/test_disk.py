@@ -1,5 +1,5 @@
-"""A store node that is stopped and started again has the KV of earlier prompts on its disk, and workers that have
-nothing cached find it there."""
+"""Test that a restarted store node has the KV of earlier prompts on its disk, and that workers with empty caches find
+it there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_prefixes_are_there_after_the_store_and_the_worker_were_started_again(tm
         assert cached == 0
         until_stored(cluster)
         epoch = cluster.epoch("store-0")
-        os.kill(cluster.pids()["store-0"], signal.SIGTERM)  # it writes what is only in memory
+        os.kill(cluster.pids()["store-0"], signal.SIGTERM)  # it first writes blocks that are only in memory
         cluster.wait_for("the store's successor", lambda: cluster.epoch("store-0") > epoch)
         until_stored(cluster)
         cluster.restart("prefill-0")

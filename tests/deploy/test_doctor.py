@@ -1,4 +1,4 @@
-"""`moonserve doctor`: what works is said to work, what does not is said with what to do, and the exit code follows."""
+"""Tests of `moonserve doctor`: it reports working parts, problems with their remedies, and a matching exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transfer.rdma.device import Gid, Port, discover
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor gives up what does not answer within seconds, and a busy machine may need longer."""
+    """Extends the doctor's timeouts of a few seconds, which a busy machine may exceed."""
     for limit in ("peer_checks._CONNECT_S", "peer_checks._HANDSHAKE_S", "service_checks._REGISTRY_S"):
         monkeypatch.setattr(f"deploy.doctor.{limit}", PATIENCE_S)
     monkeypatch.setattr("deploy.doctor.transfer_checks._DEADLINE_S", PATIENCE_S)
@@ -49,7 +49,7 @@ def peer() -> Iterator[TransferEngine]:
 
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Its exit code and report."""
+    """Runs the doctor and returns its exit code and JSON report."""
 
     def run(*arguments: str, measures: bool = False) -> tuple[int, dict[str, Any]]:
         code = main(["doctor", "--json", *([] if measures else ["--no-measure"]), *arguments])

@@ -1,5 +1,5 @@
-"""What `deploy/` ships for other programs: each file is read and checked, by the program itself where it is there, and
-what the files say of each other and of moonserve is true."""
+"""Tests of the files in `deploy/` for other programs: each is valid, for the program itself where it is installed, and
+agrees with the other files and with moonserve."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def of_kind(kind: str) -> Any:
 
 
 def schema_of(shape: Any) -> dict[str, Any]:
-    """JSON Schema of the fields of an object in kuberay.yaml."""
+    """Returns the JSON Schema of an object's fields in kuberay.yaml."""
     if isinstance(shape, str):
         return {"$ref": f"#/$defs/{shape}"}
     if isinstance(shape, list):
@@ -62,7 +62,7 @@ def test_manifests_are_as_the_api_wants_them_and_clusters_as_deploy_does() -> No
 
 
 def test_pods_have_what_the_cluster_on_them_asks_for() -> None:
-    """Resources, and as many pods as there are workers at most."""
+    """Each pod group has the resources of its workers, and as many pods as there can be workers."""
     ray, cluster = of_kind("RayCluster")["spec"], load_cluster(KUBERNETES / "cluster.yaml")
     groups = {group["groupName"]: group for group in ray["workerGroupSpecs"]}
     assert f"ray=={ray['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
@@ -72,7 +72,7 @@ def test_pods_have_what_the_cluster_on_them_asks_for() -> None:
         ("gateway", cluster.gateways, cluster.gateways.count),
     ):
         group, pod = groups[name], groups[name]["template"]["spec"]
-        # KubeRay puts the value on a shell's command line, so it is quoted once more.
+        # KubeRay inserts the value in a shell command line, so it is quoted twice.
         assert json.loads(json.loads(group["rayStartParams"]["resources"])) == share.resources
         limits = pod["containers"][0]["resources"]["limits"]
         assert float(limits["cpu"]) >= share.cpus
@@ -133,7 +133,7 @@ def test_compose_mounts_and_names_what_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_a_unit_starts_a_command_that_there_is_and_systemd_accepts_it(path: Path, tmp_path: Path) -> None:
-    """As it is, but for programs that are not installed here."""
+    """A unit starts an existing verb, and systemd accepts it; programs are replaced, since they are not installed."""
     [command] = re.findall(r"^ExecStart=(.*)$", path.read_text(), re.MULTILINE)
     program, verb, *flags = command.removeprefix(BIN).split()
     if program == "moonserve":
@@ -142,7 +142,7 @@ def test_a_unit_starts_a_command_that_there_is_and_systemd_accepts_it(path: Path
     else:
         assert (program, verb) == ("ray", "start")
         assert "--disable-usage-stats" in flags
-    # A conductor's file can say that it stands by, as the unit's comment says.
+    # A conductor's file can configure a standby, as the unit's comment says.
     assert {"registry", "host", "port"} <= {option.name for option in options_of(ConductorConfig)}
     binary = shutil.which("systemd-analyze")
     if binary is None:

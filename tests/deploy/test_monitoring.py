@@ -1,4 +1,4 @@
-"""What `deploy/monitoring` ships, loaded by the programs that it is for and asked of a live cluster under load."""
+"""Tests of `deploy/monitoring`: its programs load the files, and every expression has values under load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dashboard_expressions() -> Iterator[str]:
 
 
 def alert_expressions() -> Iterator[str]:
-    """What each alert compares: the comparison itself is empty while all is well."""
+    """Yields the value that each alert compares: the comparison itself is empty while no alert fires."""
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
         compared = re.fullmatch(r"(?P<value>.+) [<>] [0-9.]+", rule["expr"])
@@ -46,7 +46,7 @@ def test_promtool_accepts_the_configuration_and_the_rules() -> None:
 
 
 def test_the_dashboard_loads_without_edits() -> None:
-    """Each panel has a place and a source that the dashboard itself lets one choose, and no id of another Grafana."""
+    """Panels do not overlap and use the dashboard's selectable data source; no id of another Grafana remains."""
     assert (BOARD["uid"], "id" in BOARD) == ("moonserve", False)
     assert [v["type"] for v in BOARD["templating"]["list"]] == ["datasource"]
     ids = [panel["id"] for panel in BOARD["panels"]]
@@ -83,7 +83,7 @@ def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path
 
 
 def undescribed(cluster: Cluster) -> set[str]:
-    """What a live cluster tells and the reference does not. When a series began is told with each, for nobody."""
+    """Returns a live cluster's metrics that docs/metrics.md lacks, without the `_created` time of each series."""
     with cluster.client() as client:
         told = re.findall(r"^# TYPE (\S+)", client.get("/metrics/cluster").text, re.MULTILINE)
     page = (MONITORING.parents[1] / "docs" / "metrics.md").read_text()
@@ -91,7 +91,7 @@ def undescribed(cluster: Cluster) -> set[str]:
 
 
 def configured(cluster: Cluster, folder: Path) -> Path:
-    """The shipped configuration, looking oftener and at this cluster."""
+    """Writes the shipped configuration with shorter intervals and this cluster's address."""
     text = (MONITORING / "prometheus.yml").read_text()
     for shipped, here in (
         ("127.0.0.1:8000", cluster.url.removeprefix("http://")),
@@ -111,7 +111,7 @@ def scrapes(prometheus: Prometheus) -> float:
 
 
 def is_up(prometheus: Prometheus) -> bool:
-    """One that takes longer than a second counts as failed, and the next one may not."""
+    """Returns True if the last scrape succeeded: one that takes longer than a second fails, the next may not."""
     (target,) = prometheus.ask("targets")["activeTargets"]
     up: bool = target["health"] == "up"
     return up

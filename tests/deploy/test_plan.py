@@ -1,4 +1,4 @@
-"""The processes of a cluster on one machine and their options."""
+"""Tests of the processes of a cluster on one machine and of their options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLASSES: dict[str, type[ProcessConfig]] = {
 
 
 def parsed(spec: ProcessSpec) -> Any:
-    """The configuration that the process itself would build."""
+    """Returns the configuration that the process itself builds from its flags and environment."""
     return load(CLASSES[spec.module], spec.flags, prog=spec.module, environ=spec.environment)
 
 
@@ -43,7 +43,7 @@ def members(gpus: tuple[str, ...] = (), ledger: str | None = None, **options: An
     return {spec.instance_id: spec for spec in specs}
 
 
-# An option of serve, or several → process → what the process itself then has.
+# Options of serve, and by process the resulting values of its own configuration.
 ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
     ({"gateways": 2, "port": 1234}, {name: {"port": 1234, "reuse_port": True} for name in ("gateway-0", "gateway-1")}),
     ({}, {"gateway-0": {"reuse_port": False}, "prefill-0": {"home_store": "store-0"}}),
@@ -66,7 +66,7 @@ ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
             "worker-2": {"role": "decode", "home_store": "store-0"},
         },
     ),
-    # No stage of a group has whole blocks for a store.
+    # No stage of a pipeline group has complete blocks to put into a store.
     ({"pipeline_parallel_size": 2}, {"prefill-0": {"pipeline_parallel_size": 2, "home_store": None}}),
     ({"tensor_parallel_size": 2, "role_switching": "on"}, {"worker-0": {"tensor_parallel_size": 2}}),
     (
@@ -117,7 +117,7 @@ def test_there_is_one_process_of_each_kind_workers_give_way_and_only_a_disk_gets
     graces = {s.instance_id: s.stop_grace_s for s in members(ssd="d:1GiB").values()}
     assert graces.pop("store-0") == STOP_GRACE_S + ServeConfig().ssd_flush_s
     assert set(graces.values()) == {members()["store-0"].stop_grace_s} == {STOP_GRACE_S}
-    assert STOP_GRACE_S < 5  # serve promises an end within that time; all are ended side by side
+    assert STOP_GRACE_S < 5  # serve promises an end within 5 s; all processes end concurrently
 
 
 def test_policies_are_the_same_whoever_starts_a_conductor_and_simulations_are_as_published() -> None:
@@ -142,7 +142,7 @@ def test_api_keys_are_no_flags() -> None:
 
 
 def test_gpus_are_dealt_out_to_workers_who_share_their_memory() -> None:
-    """Three workers on two GPUs; each process sees its own only."""
+    """With three workers on two GPUs, each process sees only its own GPU, and two workers share one's memory."""
     specs = members(("0", "3"), decode_workers=2, gpu_memory_utilization=0.8)
     seen = {
         name: (spec.environment["CUDA_VISIBLE_DEVICES"], parsed(spec).gpu_memory_utilization)
@@ -155,7 +155,7 @@ def test_gpus_are_dealt_out_to_workers_who_share_their_memory() -> None:
 
 
 def test_workers_of_either_kind_can_have_ranks_of_their_own_number() -> None:
-    """Each rank has a thread at least, however few cores there are."""
+    """Each role has its own number of ranks; each rank has at least one thread, even with fewer cores."""
     specs = members(tensor_parallel_size=2, decode_tensor_parallel_size=64)
     prefill, decode = parsed(specs["prefill-0"]), parsed(specs["decode-0"])
     assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (2, 64)

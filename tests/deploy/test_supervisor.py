@@ -1,4 +1,4 @@
-"""What the launcher starts, it ends; who gives way to a successor, in which order, and what the next one waits for."""
+"""Tests of the launcher: it ends every process that it started, replaces processes, and restarts them in order."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from protocol.pb import conductor_pb2, conductor_pb2_grpc
 from protocol.rpc import Channels, RpcServer
 from tests.patience import PATIENCE_S, until
 
-# Ready at once, with a second thread; ends on either signal once the process in `--while-alive` has ended, which may be
-# itself, and says which signal it was. `--fails-if`: not where this file exists.
+# Test process: ready at once, with a second thread. After SIGTERM or SIGUSR1 it waits for the end of the process
+# `--while-alive` (may be itself), prints the signal and ends. `--fails-if`: it exits with 3 if this file exists.
 SERVING = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
@@ -58,7 +58,7 @@ Launch = Callable[..., Awaitable[tuple[Supervisor, Child]]]
 
 @pytest.fixture
 async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
-    """Starts such a process under a supervisor, which is stopped at the end."""
+    """Starts the process `SERVING` under a supervisor, which is stopped at the end."""
     (tmp_path / "serving.py").write_text(SERVING)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     made: list[Supervisor] = []
@@ -70,7 +70,7 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
             allowed = {} if may is None else {"may_restart": may}
             supervisor = Supervisor(tmp_path, environment, lambda: None, **allowed)
             made.append(supervisor)
-        fields = {"kind": Kind.STORE, "stop_grace_s": PATIENCE_S, **fields}  # to say which signal it was
+        fields = {"kind": Kind.STORE, "stop_grace_s": PATIENCE_S, **fields}  # time to print the signal
         name = f"it-{len(supervisor.children)}"
         [child] = await supervisor.start([ProcessSpec(instance_id=name, module="serving", flags=flags, **fields)])
         return supervisor, child
@@ -96,7 +96,7 @@ async def test_a_process_gives_way_to_a_successor(launch: Launch, overlaps: bool
 
 
 async def test_one_without_its_log_writes_to_the_launchers(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
-    """It starts again where its log cannot be opened any more."""
+    """A process whose log cannot be opened is restarted and writes to the launcher's stderr."""
     supervisor, child = await launch()
     child.log_path.unlink()
     child.log_path.mkdir()
@@ -111,7 +111,7 @@ async def test_one_without_its_log_writes_to_the_launchers(launch: Launch, capfd
 async def test_one_whose_successor_does_not_come_up_serves_on(
     launch: Launch, has_process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it cannot even be started, as without memory or with another Python by now."""
+    """It serves on even if no process can be created, for example without memory or a valid Python."""
     supervisor, child = await launch("--fails-if", str(tmp_path / "fails"), overlaps=True)
     old = process_of(child)
     if has_process:
@@ -135,7 +135,7 @@ async def test_one_that_dies_at_its_start_is_told_with_its_last_lines(launch: La
 
 
 async def test_each_process_has_its_own_time_to_stop(launch: Launch) -> None:
-    """One would wait for its own end; the other waits for the first one's."""
+    """One waits for its own end and is killed after its grace period; the other waits for the first and ends itself."""
     supervisor, killed = await launch("--while-alive", "self", stop_grace_s=0.1)
     _, patient = await launch("--while-alive", str(killed.pid), supervisor=supervisor)
     await supervisor.stop()
@@ -143,7 +143,7 @@ async def test_each_process_has_its_own_time_to_stop(launch: Launch) -> None:
 
 
 async def test_a_process_that_died_starts_again_when_it_may(launch: Launch) -> None:
-    """A launcher that may have been taken over from asks first."""
+    """A launcher whose place another may have taken waits for permission before it restarts a process."""
     asked, allowed = asyncio.Event(), asyncio.Event()
 
     async def may_restart() -> None:
@@ -160,7 +160,7 @@ async def test_a_process_that_died_starts_again_when_it_may(launch: Launch) -> N
 
 
 async def test_a_process_starts_like_others_and_gives_way_with_all_threads_when_it_is_ready(launch: Launch) -> None:
-    """A worker that started at low priority on a busy machine did not become ready within minutes."""
+    """Priority is lowered only when ready: at low priority a worker did not start on a busy machine within minutes."""
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     _, child = await launch(nice=ours + 3)
     assert child.facts["nice"] == str(ours)
@@ -183,9 +183,9 @@ def test_a_death_is_told_in_half_a_sentence() -> None:
 
 
 def test_what_a_full_disk_does_not_take_is_not_shown_and_ends_nothing(tmp_path: Path) -> None:
-    """The task that follows a process tells the display of it, and must go on following."""
+    """Display errors on a full disk do not end the task that follows a process and updates the display."""
     child = Child(ProcessSpec(instance_id="it", kind=Kind.STORE, module="it", flags=()), tmp_path / "it.log")
-    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails, and is looked at
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails, as asserted below
     display = Display(full)
     display.show_start(tmp_path, tmp_path)
     display.follow([child])
@@ -202,7 +202,7 @@ TOKEN = "restarting-tests"
 
 
 class Scene(conductor_pb2_grpc.ConductorServicer):
-    """A conductor and a supervisor of two workers. The one that was restarted is back once it was asked for twice."""
+    """A conductor and a supervisor of two workers. A restarted worker is listed again after two requests."""
 
     def __init__(self, tmp_path: Path, silent_for: int) -> None:
         self.children = [
@@ -210,8 +210,8 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
             for kind in (Kind.DECODE, Kind.PREFILL)
         ]
         self.epochs = {child.spec.instance_id: 1 for child in self.children}
-        self.silent_for = silent_for  # calls
-        self.away: list[str] = []  # entries go by calls
+        self.silent_for = silent_for  # number of calls that fail
+        self.away: list[str] = []  # each call removes an entry
         self.events: list[str] = []
 
     async def GetCluster(self, request: Any, context: Any) -> conductor_pb2.ClusterView:
@@ -248,7 +248,7 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
 
 @pytest.mark.parametrize("silent_for", [0, 2])
 async def test_the_next_one_goes_when_the_one_before_is_back(tmp_path: Path, silent_for: int) -> None:
-    """A conductor that does not answer just then is asked again: it would say of nobody that they were there."""
+    """A conductor that does not answer is asked again: its silence does not mean that workers are absent."""
     assert await Scene(tmp_path, silent_for).run() == [
         *("prefill-0 is restarted", "prefill-0 is back"),
         *("decode-0 is restarted", "decode-0 is back"),
@@ -267,7 +267,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def test_the_kernel_gives_none_of_them_to_connections_and_none_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often the search begins at the same one."""
+    """Free ports are distinct and outside the ephemeral range, even if each search begins at the same port."""
     monkeypatch.setattr(ports.random, "randrange", lambda span: 0)
     first = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 32_768
     with socket.create_server(("127.0.0.1", free_port())) as taken:
@@ -278,7 +278,7 @@ def test_the_kernel_gives_none_of_them_to_connections_and_none_is_given_twice(mo
 
 
 def test_another_process_gets_other_ports() -> None:
-    """Also while nobody listens on them, and where it begins to look at the same one."""
+    """Ports given to one process are not given to another, even without listeners and from the same first port."""
     ours = free_port(3)
     code = f"from deploy import ports; ports.random.randrange = lambda span: {ours} - {ports.FIRST_PORT}; "
     code += "print(ports.free_port())"
@@ -300,14 +300,14 @@ time.sleep(float(sys.argv[2]))
 @pytest.mark.e2e
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_cluster_ends_with_who_started_it(tmp_path: Path, begun: bool) -> None:
-    """Killed, so that nothing of its own could stop it; before the launcher looks for it, and later."""
+    """Its processes end when the starter is killed, both before the launcher watches the starter and later."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTS_ONE, str(tmp_path), str(PATIENCE_S)], stdout=subprocess.PIPE, text=True
     )
     assert starter.stdout is not None
     with starter.stdout as stdout:
         launcher = psutil.Process(int(stdout.readline()))
-    if begun:  # its processes, too
+    if begun:  # its processes have started too
         until((tmp_path / "decode-0.log").exists)
     processes = [launcher, *launcher.children(recursive=True)]
     starter.send_signal(signal.SIGKILL)

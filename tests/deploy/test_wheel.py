@@ -1,4 +1,4 @@
-"""A wheel brings the compiled part of every package: an installation without a compiler has it."""
+"""Tests that a wheel contains the compiled library of every package, for installations without a compiler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(*command: str | Path, path: str | None = None, cache: Path | None = None
 
 
 def build(folder: Path, *, path: str | None = None) -> Path:
-    """A wheel of a copy of the tree, which the build would write into."""
+    """Builds a wheel from a copy of the tree, since the build writes into its source folder."""
     copy = folder / "source"
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -60,7 +60,7 @@ def build(folder: Path, *, path: str | None = None) -> Path:
 
 
 def test_every_library_of_an_installed_wheel_loads_without_a_compiler(tmp_path: Path) -> None:
-    """In an environment that sees the dependencies of this one."""
+    """The libraries load in a virtual environment that has only the wheel and this environment's dependencies."""
     need_compiler()
     venv, python = tmp_path / "venv", tmp_path / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", venv)
@@ -73,7 +73,7 @@ def test_every_library_of_an_installed_wheel_loads_without_a_compiler(tmp_path: 
 
 
 def test_a_wheel_is_built_without_a_compiler(tmp_path: Path) -> None:
-    """Its sources are in it, to be compiled at the first start."""
+    """A wheel built without a compiler has the C sources, which are compiled at the first start."""
     names = zipfile.ZipFile(build(tmp_path, path="")).namelist()
     assert not [name for name in names if name.endswith(".so")]
     assert {str(source) for source in SOURCES} <= set(names)

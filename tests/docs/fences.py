@@ -1,14 +1,14 @@
-"""The pages that are held to what they show, their fenced blocks, and what the info strings of these ask for.
+"""Parses the fenced blocks of the documentation pages. A block's info string defines how it is tested:
 
-    ```console                     commands behind `$ `, what they print below; both are compared
+    ```console                     commands after `$ `, their output below; the output is compared
     ```bash                        a script
-    ```python                      code; blocks of one page share their names
-    ```text output                 what the block before it prints
-    ```python title="policy.py"    a file of this name beside the page's commands
-    ```console cluster             `moonserve serve …`: the cluster that the page talks to from here on
-    ```bash skip="needs a GPU"     not run, and why; it is checked all the same (`commands`)
+    ```python                      code; the blocks of a page share their namespace
+    ```text output                 the output of the block before it
+    ```python title="policy.py"    a file of this name in the folder of the page's commands
+    ```console cluster             `moonserve serve …`: the cluster that the page uses from here on
+    ```bash skip="needs a GPU"     not run, for this reason; its commands are still checked
 
-In what is printed `…` and `...` stand for anything. Knows nothing of running.
+In output, `…` and `...` match anything. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORD = re.compile(r'(?P<name>[a-z]+)(="(?P<value>[^"]*)")?')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """`line`: of its opening, from 1. `words`: of the info string behind the language."""
+    """A fenced block. `line`: its first line, from 1. `words`: the info string's words after the language."""
 
     line: int
     language: str
@@ -43,14 +43,14 @@ class Fence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One command of a console, and what it prints; "" where nothing is shown."""
+    """One command of a console and its output as shown; "" if none is shown."""
 
     command: str
     shown: str
 
 
 def fences_of(page: str) -> Iterator[Fence]:
-    """In the order of the page; indented ones are no examples."""
+    """Yields a page's fenced blocks in order. Indented blocks are not examples and are left out."""
     for match in _FENCE.finditer(page):
         language, _, rest = match["info"].strip().partition(" ")
         yield Fence(
@@ -62,12 +62,12 @@ def fences_of(page: str) -> Iterator[Fence]:
 
 
 def without_fences(page: str) -> str:
-    """The prose."""
+    """Returns the page's prose."""
     return _FENCE.sub("", page)
 
 
 def steps_of(console: str) -> Sequence[Step]:
-    """A command goes on in the next line behind a backslash. Raises ValueError for output before any command."""
+    """Returns a console's commands; a backslash continues one. Raises ValueError for output before any command."""
     steps: list[Step] = []
     goes_on = False
     for line in console.splitlines():

@@ -1,4 +1,4 @@
-"""Pages and pictures that are made from code or text are fresh, and the site builds of them without a warning."""
+"""Tests that generated pages and pictures are up to date, and that the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from docs.reference import configuration, metrics
 from tests.docs.fences import ROOT
 
 DOCS = ROOT / "docs"
-# What a browser loads by itself; links are the reader's to follow.
+# Resources that a browser loads by itself; links are not loaded until the reader follows them.
 LOADED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?(https?:|//)[^>]*")
 
 
 async def test_the_checked_in_pages_and_pictures_are_fresh() -> None:
-    """`make docs` writes them."""
+    """Checked-in pages and pictures equal their generators' output; `make docs` rewrites them."""
     assert (DOCS / "configuration.md").read_text() == configuration.render()
     assert (DOCS / "metrics.md").read_text() == await metrics.render()
     for text in (DOCS / "diagrams").glob("*.txt"):
@@ -38,7 +38,7 @@ def test_each_metric_has_a_meaning_and_only_one_kind() -> None:
 
 
 def test_the_site_has_every_page_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
-    """Built strictly: pages that nobody links to, dead links and dead anchors are errors."""
+    """The strict build succeeds: pages without links to them, dead links and dead anchors are errors."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)

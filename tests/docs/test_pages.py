@@ -1,4 +1,4 @@
-"""What pages name exists: commands, flags, files, metrics; and no command is shown that nobody looks at."""
+"""Tests that commands, flags, files and metrics named by pages exist, and that every shown command is checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRIC = re.compile(r"`((?:moonserve_|vllm:|master_)[a-z_]+)")
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"docs", "proto"}
 SAMPLE_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 
-# Of programs that pages compare with.
+# Flags of other programs that pages mention.
 FOREIGN = {"--ioengine", "--iodepth", "--numjobs", "--thread", "--direct", "--time"}  # fio
 FOREIGN |= {"--resources"}  # ray
 
@@ -40,7 +40,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 
 def _of_fences(text: str) -> Iterator[str]:
-    """A block with commands says that it is one, so that it is run, or says why not."""
+    """Yields complaints about blocks: one with commands needs a runnable language, and a skip needs a reason."""
     for fence in fences_of(text):
         if fence.language not in RUNNABLE and COMMAND.search(fence.text):
             yield f"line {fence.line}: which language?"
@@ -51,7 +51,7 @@ def _of_fences(text: str) -> Iterator[str]:
 
 
 def _of_commands(text: str) -> Iterator[str]:
-    """Verbs, modules, make's targets, files and flags: those of blocks, run or not, and of the prose."""
+    """Yields complaints about the commands of all blocks, run or not, and of the prose."""
     scripts = [fence.text for fence in fences_of(text) if fence.language == "bash"]
     for fence in fences_of(text):
         if fence.language == "console":
@@ -63,7 +63,7 @@ def _of_commands(text: str) -> Iterator[str]:
 
 
 def _of_prose(prose: str) -> Iterator[str]:
-    """Flags; files by their path from the root, or from tests/, with or without `.py`; metrics."""
+    """Yields unknown flags, metrics and files; a path is relative to the root or tests/, with or without `.py`."""
     for code in CODE.findall(prose):
         if code.startswith("--"):
             yield from (f"no flag {flag}" for flag in set(FLAG.findall(code)) - all_flags() - FOREIGN)
@@ -79,7 +79,7 @@ def _of_prose(prose: str) -> Iterator[str]:
 
 
 def test_what_the_runbook_quotes_is_said_somewhere() -> None:
-    """Log lines and messages, as far as they are fixed text."""
+    """Each quoted log line or message, as far as it is fixed text, occurs in the sources."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quotes = [code for code in CODE.findall(without_fences(page)) if " " in code]
     quotes = [code for code in quotes if not code.startswith((*OURS, "--"))]
@@ -90,18 +90,18 @@ def test_what_the_runbook_quotes_is_said_somewhere() -> None:
 
 @cache
 def sources() -> str:
-    """All of the packages' code."""
+    """Returns the source text of all packages except tests."""
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
     return "\n".join(path.read_text() for folder in packages for path in folder.rglob("*.py"))
 
 
-# -- whether a command would be understood; values are not looked at, and programs of others are taken as they are
+# -- checks of commands; option values and other programs' commands are not checked
 
 
 def commands_of(script: str) -> Iterator[list[str]]:
-    """The simple commands of a script, as words; comments and assignments are left out."""
+    """Yields the words of each simple command in a script, without comments and assignments."""
     script = re.sub(r"\\\n", " ", script).replace("[", " ").replace("]", " ")
-    # A comment would take the end of its line along, which ends a command.
+    # shlex drops a comment with its newline, which ends a command, so a newline is inserted before it.
     lexer = shlex.shlex(re.sub(r"(\s)#", r"\1\n#", script), posix=True, punctuation_chars=_ENDS)
     lexer.whitespace, lexer.whitespace_split = " \t", True
     words: list[str] = []
@@ -114,7 +114,7 @@ def commands_of(script: str) -> Iterator[list[str]]:
 
 
 def complaint(words: list[str]) -> str | None:
-    """What is wrong with a command of ours; None where nothing is, or it is somebody else's."""
+    """Returns the error in one of our commands; None if it is correct or another program's."""
     match words:
         case ["moonserve"] | ["moonserve", "VERB" | "--help" | "--version", *_]:
             return None
@@ -139,7 +139,7 @@ def _missing(paths: Iterable[str]) -> str | None:
 
 
 def _unknown(arguments: list[str], known: frozenset[str]) -> str | None:
-    """Flags; what stands behind a bare `--` is for somebody else."""
+    """Returns a complaint about unknown flags; arguments after a bare `--` are another program's."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     flags = {argument.partition("=")[0] for argument in own if argument.startswith("--")}
     unknown = sorted(flags - known - {"--help", "--config"})
@@ -148,7 +148,7 @@ def _unknown(arguments: list[str], known: frozenset[str]) -> str | None:
 
 @cache
 def flags_of_verb(verb: str) -> frozenset[str]:
-    """Of all forms that the verb has; for verbs without options of the configuration, all flags there are."""
+    """Returns the flags of all forms of a verb; for verbs without configuration options, all known flags."""
     classes = [cls for title, cls in OPTIONS if title.split()[1] == verb]
     if not classes or verb == "traces":
         return all_flags()
@@ -159,7 +159,7 @@ def flags_of_verb(verb: str) -> frozenset[str]:
 
 @cache
 def all_flags() -> frozenset[str]:
-    """That anything here understands: options of the configuration, and what is given to argparse."""
+    """Returns all known flags: configuration options, and flags in the source text, such as argparse's."""
     options = [option for _, cls in OPTIONS for option in options_of(cls)]
     flags = {option.flag for option in options} | {option.negated_flag for option in options}
     for package in _SOURCES:

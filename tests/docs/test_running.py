@@ -1,8 +1,8 @@
-"""The commands of the pages run, and print what is shown: consoles and scripts by bash in a folder of the page's own,
-Python here.
+"""Tests that the pages' commands run and print what is shown: bash runs consoles and scripts in a folder per page, and
+Python blocks run in this process.
 
-Pages talk to 127.0.0.1:8000; what runs talks to the cluster under test, which all pages that need no options of their
-own share, and what it prints is changed back.
+Pages use 127.0.0.1:8000. In commands this is replaced by the address of the cluster under test, and in their output it
+is changed back. Pages whose `moonserve serve` command is the same share a cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Clusters = Callable[[str, Path], Cluster]
 
 
 class PageRun:
-    """`clusters`: a ready cluster by the `moonserve serve …` that starts it and the folder where that is typed."""
+    """A run of one page. `clusters`: starts a cluster, given its `moonserve serve …` command and folder."""
 
     def __init__(self, name: str, folder: Path, clusters: Clusters) -> None:
         self._name = name
@@ -48,7 +48,7 @@ class PageRun:
         self._printed = ""
 
     def run(self, fence: Fence) -> None:
-        """Raises AssertionError, with the page's line, where something fails or prints something else than is shown."""
+        """Runs a block. Raises AssertionError with the page's line if it fails or its output differs."""
         try:
             self._run(fence)
         except Exception as error:
@@ -75,15 +75,15 @@ class PageRun:
                 expect(step.shown or "…", printed)
 
     def _execute(self, fence: Fence) -> str:
-        """Lines are the page's, so that tracebacks name them."""
+        """Runs Python code and returns its output. Line numbers are the page's, for tracebacks."""
         code = "\n" * fence.line + fence.text.replace(SHOWN_ADDRESS, self._address)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, f"{self._name}.md", "exec"), self._names)
         return printed.getvalue()
 
     def _shell(self, command: str) -> str:
-        """What it prints, on both streams. Raises AssertionError for an exit code other than 0."""
-        # As in an activated environment, also where the interpreter was called by its path.
+        """Runs a command and returns its stdout and stderr. Raises AssertionError if the exit code is not 0."""
+        # PATH is as in an activated environment, even if the interpreter was called by its path.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, "MOONSERVE_URL": f"http://{self._address}"}
         if self._cluster is not None:
@@ -109,7 +109,7 @@ class PageRun:
 
 
 def expect(shown: str, printed: str) -> None:
-    """`…` stands for anything, on a line of its own also for no line; runs of blanks and newlines for each other.
+    """Compares output. `…` matches anything, alone on a line also no line; runs of blanks and newlines are equal.
 
     Raises AssertionError.
     """
@@ -120,7 +120,7 @@ def expect(shown: str, printed: str) -> None:
 
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
-    """Starts what pages ask for, each command once."""
+    """Starts the clusters of the pages, one per command."""
     running: dict[str, Cluster] = {}
     with contextlib.ExitStack() as stack:
 
@@ -141,7 +141,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
 @pytest.mark.e2e
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_a_page_runs(page: Path, clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its first block to its last, each with what those before it left."""
+    """All blocks of a page run in order, each with the files, names and cluster that earlier blocks left."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     run = PageRun(page.stem, tmp_path, clusters)

@@ -1,4 +1,4 @@
-"""Small traces on disk, with enough sharing that every figure has something to show."""
+"""Small trace files for tests, with enough shared prefixes that every figure has data."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SESSIONS = WorkloadSpec(
 
 
 def write_sessions(path: Path, num_requests: int = 40) -> Path:
-    """Growing prompts behind one common block, two requests a second; the same for the same number."""
+    """Writes sessions of growing prompts with one common block, at two requests per second. Deterministic."""
     write_trace(path, islice(requests_of(SESSIONS, Random(3)), num_requests))
     return path
 
 
-# What `synthesize` makes of the options in tests/traces/synthesis/test_workload.py.
+# The specification that `synthesize` builds from the options in tests/traces/synthesis/test_workload.py.
 SMALL = WorkloadSpec(
     arrivals=ArrivalSpec(rate=5, process="gamma", burstiness=2),
     input_tokens=LogNormal(3000, 1),
@@ -45,6 +45,6 @@ SMALL = WorkloadSpec(
 
 
 def write_small(path: Path) -> Path:
-    """1,500 requests in five minutes, with the statistics of a chat."""
+    """Writes 1,500 requests over five minutes, with the statistics of a chat workload."""
     write_trace(path, islice(requests_of(SMALL, Random(7)), 1500))
     return path

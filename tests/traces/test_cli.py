@@ -1,4 +1,4 @@
-"""The commands that take a trace: the verbs of `moonserve traces`, and a line for whoever gives wrong options."""
+"""Tests of the commands that take a trace: help for each verb, and one line for each wrong option."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"usage: moonserve traces {verb}" in capsys.readouterr().out
 
 
-# command → (options, a word of the complaint)
+# command → (options, a part of the error message)
 WRONG = {
     "traces": [("analyse", "did you mean analyze?")],
     "traces analyze": [
@@ -117,7 +117,7 @@ def test_wrong_options_are_one_line_and_exit_code_2_before_anything_is_done(
     Path("binary").write_bytes(b"\x1f\x8b\xff\xfe\n")
     assert main([*command.split(), *options.split()]) == EXIT_CONFIG
     told = capsys.readouterr()
-    (line,) = (each for each in told.err.splitlines() if not each.startswith("simulating "))  # which is progress
+    (line,) = (each for each in told.err.splitlines() if not each.startswith("simulating "))  # progress lines
     assert words in line
     assert line.startswith("moonserve")
     assert told.out == ""

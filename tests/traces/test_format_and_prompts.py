@@ -1,4 +1,4 @@
-"""Prompts have exactly the trace's lengths and share exactly what its hash ids share; broken lines are named."""
+"""Tests that prompts have the trace's exact lengths and shared prefixes, and that errors name the broken line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record(length: int, *hash_ids: int) -> TraceRecord:
 
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """Leading ones."""
+    """Returns the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 

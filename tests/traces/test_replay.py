@@ -1,4 +1,4 @@
-"""Replay and download against real local HTTP servers."""
+"""Tests of replay and download against real local HTTP servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def serve() -> AsyncIterator[Serve]:
 
 
 def endpoint(bodies: list[dict[str, Any]]) -> web.Application:
-    """A well-behaved endpoint that answers every third request with 429."""
+    """Returns an OpenAI-compatible endpoint that answers every third request with 429."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m", "vocab_size": 300, "max_model_len": 100, "block_size": 4}]})
@@ -90,7 +90,7 @@ async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, tra
 
 
 async def test_a_record_that_says_whose_it_is_is_sent_as_theirs(serve: Serve, tmp_path: Path) -> None:
-    """Tenant and priority of a record are the request's; where it names none, the request does not either."""
+    """A request has the tenant and priority of its record; if the record has none, neither has the request."""
     plain = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
     path = write(tmp_path / "trace.jsonl", plain, {**plain, "tenant": "alice", "priority": -2})
     bodies: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ async def test_a_record_that_says_whose_it_is_is_sent_as_theirs(serve: Serve, tm
 
 
 async def test_requests_of_one_instant_are_sent_in_the_order_of_the_trace() -> None:
-    """Who is first in a burst decides whom a long prompt delays. None is sent before it is due."""
+    """Requests are sent in trace order, since it decides which ones a long prompt delays, and none before it is due."""
     builder = PromptBuilder(300)
     records = [
         TraceRecord(arrived_s=0.1 * (n // 100), input_length=9, output_length=1, hash_ids=(n,), tokens_per_hash=16)
@@ -137,7 +137,7 @@ async def test_a_report_that_cannot_be_written_is_told_below_its_table(
 
 
 def hosting(files: dict[str, bytes], *, damaged: bool = False) -> web.Application:
-    """Serves a listing in GitHub's contents format, and the files."""
+    """Returns a server of files and of their listing in GitHub's contents format. `damaged`: digests do not match."""
 
     async def listing(request: web.Request) -> web.Response:
         entries = [

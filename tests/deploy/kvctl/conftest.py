@@ -1,4 +1,4 @@
-"""A cluster for kvctl's tests: a directory, store nodes that join it, objects in them, and the command itself."""
+"""Test cluster for kvctl: a directory, store nodes that join it, objects in them, and a runner for the command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
 
 @dataclass(slots=True)
 class Stage:
-    """The processes of one test."""
+    """The directory and the store nodes of one test cluster."""
 
     registry: str
     port: int
@@ -45,14 +45,14 @@ class Stage:
 
     @contextlib.contextmanager
     def joined(self, name: str, *flags: str) -> Iterator[Node]:
-        """Another node, once the directory knows it: nodes are ready before they are members."""
+        """Starts a node and yields it once the directory knows it: a node is ready before it is a member."""
         with running_node(*flags, "--join", self.registry, instance_id=name) as node:
             self.nodes[name] = node
             asyncio.run(self.until_indexed([]))
             yield node
 
     async def keep_member(self, name: str) -> None:
-        """One that is lost is known for seconds, which may be over before it was asked about: for longer now."""
+        """Extends the registration of a node, so that the registry still lists it long after it is lost."""
         registry = connect(self.registry, cluster_token=TOKEN)
         try:
             [member] = [m for m in await registry.members() if m.instance_id == name]
@@ -61,7 +61,7 @@ class Stage:
             await registry.close()
 
     async def until_indexed(self, keys: Sequence[BlockKey]) -> None:
-        """The directory knows who holds them."""
+        """Waits until the directory has a holder for each of the keys."""
         async with asking(self.port) as questions:
 
             async def indexed() -> bool:
@@ -73,7 +73,7 @@ class Stage:
 
 @contextlib.contextmanager
 def stage(names: Sequence[str], *flags: str) -> Iterator[Stage]:
-    """`flags` go to every node."""
+    """Yields a running cluster with the named nodes. `flags`: command-line flags of every node."""
     port = free_port()
     with ExitStack() as stack:
         stack.enter_context(running_directory(port=port))
@@ -85,7 +85,7 @@ def stage(names: Sequence[str], *flags: str) -> Iterator[Stage]:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one command printed, and how it ended."""
+    """The output and the exit code of one command."""
 
     code: int
     out: str
@@ -108,7 +108,7 @@ class Kvctl:
         self._registry = registry
 
     def __call__(self, *arguments: str, ends: int | None = None, environ: Mapping[str, str] = ENVIRON) -> Said:
-        """`ends`: the exit code that it must have."""
+        """Runs the command. `ends`: the expected exit code; None accepts any."""
         registry = ["--registry", self._registry] if self._registry else []
         self._capsys.readouterr()
         code = main([*registry, *arguments], environ)
@@ -117,7 +117,7 @@ class Kvctl:
         return Said(code, printed.out, printed.err)
 
     def json(self, *arguments: str) -> list[dict[str, Any]]:
-        """The records of a command that is to succeed."""
+        """Returns the records that a command prints with --json; the command must succeed."""
         return self("--json", *arguments, ends=0).records
 
 
@@ -128,7 +128,7 @@ def put(node: Node, values: Mapping[str, bytes]) -> None:
 
 
 def get_all(node: Node, keys: Iterable[str]) -> dict[str, bytes]:
-    """Those of the values that the node has, compared with their checksums."""
+    """Returns the values that the node holds, verified with their checksums."""
     with store_of(f"node://{node.rpc_address}") as store:
         found = {key: store.get(key.encode()) for key in keys}
     return {key: value for key, value in found.items() if value is not None}
@@ -154,7 +154,7 @@ def put_chain(node: Node, keys: Sequence[BlockKey], num_bytes: int = 4096) -> No
 
 @pytest.fixture(scope="package", autouse=True)
 def _no_cluster_of_the_operator() -> Iterator[None]:
-    """The processes under test read the environment, too."""
+    """Removes the operator's registry settings from the environment, which the processes under test read too."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("MOONSERVE_REGISTRY")]:
             patch.delenv(name)
@@ -163,7 +163,7 @@ def _no_cluster_of_the_operator() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command gives up who does not answer within seconds, and a busy machine may need longer."""
+    """Extends the command's RPC timeouts of a few seconds, which a busy machine may exceed."""
     for caller in ("deploy.kvctl.cluster", "deploy.terminal.client", "protocol.registry.remote"):
         monkeypatch.setattr(f"{caller}.Channels", PatientChannels)
     monkeypatch.setitem(RedisRegistry.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
@@ -177,5 +177,5 @@ def pair() -> Iterator[Stage]:
 
 @pytest.fixture
 def kvctl(pair: Stage, capsys: pytest.CaptureFixture[str]) -> Kvctl:
-    """On `pair`."""
+    """Runner for commands on the cluster `pair`."""
     return Kvctl(capsys, pair.registry)

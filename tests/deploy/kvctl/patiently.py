@@ -1,4 +1,4 @@
-"""`moonserve kvctl` as a process of its own that waits for who is slow."""
+"""Runs `moonserve kvctl` as a separate process with long RPC timeouts, for tests on a busy machine."""
 
 from __future__ import annotations
 

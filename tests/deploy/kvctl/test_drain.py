@@ -1,4 +1,4 @@
-"""drain: whatever only one node holds is on another then, byte for byte, or it is said what is not."""
+"""Tests of `kvctl drain`: each object that only the drained node holds is copied unchanged, or listed as unplaced."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def key(number: int) -> BlockKey:
 
 
 def forest_of(shape: list[tuple[int, int, bool]]) -> dict[BlockKey, Resident]:
-    """Each object follows the one so many before it, which may be elsewhere; with 0, none."""
+    """Returns objects by key. Each one's parent is the object `back` places before it, which may be absent; 0: none."""
     return {
         key(number): Resident(key(number), key(number - back) if back else None, length, in_memory=in_memory)
         for number, (back, length, in_memory) in enumerate(shape)
@@ -57,7 +57,7 @@ LENGTHS = st.sampled_from([0, 1, MAX_BYTES // 40, 2 * MAX_BYTES])
 
 @given(st.lists(st.tuples(st.integers(0, 8), LENGTHS, st.booleans()), max_size=200).map(forest_of))
 def test_every_object_goes_once_after_its_parent_in_bounded_calls(forest: dict[BlockKey, Resident]) -> None:
-    """What is in memory goes first, and a tree goes to one node."""
+    """Objects in memory are copied first, and a tree goes to one node."""
     asked: list[BlockKey] = []
 
     def target_of(first: Resident) -> str:
@@ -90,14 +90,14 @@ def test_a_circle_is_copied_too() -> None:
     assert len(batch.objects) == 3
 
 
-# The command as a process.
+# Runs the command as a separate process.
 PATIENTLY = (sys.executable, "-m", "tests.deploy.kvctl.patiently")
 VALUES = {f"value-{number}": os.urandom(10_000 + number) for number in range(100)}
 
 
 def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    """It refuses writes from then on, until that is undone. A chain goes where its beginning is and keeps its pins;
-    everything else goes where clients look for it."""
+    """A draining node refuses writes. A chain goes to the node that holds its beginning and keeps its pins; every other
+    object goes to the node where clients look for it."""
     keys = chain_keys("drained", 150)
     with stage(["store-0", "store-1", "store-2"]) as made:
         leaving, second, third = made.nodes.values()
@@ -105,7 +105,7 @@ def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixtur
         put_chain(leaving, keys)
         put_chain(third, keys[:10])
         kvctl = Kvctl(capsys, made.registry)
-        for kind, key in (("--hard", keys[3]), ("--soft", keys[100])):  # one there already, one not
+        for kind, key in (("--hard", keys[3]), ("--soft", keys[100])):  # store-2 holds only the first of the two
             assert kvctl("pin", key.hex(), kind, "--node", "store-0").code == 0
         said = kvctl("drain", "store-0", ends=0)
         assert "store-0 holds nothing alone any more: it can be stopped" in said.lines
@@ -149,7 +149,7 @@ def test_what_finds_no_place_is_listed_and_evictions_are_not_chased(capsys: pyte
 
 
 def test_what_is_only_on_disk_is_drained_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Three times what memory holds; write-through, so that nothing is evicted before it is on disk."""
+    """Objects of three times the memory's size are drained. Write-through: none is evicted before it is on disk."""
     values = {f"cold-{n}": os.urandom(8) * 25_000 for n in range(120)}
     ssd = ("--ssd", f"{tmp_path}:512MiB", "--ssd-write-through")
     with (
@@ -169,7 +169,7 @@ def test_what_is_only_on_disk_is_drained_too(capsys: pytest.CaptureFixture[str],
 
 
 def put_behind_the_disk(node: Node, values: dict[str, bytes]) -> None:
-    """A node whose memory is full of what its disk does not have yet refuses for a moment."""
+    """Puts all values and retries refused ones: a node refuses while its memory is full of unwritten objects."""
     with store_of(f"node://{node.rpc_address}") as store:
 
         def taken(key: str) -> bool:
@@ -183,7 +183,7 @@ def put_behind_the_disk(node: Node, values: dict[str, bytes]) -> None:
 
 
 def test_an_interrupted_drain_says_what_it_leaves_and_can_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """A writer that has not finished holds the drain up until the signal has come."""
+    """The drain waits for an unfinished write, so that the signal arrives while it runs."""
     with stage(["store-0", "store-1"]) as made:
         put(made.nodes["store-0"], VALUES)
         kvctl = Kvctl(capsys, made.registry)

@@ -1,4 +1,4 @@
-"""Verbs of kvctl: what is shown is what nodes hold, changes are on all of them, and what goes wrong is one line."""
+"""Tests of kvctl's verbs: output matches what nodes hold, changes reach every replica, each error is one line."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_stopped_node_costs_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # no patience
+    monkeypatch.undo()  # the command's own timeouts
     with stage(["store-0", "store-1"]) as made:
         keys = chain_keys("stopped", 5)
         put_chain(made.nodes["store-0"], keys)
@@ -238,7 +238,7 @@ def test_redis_is_a_registry_too_and_one_without_nodes_is_told(capsys: pytest.Ca
         with running_node("--dram", "1MiB", "--join", redis.url):
             until(lambda: kvctl("nodes").code == 0)  # a node is ready before it is a member
             [record] = kvctl.json("nodes")
-    assert (record["node"], record["last_heard_s"]) == ("store-0", None)  # there is no directory
+    assert (record["node"], record["last_heard_s"]) == ("store-0", None)  # only a directory knows it
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_what_grpc_says_is_put_in_words(raw: str, shown: str) -> None:
 
 @asynccontextmanager
 async def serving(worker: Worker | None) -> AsyncIterator[str]:
-    """A worker's address; None: one whose memory is fixed."""
+    """Serves a worker's KV memory RPCs and yields the address. None: a worker whose memory is fixed."""
     server = RpcServer(TOKEN)
     servicer = (
         KvMemoryServicer(None, lambda: None)
@@ -296,9 +296,9 @@ async def test_a_ceiling_is_changed_in_whole_pages_and_shown(capsys: pytest.Capt
     ("asked", "words"),
     [
         (["limit", "w", "1KiB"], "page"),
-        (["limit", "w", "1TiB"], ""),  # beyond the addresses
+        (["limit", "w", "1TiB"], ""),  # more than the reserved address space
         (["limit", "w", "1MiB", "--floor", "2MiB"], "floor"),
-        (["limit", "w", "--budget", "1GiB"], "budget"),  # shares none
+        (["limit", "w", "--budget", "1GiB"], "budget"),  # shares no budget
         (["limit", "w"], "nothing to change"),
         (["limit", "w", "much"], "much"),
         (["--node", "worker-0", "limits"], "HOST:PORT"),
@@ -309,7 +309,7 @@ async def test_a_ceiling_is_changed_in_whole_pages_and_shown(capsys: pytest.Capt
 async def test_what_cannot_be_is_refused_in_words_and_changes_nothing(
     capsys: pytest.CaptureFixture[str], asked: list[str] | None, words: str
 ) -> None:
-    """Also without a token, and by a worker whose memory is fixed."""
+    """Impossible limits, a missing token and a worker with fixed memory give an error and change nothing."""
     worker = Worker()
     before = worker.elasticity.limits()
     async with serving(None if asked is None else worker) as address:
@@ -327,4 +327,4 @@ def test_a_worker_or_a_gateway_that_does_not_answer_is_told_from_a_refusal(capsy
         assert main(asked, ENVIRON) == EXIT_UNREACHABLE
         assert "--url" in capsys.readouterr().err
     assert main(["--url", f"http://{nobody}", "ls"], ENVIRON) == EXIT_USAGE
-    assert "--registry" in capsys.readouterr().err  # only limits are asked of a gateway
+    assert "--registry" in capsys.readouterr().err  # `limits` is the only verb that works with a gateway

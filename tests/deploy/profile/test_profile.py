@@ -1,4 +1,4 @@
-"""`moonserve profile`: a real model is measured for simulations, and observations become the terms of one."""
+"""Tests of `moonserve profile`: it measures a real model, and derives a simulation's terms from observations."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ DECODE = DecodeProfile(c0=2e-3, c1=1e-4, c2=4e-7)
 def prompt(
     num_tokens: int, num_cached: int = 0, num_others: int = 0, slow: float = 1.0, decodes_beside: bool | None = None
 ) -> PromptRun:
-    """As a worker with PREFILL computes it, chunk by chunk, between 5 ms of request, 2 of them for the way back, and 2
-    of landing. Whoever has company has a decode machine's, unless told otherwise."""
+    """Returns a run with PREFILL's times per chunk, 5 ms of request overhead (2 of them for the way back) and 2 ms of
+    landing. Unless `decodes_beside` is given, other machines include a decode machine."""
     starts = range(num_cached, num_tokens, CHUNK)
     compute_s = slow * sum(PREFILL.seconds(min(s + CHUNK, num_tokens), s) for s in starts)
     return PromptRun(
@@ -86,7 +86,7 @@ def answered(
     placed_s: float = 0.004,
     queue_s: float = 0.0,
 ) -> Answered:
-    """A handoff of 20 ms beside the first step."""
+    """Returns an answer whose second token follows the first after a handoff of 20 ms and one step."""
     run = prompt(num_tokens)
     run = replace(run, machine=machine, placed_s=placed_s, queue_s=queue_s, load_s=0.0)
     second = first_token_at + 0.02 + step_s
@@ -100,11 +100,11 @@ def answered(
 
 
 def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
-    """The constant of a prompt is its chunks': eight for 4,000 tokens. Of a burst of three, each is placed 2 ms later
-    than one alone for each other; the last one waits, and its token comes 4 ms later than such a one's."""
+    """The constant counts per chunk, so eight times for 4,000 tokens. In a burst of three, each prompt is placed 2 ms
+    later for each other one; the last one queues, and its token returns 4 ms later than normally."""
     burst = [answered("p", 0.0, 0.1, step_s=0.0, num_steps=0, placed_s=0.007) for _ in range(2)]
     last = answered("p", 0.1, 0.2, step_s=0.0, num_steps=0, placed_s=0.007, queue_s=0.1)
-    late = replace(last.prompt, ttft_s=last.prompt.ttft_s + 0.006)  # 2 ms are everybody's
+    late = replace(last.prompt, ttft_s=last.prompt.ttft_s + 0.006)  # 2 ms of it are `back_s`
     found = terms_of(observed(bursts=[[*burst, replace(last, prompt=late)]]), CHUNK)
     prefill, decode = found.prefill.profile, found.decode.profile
     assert (prefill.c0, prefill.c1, prefill.c2) == NEAR((2e-3, 5e-5, 5e-8))
@@ -119,14 +119,14 @@ def test_formulae_overheads_and_crowding_come_out_as_they_went_in() -> None:
 
 @given(slow=st.floats(0.5, 4.0), others=st.integers(1, 3))
 def test_crowding_is_told_from_a_machine_that_is_slow_at_all_times(slow: float, others: int) -> None:
-    """Both sides of the comparison were measured later than the formulae, when everything took `slow` times as long."""
+    """The factors are right even if, since the formulae were measured, everything takes `slow` times as long."""
     prompts = [prompt(1024, num_others=n, slow=slow * (1 + n / 4)) for n in range(others + 1)]
     found = terms_of(observed(beside_prompts=prompts), CHUNK)
     assert found.crowding.prefill == NEAR(tuple(1 + n / 4 for n in range(others + 1)))
 
 
 def test_machines_that_differ_are_one_of_their_mean_and_company_is_told_apart() -> None:
-    """All prompts alone went to the faster one at first, later to the one that is 1.5 times as slow."""
+    """Prompts alone ran first on the faster machine, later on one that is 1.5 times as slow; crowding is relative."""
     fast = [prompt(n) for n in (16, 300, 900, 1024, 4000)]
     slow = [replace(prompt(1024, slow=1.5), machine="prefill-1")] * 3
     both = [prompt(1024, num_others=1, slow=2.0), prompt(1024, num_others=1)]
@@ -139,9 +139,9 @@ def test_machines_that_differ_are_one_of_their_mean_and_company_is_told_apart() 
 @pytest.mark.parametrize(
     ("others", "factors"),
     [
-        ([prompt(1024), prompt(1024, num_others=2, slow=2.0)], (1.0,)),  # a gap ends them
+        ([prompt(1024), prompt(1024, num_others=2, slow=2.0)], (1.0,)),  # no sample with one other machine
         ([], ()),
-        ([prompt(1024), prompt(1024, num_others=1, slow=0.8)], (1.0, 1.0)),  # company helps nobody
+        ([prompt(1024), prompt(1024, num_others=1, slow=0.8)], (1.0, 1.0)),  # a factor below 1 becomes 1
     ],
 )
 def test_factors_go_as_far_as_measured_and_never_below_one(others: list[PromptRun], factors: tuple[float, ...]) -> None:
@@ -154,7 +154,7 @@ def test_nothing_measured_is_said() -> None:
 
 
 def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
-    """Two streams with steps of 10 ms, one a step ahead; prompts of 100 tokens, 3 to 7 generated: 210 on average."""
+    """Two streams have steps of 10 ms, one a step later, and prompts of 100 tokens: the mean context is 209 tokens."""
     streams = [Timeline(0.0, tuple(0.01 * (n + ahead) for n in range(12))) for ahead in (0, 1)]
     (run,) = steps_between(streams, 100, 0.03, 0.07)
     assert (run.num_seqs, run.num_others, run.seconds) == (2, 0, NEAR(0.01))
@@ -165,7 +165,7 @@ def test_the_steps_of_a_batch_are_counted_where_all_decode() -> None:
 def test_tokens_that_reach_the_client_together_are_steps_if_time_passes() -> None:
     at_once = Timeline(0.0, (0.0, *[0.05] * 5, 0.1))
     assert steps_between([at_once], 100, 0.04, 0.06) == []
-    bunches = Timeline(0.0, (0.0, *[0.05] * 5, *[0.1] * 5))  # two of five steps of 10 ms
+    bunches = Timeline(0.0, (0.0, *[0.05] * 5, *[0.1] * 5))  # two bunches of five steps of 10 ms
     assert [run.seconds for run in steps_between([bunches], 100, 0.0, 0.1)] == NEAR([0.01])
 
 
@@ -174,8 +174,8 @@ def gap_shares(*runs: StepRun) -> list[tuple[float, ...]]:
 
 
 def test_how_tokens_are_bunched_is_told_apart_from_how_long_steps_take() -> None:
-    """Beside one other, tokens come in pairs: half of the gaps are nothing, the others twice a step. Of three streams
-    with equal steps two get all tokens at once, the third waits: each is even in itself."""
+    """Next to one other machine, tokens come in pairs: half of the gaps are 0, the others two steps. Of three streams,
+    each with equal gaps, two get all tokens at once: their shares are near 0."""
     alone = replace(step(4, 1500), gaps_s=(0.01,) * 40)
     beside = replace(step(4, 1600, num_others=1, slow=1.5), seconds=0.02, gaps_s=(0.0, 0.04) * 40)
     gaps = gap_shares(alone, beside)
@@ -189,7 +189,7 @@ def test_how_tokens_are_bunched_is_told_apart_from_how_long_steps_take() -> None
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=4, max_size=200).filter(lambda g: sum(g) > 1e-3))
 def test_the_longest_gaps_keep_their_part_of_the_time(gaps_s: list[float]) -> None:
-    """However few there are: each half of the shares has the time of that half of the gaps."""
+    """Each half of the shares has the same part of the time as that half of the gaps, for any number of gaps."""
     (shares,) = gap_shares(replace(step(4, 1500), gaps_s=tuple(gaps_s) * 2))
     assert list(shares) == NEAR(sorted(shares))
     ordered = sorted(gaps_s * 2)
@@ -210,7 +210,7 @@ def test_prefill_machines_as_company_are_told_apart_from_such_that_decode() -> N
 
 
 def test_steps_of_a_burst_are_told_apart_by_the_machines_that_compute_during_them() -> None:
-    """The first answer has ten steps of 10 ms beside another prompt, then ten of 5 ms beside nobody."""
+    """An answer with ten steps of 10 ms next to another prompt and ten of 5 ms alone gives two separate runs."""
     second = answered("prefill-0", 0.1, 0.23, step_s=0.005, num_steps=1)
     first = answered("prefill-0", 0.0, 0.1, step_s=0.01, num_steps=11)
     alone = tuple(first.token_at[-1] + 0.005 * (n + 1) for n in range(10))
@@ -220,17 +220,17 @@ def test_steps_of_a_burst_are_told_apart_by_the_machines_that_compute_during_the
     assert (beside.seconds, after.seconds) == (NEAR(0.01), NEAR(0.005))
     assert (beside.num_seqs, beside.prompt_tokens) == (1, 500)
     assert 500 < beside.context_tokens < after.context_tokens <= 521
-    # Two streams at once, beside one machine with two prompts and another with one.
+    # Two concurrent streams, next to one machine with two prompts and another with one.
     streams = [answered(f"prefill-{n}", 0.0, 0.1, step_s=0.01, num_steps=20) for n in range(2)]
     others = [answered(f"prefill-{n % 2}", 0.1, 9.0, step_s=0.01, num_steps=1) for n in range(3)]
     runs = [run for run in steps_of([*streams, *others]) if run.num_seqs == 2]
     assert [(run.num_others, run.context_tokens > 1000) for run in runs] == [(2, True)] * 2
-    assert steps_of([replace(first, token_at=(0.1, *[0.2] * 9))]) == []  # one instant tells no step
+    assert steps_of([replace(first, token_at=(0.1, *[0.2] * 9))]) == []  # equal token times show no step
 
 
 @pytest.mark.parametrize("slow", [1.0, 2.5])
 def test_crowding_is_told_apart_for_one_sequence_and_for_a_batch(slow: float) -> None:
-    """Answers, one or four, while a third and longest prompt is computed; the handoff alone takes 6 ms."""
+    """One or four answers decode while the longest prompt is computed; a handoff alone takes 6 ms."""
     bursts = []
     for num_seqs, factor in ((1, slow), (4, 2.0)):
         step_s = factor * DECODE.step_s(num_seqs, num_seqs * 510)
@@ -248,7 +248,7 @@ SPEC = ClusterSpec(model=SERVED, num_prefill=1, num_decode=1, block_size=32, pol
 
 
 def queued(turnover_s: float) -> list[Answered]:
-    """Prompts of one moment on one machine, one after the other, shortest first."""
+    """Returns prompts that are sent at once to one machine and computed one by one, shortest first."""
     found: list[Answered] = []
     free_at = 0.005
     for tokens in (100, 300, 500, 700):
@@ -262,7 +262,7 @@ def queued(turnover_s: float) -> list[Answered]:
 
 @pytest.mark.parametrize("turnover_s", [0.0, 0.004, 0.03])
 def test_what_single_terms_do_not_explain_becomes_the_turnover(turnover_s: float) -> None:
-    """Whatever it was before; nothing else changes, and nothing at all without bursts."""
+    """The turnover replaces the earlier value; nothing else changes, and without bursts nothing changes."""
     found = calibrated(SPEC, [queued(turnover_s)] * 3)
     assert found.model.overheads.turnover_s == NEAR(turnover_s, abs=3e-4)
     overheads = replace(found.model.overheads, turnover_s=0.1)
@@ -272,7 +272,7 @@ def test_what_single_terms_do_not_explain_becomes_the_turnover(turnover_s: float
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is slow is measured all the same."""
+    """Extends the timeouts, so that slow machines are measured too."""
     monkeypatch.setattr(transfer_checks, "_DEADLINE_S", PATIENCE_S)
     monkeypatch.setattr(probe, "_REPORTED_WITHIN_S", PATIENCE_S)
     monkeypatch.setattr(LocalCluster.wait_until_ready, "__defaults__", (3 * PATIENCE_S,))
@@ -280,7 +280,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profile_is_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a tiny model, in a second: the file is the report, and what a simulation reads."""
+    """A tiny model is measured within a second; the file holds the measurements and is a valid profile."""
     make_model("llama", model := tmp_path / "tiny", tie_word_embeddings=True)
     written = tmp_path / "profile.json"
     options = ["--json", str(written), "--disk", str(tmp_path), "--budget-s", "1"]
@@ -320,15 +320,15 @@ def test_what_cannot_be_measured_is_told(options: list[str], words: str, capsys:
 def test_what_serving_adds_is_measured_through_a_real_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster of the tiny model is started, asked and stopped; the file has what a simulation of it needs. Few bursts
-    and short batches: how many there are is for the figures' sake."""
+    """A cluster of a tiny model is measured, and the file has what its simulation needs. Bursts are few and batches
+    short: larger numbers only make the figures more precise."""
     for name, few in {"_BURSTS": 1, "_BURST": 3, "_STEADY_TOKENS": 16, "_BESIDE_S": 0.2}.items():
         monkeypatch.setattr(probe, name, few)
     monkeypatch.setattr(probe, "_PUTS_S", 0.0)
     shapes = {"prompt_tokens": (16, 64, 256, 512), "contexts": (64, 256), "runs": 1}
     monkeypatch.setattr(probe, "Grid", partial(probe.Grid, **shapes))
     make_model("llama", model := tmp_path / "tiny")
-    # Beside other tests, workers that give way fall silent, and objectives are missed.
+    # Next to other tests, workers at low priority miss heartbeats, and requests miss their objectives.
     for name, value in {"WORKER_NICE": "0", "TTFT_SLO": "10000", "TBT_SLO": "10000"}.items():
         monkeypatch.setenv(f"MOONSERVE_{name}", value)
     written = tmp_path / "serving.json"

@@ -1,4 +1,4 @@
-"""The lives of an actor's process, the controller's loop where Ray does not do as told, scaling by predicted load."""
+"""Tests of an actor's process over restarts, of the controller's loop when Ray fails, and of scaling by load."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ async def at(lives: Lives, stage: str) -> Report:
 
 
 async def test_a_stop_during_a_restart_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_is_current", lambda assignment: True)  # Ray is not there
+    monkeypatch.setattr(agent, "_is_current", lambda assignment: True)  # Ray does not run here
     lives = Lives(directory(tmp_path))
     await lives.begin()
     try:
         first = await at(lives, READY)
         assert first.pid is not None
-        stop(first.pid)  # its end takes a while
+        stop(first.pid)  # a stopped process delays its end
         restarting = asyncio.create_task(lives.restart(1))
         await at(lives, STOPPED)
         stopping = asyncio.create_task(lives.end())
@@ -82,7 +82,7 @@ def controller() -> Any:
 
 
 async def test_a_start_that_was_not_recorded_is_tried_again(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the process would count as starting for ever."""
+    """If the record of a start cannot be written, the start is retried: the process does not stay "starting"."""
     document = {"conductors": {"count": 1, "port": free_port()}, "stores": {"enabled": False}}
     away, made = ["head"], []
 
@@ -116,7 +116,7 @@ async def test_a_start_that_was_not_recorded_is_tried_again(controller: Any, mon
 
 
 def test_what_the_conductor_says_of_workers_is_their_load(controller: Any) -> None:
-    """Stores have none."""
+    """Members have epochs; workers also have loads, stores do not."""
     load = {"can_switch_role": True, "need": 0.5, "use": 0.25}
     views = [
         conductor_pb2.InstanceView(endpoint={"instance_id": name, "epoch": 3}, role=role_to_wire(role), **load)
@@ -168,16 +168,16 @@ def test_nothing_follows_before_a_change_has_shown_its_effect() -> None:
 @pytest.mark.parametrize(
     ("seen", "seconds", "expected"),
     [
-        (loads([0.9] * 3, [0.5]), 100, []),  # bounds are kept
+        (loads([0.9] * 3, [0.5]), 100, []),  # the maximum is reached
         (loads([0.0], [0.0]), 100, []),
         (
-            loads([0.5], [0.3, 0.1, 0.2]),  # the others could do the least used one's work
+            loads([0.5], [0.3, 0.1, 0.2]),  # the others can take over the least used worker's work
             31,
             [Change(role=D, leaving=InstanceId("decode-1"))],
         ),
         (loads([0.1] * 2, [0.1] * 2, draining=True), 100, []),
-        (loads([0.9] * 2, [0.0] * 2), 15, [Change(role=P)]),  # the other role lacks a worker
-        # The conductor changes a worker's role, which needs no machine.
+        (loads([0.9] * 2, [0.0] * 2), 15, [Change(role=P)]),  # prefill lacks a worker, and decode is idle
+        # The conductor can change a worker's role, which needs no new machine.
         (loads([0.9], [0.1, 0.1], can_change=True), 100, []),
         (loads([0.9], [0.6, 0.6], can_change=True), 11, [Change(role=P)]),
     ],
@@ -193,7 +193,7 @@ def test_nobody_leaves_while_anybody_comes() -> None:
 
 @given(work=st.floats(0.0, 2.5), other=st.floats(0.0, 2.5), count=st.integers(1, 3))
 def test_a_constant_load_is_never_answered_by_going_back_and_forth(work: float, other: float, count: int) -> None:
-    """Work is shared out evenly. After the first change every later one has the same direction."""
+    """With constant load, divided evenly among workers, all changes of a role have the same direction."""
     scaler, counts = Autoscaler(TERMS, BOUNDS), {P: count, D: count}
     steps: dict[Role, list[int]] = {P: [], D: []}
     for now in range(1000):

@@ -1,4 +1,4 @@
-"""The YAML of a cluster on Ray: what it says arrives at the processes, and what is wrong is told with the key."""
+"""Tests of the YAML file of a Ray cluster: its options reach the processes, and errors name the wrong key."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def spec(kind: Kind, number: int = 0, **more: object) -> ProcessSpec:
     ],
 )  # fmt: skip
 def test_processes_understand_actors(kind: Kind, number: int, more: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The configuration that each would build is built here."""
+    """Each process's own configuration class accepts the flags and yields the expected values."""
     made = spec(kind, number, **more)
     cls = {**CLASSES, "kvstore.directory": DirectoryConfig}[made.module]
     config = load(cls, made.flags, prog=made.module, environ=made.environment)

@@ -1,6 +1,5 @@
-"""A cluster on a real Ray of three raylets: deployed, hit, changed and taken away, while clients that know the right
-tokens go on asking. One cluster for all, whose tests go in their order: each takes the cluster as the one before left
-it."""
+"""Tests of a cluster on a real Ray of three raylets: it is deployed, damaged, scaled and taken down while clients check
+its tokens. All tests share one cluster and run in order: each starts with the cluster as the previous one left it."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ from tests.stopping import stop
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore"),  # Ray's own, of which there are several in each release
+    pytest.mark.filterwarnings("ignore"),  # Ray's own warnings, which differ by release
 ]
 
 TOKEN = "a-token-of-the-test"
 PROMPTS = [list(range(10 * number, 10 * number + 40)) for number in range(1, 4)]
-PAUSE_S = 0.5  # of a client between two requests: the processors are for what starts
+PAUSE_S = 0.5  # between two requests of a client, which leaves the CPU to starting processes
 SERVE = {"dtype": "float32", "num_threads": 1, "ttft_slo": 10000, "tbt_slo": 10000, "dram": "32MiB"}
 SERVE |= {"kv_cache_memory": "16MiB"}
 RAYLET_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
@@ -48,11 +47,11 @@ RAYLET_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestar
 
 @contextmanager
 def ray_cluster(num_hosts: int) -> Iterator[Any]:
-    """A head that has no place for workers, and so many hosts that have; connected to it while the block lasts."""
+    """Yields a Ray cluster of a head without room for workers and `num_hosts` hosts with room. Connects to it."""
     from ray.cluster_utils import Cluster
 
     os.environ.update(RAYLET_ENVIRONMENT)
-    common = {"object_store_memory": 80 * 2**20}  # nothing of ours goes through it
+    common = {"object_store_memory": 80 * 2**20}  # moonserve does not use it
     head = {"num_cpus": 2, "resources": {"gateway": 2}, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**head, **common})
     try:
@@ -68,7 +67,7 @@ def ray_cluster(num_hosts: int) -> Iterator[Any]:
 
 
 def kill_raylet(cluster: Any, node_id: str) -> None:
-    """SIGKILL. Ray's workers look whether its process exists, so it must not stay as a zombie of ours."""
+    """Kills a raylet with SIGKILL and reaps it: Ray's workers check for its process, which a zombie still is."""
     [node] = [each for each in cluster.worker_nodes if each.node_id == node_id]
     [raylet] = node.all_processes["raylet"]
     raylet.process.kill()
@@ -76,7 +75,7 @@ def kill_raylet(cluster: Any, node_id: str) -> None:
 
 
 def document(log_dir: Path) -> dict[str, Any]:
-    """Two workers of either role for the demo model, two conductors, two gateways."""
+    """Returns a configuration with two workers of each role for the demo model, two conductors and two gateways."""
     return {
         "name": "test",
         "conductors": {"count": 2, "port": free_port(2)},
@@ -90,13 +89,13 @@ def document(log_dir: Path) -> dict[str, Any]:
 
 
 def ours() -> list[str]:
-    """Command lines of processes of the deployed cluster, by its token."""
+    """Returns the command lines of the deployed cluster's processes, which its token identifies."""
     known = [process.info for process in psutil.process_iter(["environ", "cmdline"], ad_value={})]
     return [" ".join(each["cmdline"]) for each in known if each["environ"].get("MOONSERVE_CLUSTER_TOKEN") == TOKEN]
 
 
 class Deployed:
-    """A moonserve cluster on Ray, asked as its users and operators do."""
+    """A moonserve cluster on Ray, with the requests of its users and operators."""
 
     def __init__(self, config: ClusterConfig, deployment: Deployment, log_dir: Path) -> None:
         self.config, self.deployment, self.log_dir = config, deployment, log_dir
@@ -106,7 +105,7 @@ class Deployed:
         return self.deployment.wait(until, 3 * PATIENCE_S, lambda text: None)
 
     def settled(self) -> dict[str, Any]:
-        """When everything that is wanted serves, and nothing restarts."""
+        """Waits until every wanted process serves and none restarts, and returns the status."""
         return self.wait(lambda s: s["is_whole"] and not s["is_restarting"])
 
     def processes(self) -> dict[str, dict[str, Any]]:
@@ -116,8 +115,8 @@ class Deployed:
         return {n for n, p in self.processes().items() if p["kind"] == kind and not p["is_leaving"]}
 
     def complete(self, prompt: list[int]) -> list[int]:
-        """Token ids of a greedy completion; fails on any status but 200. A connection each time: one that is kept may
-        be to a gateway that stops."""
+        """Returns the token ids of a greedy completion; fails on any status but 200. Opens a connection per request: a
+        kept one may lead to a gateway that stops."""
         body = {"prompt": prompt, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
         with httpx.Client(timeout=2 * PATIENCE_S, verify=False) as client:  # plain HTTP
             response = client.post(self.url, json={**body, "return_token_ids": True})
@@ -126,7 +125,7 @@ class Deployed:
         return tokens
 
     def command(self, *arguments: str) -> str:
-        """What `moonserve deploy …` prints, in a process of its own."""
+        """Runs `moonserve deploy …` in a separate process and returns its output."""
         import ray
 
         address = ray.get_runtime_context().gcs_address
@@ -138,7 +137,7 @@ class Deployed:
 
 @contextmanager
 def checking(cluster: Deployed, expected: list[list[int]]) -> Iterator[None]:
-    """Clients that know the right tokens in advance and ask again and again; at the end nothing may have failed."""
+    """Runs clients that repeat requests with known tokens; at the end, none may have failed or got wrong tokens."""
     answered = threading.Event()
 
     def ask(prompt: list[int], tokens: list[int]) -> None:
@@ -162,7 +161,7 @@ def hosts() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    """Whole at first; afterwards nothing of it is left: processes, actors, placement groups, ports, shared memory."""
+    """A complete cluster. Afterwards no process, actor, placement group, port or shared memory of it may remain."""
     folder, shared = tmp_path_factory.mktemp("ray"), set(os.listdir("/dev/shm"))
     config = parse_cluster(yaml.safe_load(yaml.safe_dump(document(folder))))
     cluster = Deployed(config, deploy(config, TOKEN), folder)
@@ -177,9 +176,9 @@ def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[De
         assert len(ours()) >= len(cluster.processes()), "what is left would be seen"
         cluster.deployment.wish(TakeDown())
         cluster.wait(lambda status: status["has_ended"])
-        until(lambda: not leftovers(config.name))  # Ray's head hears of the last one by and by
+        until(lambda: not leftovers(config.name))  # Ray's head learns of the last with delay
         cluster.deployment.end()
-        until(lambda: not ours())  # whose actor was killed still drains
+        until(lambda: not ours())  # a process whose actor was killed still drains
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", config.serve.port)) != 0
     assert not [n for n in set(os.listdir("/dev/shm")) - shared if "moonserve" in n]
@@ -187,7 +186,7 @@ def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[De
 
 @pytest.fixture(scope="module")
 def expected(cluster: Deployed) -> list[list[int]]:
-    """What an undisturbed cluster answers."""
+    """Tokens that the undisturbed cluster returns for `PROMPTS`."""
     return [cluster.complete(prompt) for prompt in PROMPTS]
 
 
@@ -223,8 +222,8 @@ def test_the_terminal_tells_what_runs_where(cluster: Deployed) -> None:
 
 
 def test_processes_of_a_killed_raylet_start_elsewhere(hosts: Any, cluster: Deployed, expected: list[list[int]]) -> None:
-    """A decode worker there, and its actor, stand still meanwhile. The actor dies with its raylet, the worker when it
-    wakes and sees that; its successor serves by then, and nobody is answered wrongly."""
+    """A decode worker there and its actor hang meanwhile. The actor dies with its raylet, the worker when it resumes.
+    Its successor serves by then, and no client gets wrong tokens."""
     before = cluster.processes()
     zombie = psutil.Process(before["decode-0"]["pid"])
     actor = psutil.Process(zombie.ppid())
@@ -245,7 +244,7 @@ def test_processes_of_a_killed_raylet_start_elsewhere(hosts: Any, cluster: Deplo
 
 @contextmanager
 def hung(process: psutil.Process) -> Iterator[None]:
-    """It does nothing within the block."""
+    """Stops the process with SIGSTOP during the block."""
     stop(process.pid)
     try:
         yield
@@ -255,7 +254,7 @@ def hung(process: psutil.Process) -> Iterator[None]:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also where its parent has not looked."""
+    """Returns True if the process has ended, even if its parent has not reaped it."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -274,7 +273,7 @@ def test_scaling_adds_a_worker_and_draining_takes_one_away(cluster: Deployed, ex
 
 
 def test_a_controller_that_dies_starts_again_and_changes_nothing(cluster: Deployed, expected: list[list[int]]) -> None:
-    """And an actor that dies takes its process along, and Ray starts both again on their host."""
+    """Additionally, an actor that dies ends its process, and Ray restarts both on their host."""
     status = cluster.deployment.status()
     before = cluster.processes()
     with checking(cluster, expected):
@@ -291,7 +290,7 @@ def test_a_controller_that_dies_starts_again_and_changes_nothing(cluster: Deploy
 
 
 def is_back(cluster: Deployed, old_pid: int) -> bool:
-    """There may be no controller to ask."""
+    """Returns True if the cluster is whole and `prefill-1` has a new process; False without a controller."""
     with contextlib.suppress(NotThere):
         status = cluster.deployment.status()
         pids = {process["name"]: process["pid"] for process in status["processes"]}

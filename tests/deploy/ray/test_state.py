@@ -1,4 +1,4 @@
-"""The controller's decisions: events in, actions out, without Ray."""
+"""Tests of the controller's state machine: events in, actions out, without Ray."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ WORKING = {"CPU": 8.0, "prefill": 4.0, "decode": 4.0}
 
 
 def host(number: int, *, answers: bool = True) -> events.Host:
-    """Number 0 is the head, which has no place for workers."""
+    """Returns host `number`. Host 0 is the head node, which has no resources for workers."""
     node, address, resources = f"n{number}", f"10.0.0.{number}", WORKING if number else {"CPU": 4.0}
     return events.Host(node_id=node, address=address, resources=resources, is_head=number == 0, answers=answers)
 
 
 class World:
-    """Actors that do what they are told at once, when `settle` lets them; members with epochs that grow."""
+    """Simulated Ray cluster: actors carry out each action at once; each start gives a process a new, higher epoch."""
 
     def __init__(self, hosts: int = 4, **document: Any) -> None:
         self.state = ControllerState(parse_cluster({**DOCUMENT, **document}))
         self.now = 0.0
         self.hosts = {number: host(number) for number in range(hosts)}
-        self.actors: dict[str, tuple[int, events.Report, str]] = {}  # generation, what it says, node
+        self.actors: dict[str, tuple[int, events.Report, str]] = {}  # generation, latest report, node
         self.epochs: dict[str, int] = {}
         self.new_epochs = itertools.count(1)
-        self.need = 0.6  # of each worker
+        self.need = 0.6  # load of each worker
         self.log: list[events.Action] = []
 
     def tell(self, event: Any) -> list[events.Action]:
@@ -73,7 +73,7 @@ class World:
             self.tell(events.Gone(name=action.name, generation=action.generation))
 
     def look(self, passed_s: float = 0.5) -> None:
-        """As the controller does twice a second."""
+        """Reports the state of hosts, actors and members, as the controller's loop does twice a second."""
         self.now += passed_s
         self.tell(events.HostsSeen(hosts=list(self.hosts.values())))
         answering = {host.node_id for host in self.hosts.values() if host.answers}
@@ -92,7 +92,7 @@ class World:
         self.tell(events.MembersSeen(epochs=dict(self.epochs), loads=loads))
 
     def settle(self, looks: int = 40) -> None:
-        """Until all is whole and nothing was done for three looks."""
+        """Looks until the cluster is whole and three looks caused no action, or at most `looks` times."""
         calm = 0
         for _ in range(looks):
             before = len(self.log)
@@ -125,7 +125,7 @@ def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> No
         *("store-1", "store-2", "store-3"),
         *("prefill-0", "prefill-1", "decode-0", "decode-1"),
     }
-    # Processes of one kind are spread, and each worker sits beside a store.
+    # Processes of one kind are on different hosts, and each worker shares its host with a store.
     for kind in ("conductor", "prefill", "decode"):
         nodes = [node for name, (_, _, node) in world.actors.items() if name.startswith(kind)]
         assert len(set(nodes)) == len(nodes)
@@ -152,7 +152,7 @@ def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -
     world.look()
     world.hosts[2] = host(2)
     world.settle()
-    assert len(world.log) == before  # it blinked
+    assert len(world.log) == before  # a short silence causes no action
     world.hosts[2] = host(2, answers=False)
     began_at = world.now
     while world.on("n2"):
@@ -162,9 +162,9 @@ def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -
     assert world.state.is_whole
     killed = {action.name for action in world.log if isinstance(action, events.Kill)}
     assert killed == lost
-    moved = lost - {"store-2"}  # which belongs to its host
+    moved = lost - {"store-2"}  # a store is bound to its host
     assert moved <= set(world.actors)
-    # Whoever was started again has a later generation: news of the one before change nothing.
+    # A process that was started again has a later generation; events about the earlier one change nothing.
     for name in moved:
         first = next(a for a in world.log if isinstance(a, events.Start) and a.name == name)
         assert world.tell(events.Gone(name=name, generation=first.generation)) == []
@@ -227,7 +227,7 @@ def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
     world.tell(events.RestartAll())
     restarted = [action.name for action in world.log if isinstance(action, events.Restart)]
     assert len(restarted) == 1
-    # Until the conductor knows the new one, the next waits.
+    # The next restart waits until the conductor knows the restarted process.
     epoch = world.epochs.pop(restarted[0])
     world.settle()
     assert len([a for a in world.log if isinstance(a, events.Restart)]) == 1
@@ -241,7 +241,7 @@ def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
 
 @pytest.mark.parametrize(("need", "names"), [(0.9, {"decode-0", "decode-1", "decode-2"}), (0.1, {"decode-0"})])
 def test_load_that_lasts_changes_the_number_of_workers(need: float, names: set[str]) -> None:
-    """By what the conductor says of workers; the one that is used least leaves."""
+    """Lasting load, as the conductor reports it, adds a worker; lasting idleness removes the least used one."""
     terms = {"up_hold_s": 1, "down_hold_s": 1, "cool_down_s": 0}
     world = World(autoscale=terms, decode={**DOCUMENT["decode"], "max": 3})
     world.settle()
@@ -278,7 +278,7 @@ def test_a_controller_that_starts_anew_finds_everything_as_it_was() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Hosts come and go, actors die, operators wish: afterwards everything that fits runs, once."""
+    """Hosts come and go, actors die, operators scale and restart: afterwards each process runs exactly once."""
 
     def __init__(self) -> None:
         super().__init__()

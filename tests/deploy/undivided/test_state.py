@@ -1,4 +1,4 @@
-"""A decode worker that reads prompts: chunks within the budget, prefixes from stores, blocks to them, none lost."""
+"""Tests of a decode worker that also prefills: budgeted chunks, prefix loads, puts to stores, no lost request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.thoroughness import examples
 from worker.events import Submitted
 
 STORE = Endpoint(instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host")
-# A decode step takes 4 ms and a millisecond per sequence, a token of a prompt 1 ms.
+# A decode step takes 4 ms plus 1 ms per sequence; each prompt token adds 1 ms.
 BUDGET = StepBudget(
     decode=DecodeProfile(c0=0.004, c1=0.001, c2=0.0),
     prefill=PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
@@ -41,7 +41,7 @@ BUDGET = StepBudget(
 
 
 class UndividedDriver(Driver):
-    """Its prompts are submitted; landings go on as before."""
+    """Driver whose worker also accepts submitted prompts; landings work as in `Driver`."""
 
     def __init__(self, num_blocks: int = 16, budget: StepBudget | None = BUDGET, **changes: int) -> None:
         super().__init__(num_blocks, **changes)
@@ -54,9 +54,9 @@ class UndividedDriver(Driver):
         self.seals: list[SealBlocks] = []
         self.puts: list[PutBlocks] = []
         self.stored: dict[BlockKey, int] = {}  # checksums by key
-        self._contents: dict[BlockKey, Sequence[int]] = {}  # tokens of every block that was named
+        self._contents: dict[BlockKey, Sequence[int]] = {}  # tokens of every block of a submitted prompt
         self.reports: dict[str, PrefillReport] = {}
-        self._scored: dict[str, int] = {}  # tokens of prompts that are scored, by their latest wish
+        self._scored: dict[str, int] = {}  # prompt length by request, if its latest submission requests prompt scores
 
     def handle(self, event: Any) -> list[Any]:
         done: list[Any] = super().handle(event)
@@ -70,7 +70,7 @@ class UndividedDriver(Driver):
         return done
 
     def _check_scores(self, report: PrefillReport) -> None:
-        """All of the prompt's tokens are scored, where that was wanted, and it was computed for that."""
+        """Checks that all prompt tokens are scored if requested, and that no cached prefix was used for it."""
         if (num_tokens := self._scored.get(report.request_id)) is None:
             assert report.prompt_logprobs is None
         else:
@@ -90,10 +90,10 @@ class UndividedDriver(Driver):
             case _:
                 super()._perform(action)
 
-    # -- what the world does
+    # -- events from outside the worker
 
     def submit(self, prompt: Sequence[int], request_id: str = "r", *, num_stored: int = 0, **wishes: Any) -> list[Any]:
-        """`num_stored`: leading blocks that the store has."""
+        """Submits a prompt. `num_stored`: number of leading blocks that the store holds."""
         for index, key in enumerate(keys_of(prompt)):
             self._contents[key] = prompt[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         request = replace(request_of(prompt, request_id, **wishes), token_ids=tuple(prompt))
@@ -105,7 +105,7 @@ class UndividedDriver(Driver):
         return self.handle(Submitted(request=request, placement=placement))
 
     def load(self, num_good: int | None = None) -> list[Any]:
-        """The oldest load ends with so many good blocks; None = all. Checksums are first bytes of keys."""
+        """Ends the oldest load with `num_good` valid blocks; None: all. A block's checksum is its key's first byte."""
         action = self.loads.pop(0)
         keys = [key for part in action.parts for key in part.keys][:num_good]
         blocks = [block for part in action.parts for block in part.blocks]
@@ -134,7 +134,7 @@ class UndividedDriver(Driver):
         return self.handle(StoreFound(store=STORE))
 
     def settle(self) -> None:
-        """Loads, checksums and puts end."""
+        """Completes all pending loads, seals and puts."""
         while self.loads or self.seals or self.puts:
             if self.loads:
                 self.load()
@@ -149,14 +149,14 @@ class UndividedDriver(Driver):
 
     @property
     def step_s(self) -> float:
-        """How long the step under way takes by the budget's own formulae: a ms per sequence and token of a chunk."""
+        """Duration of the running step by the budget's formulae: 1 ms per sequence and per token of a chunk."""
         assert self.step is not None
         counts = [piece.num_tokens for piece in self.step.slices]
         return 0.004 * (1 in counts) + 0.001 * sum(counts)
 
 
 def test_a_prompt_is_read_in_chunks_that_keep_to_the_budget_beside_who_decodes() -> None:
-    """25 ms: alone 25 tokens, beside one sequence 20."""
+    """A step of 25 ms holds a chunk of 25 tokens alone, or of 20 tokens next to one decoding sequence."""
     driver = UndividedDriver(64, max_num_batched_tokens=100, max_model_len=200)
     driver.start(range(8), "a")
     driver.submit(range(100, 160), "b")
@@ -171,7 +171,7 @@ def test_a_prompt_is_read_in_chunks_that_keep_to_the_budget_beside_who_decodes()
 
 
 def test_chunks_shrink_where_steps_take_longer_than_the_profiles_say() -> None:
-    """A host that is shared: steps last twice as long, so that half of the tokens fit into the budget."""
+    """On a shared host where steps take twice the profiled time, half of the tokens fit into the budget."""
     driver = UndividedDriver(64, max_num_batched_tokens=200, max_model_len=400)
     driver.start(range(8), "a")
     for _ in range(100):
@@ -186,7 +186,7 @@ def test_chunks_shrink_where_steps_take_longer_than_the_profiles_say() -> None:
 
 
 def test_a_prefix_is_read_from_the_store_and_the_rest_computed_and_put_there() -> None:
-    """Three blocks of ten tokens and two: one is stored, two are new."""
+    """With one of a prompt's three complete blocks stored, that block is loaded; the other two are computed and put."""
     driver = UndividedDriver(16)
     prompt = list(range(14))
     driver.submit(prompt, "a", num_stored=1)
@@ -255,7 +255,7 @@ def test_a_cancellation_that_overtakes_its_request_holds() -> None:
 
 
 def test_a_prompt_waits_for_blocks_before_landings_that_came_later() -> None:
-    """Eight blocks: six are held, a prompt wants three, a landing that would fit wants one."""
+    """With six of eight blocks held, a prompt that needs three waits, and so does a later landing that needs one."""
     driver = UndividedDriver(8)
     driver.start(range(22), "a", max_tokens=3)
     driver.submit(range(100, 110), "b")
@@ -288,7 +288,7 @@ prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 22)).map(
 
 
 class UndividedWorker(RuleBasedStateMachine):
-    """A tiny pool and both kinds of work; `handle` validates after every event."""
+    """Random submissions, landings, cancellations and faults on a tiny pool; `handle` validates after every event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class UndividedWorker(RuleBasedStateMachine):
 
     @invariant()
     def steps_keep_to_the_budget(self) -> None:
-        """Or go beyond it by the least chunk where decoding takes all of it."""
+        """No step exceeds the budget, except by the smallest chunk if decoding alone uses all of it."""
         if self.driver.step is not None:
             decode_s = 0.004 + 0.001 * len(self.driver.step.slices)
             assert self.driver.step_s <= max(BUDGET.most_step_s, decode_s + 0.001 * LEAST_CHUNK)
@@ -369,7 +369,7 @@ class UndividedWorker(RuleBasedStateMachine):
             assert first == 1 or all(count > 1 for count in others)
 
     def teardown(self) -> None:
-        """Whatever was not given up has all of its tokens, or was told why not; nothing is held."""
+        """Checks that each request has all tokens, has failed, or was cancelled or lost, and that nothing is held."""
         self.driver.drain()
         for name in self.submitted:
             tokens = self.driver.tokens.get(name, [])

@@ -1,4 +1,4 @@
-"""When a turn ends, and what follows it."""
+"""Tests of when a turn in a role ends, and of the role that follows it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_drain_for_a_switch_or_until_idle_ends_with_the_work(is_switched
 
 @pytest.mark.parametrize(("drain_s", "is_stopped", "timeout_s"), [(0.0, False, FOREVER_S), (None, True, 0.0)])
 async def test_a_drain_ends_when_no_time_is_granted(drain_s: float | None, is_stopped: bool, timeout_s: float) -> None:
-    """By the command; and a stop during the drain leaves the time of a stop."""
+    """A drain ends at once if the switch command grants no time, or on a stop whose own timeout is 0."""
     decode, process = turn()
     decode.switch_to(Role.PREFILL, drain_s=drain_s)
     if is_stopped:

@@ -1,4 +1,4 @@
-"""The prefix tree, the hit curve, arrivals and sessions tell a trace as it is."""
+"""Tests of a trace's statistics: the prefix tree, the hit curve, arrivals and sessions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from traces.format import TOKENS_PER_HASH, TraceRecord
 from traces.prompts import ideal_cached_tokens
 
 Paths = Sequence[Sequence[int]]
-# Branch numbers in a tree, so that a hash id commits to the ids before it; they share a lot.
+# Branch numbers in a tree, so that a hash id depends on the ids before it. Paths share many prefixes.
 PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=60)
 
 
 def records_of(paths: Paths, *, short: int = 0, gap_s: float = 1.0) -> list[TraceRecord]:
-    """One request per path, `gap_s` apart, each `short` tokens less than whole blocks."""
+    """Returns one request per path, `gap_s` apart, each `short` tokens shorter than whole blocks."""
     ids: dict[tuple[int, ...], int] = {}
     return [
         TraceRecord(
@@ -71,13 +71,13 @@ def test_an_id_behind_two_prefixes_is_two_blocks() -> None:
     records = records_of([[0, 0], [1, 0]])
     swapped = [records[0], records_of([[1]])[0]]
     assert prefix_tree(records).num_blocks == 4
-    assert prefix_tree(swapped).num_blocks == 2  # the same id behind the same nothing
+    assert prefix_tree(swapped).num_blocks == 2  # the same id at the same (empty) prefix
 
 
 @settings(deadline=None, max_examples=examples(30))
 @given(PATHS, st.integers(6, 40))
 def test_hits_at_a_capacity_are_those_of_the_stores_catalog_under_lru(paths: Paths, capacity: int) -> None:
-    """Full blocks, of which the last one of a path is never a hit; more room never costs hits."""
+    """Hits equal the catalog's, except for the last block of a path, and never fall with more capacity."""
     records = records_of(paths)
     caught = replay(eviction.make("lru"), prompts_of(records), room=capacity)
     usable = [min(hits, len(path) - 1) for hits, path in zip(caught, paths, strict=True)]
@@ -88,7 +88,7 @@ def test_hits_at_a_capacity_are_those_of_the_stores_catalog_under_lru(paths: Pat
 
 
 def test_the_distance_counts_distinct_blocks_from_the_use_before() -> None:
-    """Two blocks of its own head and two of another chain lie between the third block's uses."""
+    """Between the third block's uses lie two blocks of its own prefix and two of another chain."""
     curve = curve_of(records_of([[0, 0, 0], [1, 1], [0, 0, 0, 0]]))
     assert curve.hits.tolist() == [0, 0, 0, 1, 2, 3, 3][: len(curve.hits)]
     assert curve.ratio(None) == 3 * 512 / (9 * 512)

@@ -1,4 +1,4 @@
-"""The planner: its search finds what a landscape hides, within its bound; `moonserve plan` prints what it found."""
+"""Tests of the planner: its search finds the best cluster within its bound, and `moonserve plan` prints the plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def score(effective: float, ttft_ms: float = 1000.0) -> Score:
 
 @dataclass
 class Landscape:
-    """Scores by a rule; counts what was asked for."""
+    """Scores clusters by a rule and records every request."""
 
     rule: Callable[[Cluster], float]
     asked: list[tuple[Cluster, float]] = field(default_factory=list)
@@ -56,12 +56,12 @@ class Landscape:
 
 
 def capacity(prefill_load: float, decode_load: float) -> Callable[[Cluster], float]:
-    """What two kinds of machines leave of requests when each kind bears so much load, in machines."""
+    """Returns a rule for the share of effective requests, given the load of each role in machines."""
 
     def rule(cluster: Cluster) -> float:
         better = 1.1 if cluster.policy == "good" else 1.0
         kept = better * cluster.num_prefill / prefill_load, cluster.num_decode / decode_load
-        return round(min(*kept, 1.0), 2)  # differences below a tenth of a per cent count as noise
+        return round(min(*kept, 1.0), 2)  # differences below 0.1 % count as noise
 
     return rule
 
@@ -83,7 +83,7 @@ def found(num_machines: int, rule: Callable[[Cluster], float], target: float = 0
     target=st.sampled_from([0.5, 0.9, 1.0]),
 )
 def test_it_finds_best_and_smallest(num_machines: int, prefill_load: float, decode_load: float, target: float) -> None:
-    """Of up to sixteen machines, beside every cluster that there is, where parts of the trace tell the truth."""
+    """The plan for up to sixteen machines matches an exhaustive search, if parts of the trace score like the whole."""
     rule = capacity(prefill_load, decode_load)
     answer = found(num_machines, rule, target)
 
@@ -94,7 +94,7 @@ def test_it_finds_best_and_smallest(num_machines: int, prefill_load: float, deco
             for p in policies
         )
 
-    # Policies join when three divisions are left, so the best may be one of the usual policy's.
+    # Other policies join when three divisions are left, so the best cluster may have the usual policy.
     assert answer.best.score.effective >= best_of(num_machines, ["usual"])
     enough = [n for n in range(2, num_machines + 1) if best_of(n, [answer.best.cluster.policy]) >= target]
     if answer.smallest is None:
@@ -127,7 +127,7 @@ def test_a_better_policy_is_found_also_between_the_divisions_that_are_tried_at_f
 
 
 def test_a_smaller_cache_is_taken_as_long_as_each_larger_one_is_enough() -> None:
-    """A quarter costs too much; that an eighth is good again is luck."""
+    """A half is chosen, since a quarter misses the target; that an eighth reaches it again is chance."""
     good_by_luck = TOKENS // 8
 
     def rule(cluster: Cluster) -> float:
@@ -150,7 +150,7 @@ Planned = Callable[..., tuple[int, dict[str, Any]]]
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Planned:
-    """Plans for a small trace; exit code and plan.json."""
+    """Runs `moonserve plan` for a small trace and returns the exit code and plan.json."""
     trace = write_sessions(tmp_path / "trace.jsonl")
 
     def run(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -163,8 +163,8 @@ def planned(tmp_path: Path) -> Planned:
 def test_its_command_lines_give_its_figures_and_a_second_time_it_says_the_same_without_simulating(
     planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The printed `moonserve simulate …` is run, and its result is the plan's smallest cluster; `moonserve serve` takes
-    every word of the hint to it."""
+    """The printed `moonserve simulate …` command gives the figures of the plan's smallest cluster. `moonserve serve`
+    accepts every option of its hint."""
     options = ("--slo-tbt", "0.2", "--slo-ttft", "20", "--speedup", "2")
     code, found = planned(*options)
     told = capsys.readouterr()
@@ -193,7 +193,7 @@ def test_its_command_lines_give_its_figures_and_a_second_time_it_says_the_same_w
 
 
 def test_too_few_machines_are_told_with_what_they_reach(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 1, for scripts; the best there is stays in the answer."""
+    """If no cluster reaches the target, the exit code is 1, for scripts, and the plan has the best cluster found."""
     code, found = planned("--slo-ttft", "0.001")
     assert code == 1
     assert found["smallest"] is None

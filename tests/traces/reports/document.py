@@ -1,4 +1,4 @@
-"""A page as a browser's parser sees it, strictly: every tag closed in order, ids unique, references met."""
+"""Strict parser for report pages: tags must close in order, ids must be unique, and references must resolve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INLINE = "data:image/svg+xml;base64,"
 
 
 class Document(HTMLParser):
-    """Feeds a whole page; raises AssertionError where it is not well-formed or needs something beside it."""
+    """Parses a whole page. Raises AssertionError if it is not well-formed or refers to an external resource."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -20,7 +20,7 @@ class Document(HTMLParser):
         self.references: list[str] = []
         self.headings: list[str] = []
         self.words: list[str] = []
-        self.drawings: list[str] = []  # the words of each image
+        self.drawings: list[str] = []  # the text of each image
         self.feed(page)
         self.close()
         assert not self.open, f"never closed: {self.open}"

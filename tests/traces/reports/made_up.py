@@ -1,4 +1,4 @@
-"""Results such as a simulation gives, made up; equal arguments give equal ones. They have all that a page can show."""
+"""Invented simulation results with all the data that a report page can show. Equal arguments give equal results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from traces.simulator.results import End, InstanceSample, ReplicaSample, Request
 
 
 def outcome(index: int, **given: Any) -> RequestOutcome:
-    """A request that completed well within any objective, but for what is given."""
+    """Returns a completed request that meets the objectives; `given` overrides fields."""
     fields = {
         "arrived_s": float(index),
         "input_length": 100,
@@ -43,7 +43,7 @@ def sample(at_s: float, instance_id: str, queued: int, predicted: float = 0.0) -
 
 
 def made_up(name: str, *, num_requests: int = 40, rate: float = 3.0, rejects: bool = False) -> SimulationResult:
-    """Machines of both kinds and replicas are sampled; every fifth request is rejected, where any is."""
+    """Returns a result with samples of both kinds of machines and of replicas. `rejects`: every fifth request is."""
     draw = random.Random(name)
     outcomes = [
         rejected(index, arrived_s=index / rate)

@@ -1,5 +1,5 @@
-"""The page: well-formed, complete in itself, the same for the same results, without what the data lacks; and what its
-drawings are drawn from, worked out by hand."""
+"""Tests of the report page: it is well-formed, self-contained and deterministic, and omits sections without data. The
+data of its drawings is compared with values calculated by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def headings(*results: SimulationResult) -> list[str]:
 
 
 def test_what_the_data_has_is_drawn_and_odd_names_are_escaped() -> None:
-    """In tables, captions, legends and axes, whatever signs names of results, reasons and instances are made of."""
+    """Special characters in names of results, reasons and instances are escaped in tables, captions and drawings."""
     odd = made_up(ODD)
     odd = replace(odd, outcomes=(outcome(0), rejected(1, "<i>&")), instances=(sample(1.0, "<p>$&", 1),))
     text = page([made_up("plain"), odd])
@@ -53,7 +53,7 @@ def test_what_the_data_lacks_is_left_out() -> None:
 
 
 def test_equal_results_give_equal_pages_also_from_the_json_beside_them(tmp_path: Path) -> None:
-    """Whatever was drawn before, and however long simulating took."""
+    """Pages do not depend on earlier drawings or on the duration of the simulation."""
     results = [made_up("x", rejects=True), made_up("y", rate=9.0)]
     path = write_page(results, tmp_path / "new" / "out")
     assert path == tmp_path / "new" / "out" / "index.html"

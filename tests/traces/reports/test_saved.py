@@ -1,4 +1,4 @@
-"""`results.json` holds all of a result, is JSON that any reader takes, and is refused when it is not ours."""
+"""Tests of `results.json`: it holds complete results in standard JSON, and foreign files are refused."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ results = st.builds(
 
 @given(st.lists(results, max_size=3))
 def test_what_was_written_is_read_back_equal(given_results: list[SimulationResult]) -> None:
-    """Infinite numbers and any text included; NaN is left to the next test, being unequal to itself."""
+    """Infinite numbers and any text are read back too. NaN is in the next test, since it is unequal to itself."""
     text = results_to_json(given_results)
     assert results_from_json(text) == given_results
-    json.loads(text, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+    json.loads(text, parse_constant=pytest.fail)  # Infinity and NaN are not valid JSON
 
 
 def test_nan_and_numbers_of_numpy_are_written_as_well() -> None:

@@ -1,4 +1,4 @@
-"""Figures of replays and simulations, worked out by hand, and their tables."""
+"""Tests of the figures of replays and simulations, compared with values calculated by hand, and of their tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from traces.simulator.results import End, RequestOutcome
 
 
 def four() -> list[RequestOutcome]:
-    """Effective; too late; rejected; failed after its first token."""
+    """Returns four requests: effective, too late, rejected, and failed after its first token."""
     return [
         outcome(0, ttft_s=1.0, predicted_ttft_s=1.5, queue_s=0.25, finished_s=3.0),
         outcome(1, ttft_s=40.0, predicted_ttft_s=0.0, input_length=300, cached_tokens=0,
@@ -27,8 +27,8 @@ def four() -> list[RequestOutcome]:
 
 
 def test_figures_of_completed_late_rejected_and_failed_requests() -> None:
-    """Counts, rates and hits are those of a replay; latencies are of the completed ones, in milliseconds; errors of
-    prediction count only what was predicted."""
+    """Counts, rates and hits are defined as for a replay. Latencies are of completed requests, in milliseconds, and
+    prediction errors include only requests with a prediction."""
     figures = summary(result("four", *four(), duration_s=50.0))
     counts = [figures[name] for name in ("num_requests", "completed", "rejected", "failed")]
     assert counts == [4, 2, 1, 1]
@@ -59,7 +59,7 @@ def test_a_single_token_or_no_request_are_figures_too() -> None:
 
 
 def test_a_replay_and_a_simulation_of_the_same_requests_have_the_same_figures() -> None:
-    """Each figure that both have, of requests that ended alike."""
+    """All figures that both reports have are equal if the requests ended alike."""
     timelines = [Timeline(0.0, (1.0, 1.04, 1.1)), Timeline(2.0, (2.5, 2.75)), Timeline(3.0, (3.5,))]
     simulated = [
         outcome(
@@ -101,7 +101,7 @@ def success(*token_at: float) -> Sent:
 
 
 def test_timeline_figures() -> None:
-    """TBT is the mean of the longest tenth of the gaps."""
+    """TTFT, TPOT, gaps and TBT equal values calculated by hand; TBT is the mean of the longest tenth of the gaps."""
     timeline = Timeline(1.0, (1.5, 1.6, 1.9, 2.0))
     found = (timeline.ttft_s, timeline.e2e_s, timeline.tpot_s, timeline.tbt_s)
     assert found == pytest.approx((0.5, 1.0, 0.5 / 3, 0.3))
@@ -135,7 +135,7 @@ def test_rejected_and_failed_requests_are_misses_beside_the_latencies() -> None:
 
 
 def test_scripts_that_read_a_report_of_vllm_bench_serve_find_its_names() -> None:
-    """Those of its JSON result that are about all requests together, as its version 0.31 writes them."""
+    """The report has the names of vllm 0.31's JSON result that describe all requests together."""
     kinds, times = ("mean", "median", "std", "p99"), ("ttft", "tpot", "itl", "e2el")
     names = [f"{kind}_{name}_ms" for kind in kinds for name in times]
     names += ["num_prompts", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens"]

@@ -1,4 +1,4 @@
-"""`moonserve reproduce`: what its figures find in results made by hand, and the files that it writes."""
+"""Tests of `moonserve reproduce`: the findings of its figures for invented results, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUBJECT = Subject(name="conversation_trace.jsonl", kind=CONVERSATION, records=RE
 
 
 def result(*, ttft_s: float = 1.0, num_slow: int = 0, num_rejected: int = 0) -> SimulationResult:
-    """Ten requests: so many leading ones have long gaps, so many last ones were rejected."""
+    """Returns ten requests: the first `num_slow` have long gaps, the last `num_rejected` are rejected."""
     outcomes = [
         made_up.outcome(n, ttft_s=ttft_s, tbt_s=1.0 if n < num_slow else 0.05) for n in range(10 - num_rejected)
     ]
@@ -39,7 +39,7 @@ def ours(finding: Finding) -> dict[str, Any]:
 
 
 def test_names_of_figures_are_unique_and_runs_are_checked() -> None:
-    """Every spec that a figure asks for can be simulated."""
+    """Figure names are unique, and every run that a figure requests is valid."""
     assert len({figure.name for figure in FIGURES}) == len(FIGURES)
     for figure in FIGURES:
         for work in figure.runs(SUBJECT).values():
@@ -55,7 +55,7 @@ def test_names_of_figures_are_unique_and_runs_are_checked() -> None:
     ],
 )
 def test_figure_5_checks_two_claims(even: Sequence[float], fewer: Sequence[float], order: bool, ratio: bool) -> None:
-    """Of both divisions the order, of the one with fewer prefill machines the ratio."""
+    """The order of policies is checked for both divisions, the ratio for the one with fewer prefill machines."""
     names = ("random", "load balance", "local cache-aware", "global cache-aware")
     ttfts = dict(zip(names, even, strict=True)) | {"moonserve": 1.0}
     ttfts |= {f"{name}, 6 + 10": ttft for name, ttft in zip(names, fewer, strict=True)}
@@ -64,7 +64,7 @@ def test_figure_5_checks_two_claims(even: Sequence[float], fewer: Sequence[float
 
 
 def test_figure_1_finds_the_speed_at_which_each_gain_is_the_published_one() -> None:
-    """vLLM loses a request per step of speed beyond the first, at every limit alike; the pool loses none."""
+    """At every limit, vLLM loses two more requests per step of speed; the pool loses none."""
     works = [(name, *name.rsplit(" ", 1)) for name in figure_1.runs(SUBJECT)]
     speeds = list(dict.fromkeys(float(speed) for _, _, speed in works))
     results = {
@@ -83,7 +83,7 @@ def test_figure_1_finds_the_speed_at_which_each_gain_is_the_published_one() -> N
     ("counts", "holds"), [((5, 4, 3), [True, True]), ((5, 4, 4), [True, False]), ((4, 4, 3), [False, True])]
 )
 def test_overload_wants_fewer_rejections_at_each_step(counts: Sequence[int], holds: list[bool]) -> None:
-    """Of the ways that look again; the other two only stand below."""
+    """The first three ways, which check again at the handoff, are compared; the other two are only listed."""
     counts = (*counts, 9, 8)
     results = {name: result(num_rejected=count) for name, count in zip(overload.runs(SUBJECT), counts, strict=True)}
     finding = overload.FIGURE.finding(SUBJECT, results)
@@ -107,7 +107,7 @@ def test_overload_tells_what_was_computed_for_nothing_and_rejected_at_the_handof
 
 
 def test_infinite_gains_are_null_in_json() -> None:
-    """vLLM may have no effective request at all; JSON has no infinity."""
+    """If vLLM has no effective request, the gain is infinite, which JSON cannot represent."""
     works = figure_1.runs(SUBJECT)
     results = {name: result(num_slow=0 if name.startswith("pool") else 10) for name in works}
     finding = figure_1.FIGURE.finding(SUBJECT, results)
@@ -127,7 +127,7 @@ def results(out: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_figure_of_another_trace(tmp_path: Path) -> None:
-    """All have rows; figures of the conversation trace say that there is nothing to compare with."""
+    """All figures have rows; those of the conversation trace report that there is nothing to compare with."""
     assert reproduce(write_sessions(tmp_path / "toolagent_trace.jsonl", 12), tmp_path / "out") == 0
     figures = {each["name"]: each for each in results(tmp_path / "out")["figures"]}
     assert list(figures) == [figure.name for figure in FIGURES]
@@ -139,8 +139,8 @@ def test_every_figure_of_another_trace(tmp_path: Path) -> None:
 
 
 def test_a_page_of_published_values_is_simulated_for_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A browser's strict parser reads it; a row of the JSON has value, published value and their ratio; another public
-    trace beside it is rows of table 2."""
+    """A second run simulates nothing and gives the same, well-formed page. A JSON row has value, published value and
+    ratio, and another public trace in the same folder is in table 2."""
     trace = write_sessions(tmp_path / "conversation_trace.jsonl")
     write_sessions(tmp_path / "synthetic_trace.jsonl", 7)
     out = tmp_path / "out"
@@ -150,7 +150,7 @@ def test_a_page_of_published_values_is_simulated_for_once(tmp_path: Path, capsys
     assert reproduce(trace, out, "--only", EASY) == 0
     assert "0 simulated now" in capsys.readouterr().out
     assert (text, found) == ((out / "index.html").read_text(), results(out))
-    Document(text)  # raises where it is not well-formed
+    Document(text)  # raises if the page is not well-formed
     for figure in FIGURES:
         assert (figure.title in text) == (figure.name in EASY.split(","))
     assert text.count("Why they differ.") == 5

@@ -1,4 +1,4 @@
-"""A machine with round numbers, and traces made by hand."""
+"""Helpers for simulator tests: a model profile with round numbers, handmade requests, and a checked run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spec(**changes: Any) -> ClusterSpec:
 def request(
     at: float, num_tokens: int, num_outputs: int, hash_ids: Sequence[int] = (), base: int = 0, tenant: str = ""
 ) -> TraceRecord:
-    """`hash_ids`: leading ones; the rest are `base`, `base` + 1, …"""
+    """Returns a trace record. `hash_ids`: the first hash ids; the remaining ones are `base`, `base` + 1, …"""
     count = -(-num_tokens // BLOCK)
     ids = hash_ids[:count]
     return TraceRecord(
@@ -54,7 +54,7 @@ def request(
 
 
 def run_checked(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord]) -> tuple[Any, list[Journey]]:
-    """The cluster and its requests, after a run with every proof after every event."""
+    """Runs the trace, validates the cluster after every event, and returns the cluster and its requests."""
     journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
     cluster = CoupledCluster(spec, journeys) if isinstance(spec, CoupledSpec) else cluster_of(spec, journeys)
 

@@ -1,4 +1,4 @@
-"""Machines that do both kinds of work: decode machines that read prompts, and machines that change their role."""
+"""Tests of machines that do both kinds of work: decode machines that prefill, and machines that change roles."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from traces.simulator.results import End
 from traces.simulator.run import simulate
 from traces.simulator.spec import Fault
 
-# 1,000 prompt tokens per second; a step of 20 ms leaves 30 ms of the half of 0.1 s to chunks.
+# 1,000 prompt tokens per second; a decode step of 20 ms leaves 30 ms for chunks, of half the objective of 0.1 s.
 QUICK = replace(MODEL, prefill=PrefillProfile(c0=0.0, c1=0.001, c2=0.0), decode=DecodeProfile(c0=0.02, c1=0.0, c2=0.0))
 LONG = request(0.0, 4_000, 5)
 
 
 def run_conditional(*records: Any, **changes: Any) -> tuple[ConditionalCluster, list[Journey], list[int]]:
-    """Also the numbers of the requests that one machine served alone."""
+    """Returns the cluster, its requests, and the indexes of the requests that one machine served alone."""
     cluster, journeys = run_checked(spec(model=QUICK, conditional=True, tbt_slo_s=0.1, **changes), records)
     assert isinstance(cluster, ConditionalCluster)
     return cluster, journeys, [j.index for j in journeys if j.placement is not None and j.placement.is_undivided]
 
 
 def test_a_short_prompt_behind_a_long_one_is_read_by_the_decode_machine() -> None:
-    """4 s of prefill are queued; 60 tokens take two steps of 50 ms at the decode machine, where nobody decodes yet."""
+    """With 4 s of prefill queued, 60 tokens are prefilled in two steps of 50 ms on the idle decode machine."""
     cluster, journeys, undivided = run_conditional(LONG, request(0.1, 60, 5, base=1_000))
     assert undivided == [1]
     assert 0.1 < (journeys[1].first_token_at or 0.0) < 0.3
@@ -38,7 +38,7 @@ def test_a_short_prompt_behind_a_long_one_is_read_by_the_decode_machine() -> Non
 
 
 def test_steps_with_chunks_keep_to_their_share_of_the_objective() -> None:
-    """One decodes while the other's prompt is read beside it: each gap is a step, none longer than the budget."""
+    """While another prompt is prefilled on the same machine, no token gap of a decoding request exceeds the budget."""
     records = [request(0.0, 40, 60), request(0.3, 4_000, 5, base=1_000), request(0.4, 200, 5, base=2_000)]
     _, journeys, undivided = run_conditional(*records)
     assert 2 in undivided
@@ -54,7 +54,7 @@ def test_new_blocks_reach_a_store_and_are_read_by_whoever_needs_them_next() -> N
 
 
 def test_a_machine_that_dies_while_it_reads_loses_no_request() -> None:
-    """It is placed again, elsewhere."""
+    """Its request is placed again on another machine and completes."""
     faults = (Fault(instance="decode-0", at_s=0.15),)
     _, journeys, _ = run_conditional(LONG, request(0.1, 100, 5, base=1_000), num_decode=2, faults=faults)
     assert (journeys[1].end, journeys[1].num_generated) == (End.COMPLETED, 5)
@@ -65,8 +65,8 @@ SOON = RoleTerms(hold_s=2.0, cool_down_s=10.0)
 
 @pytest.mark.slow
 def test_decode_machines_with_nothing_to_do_help_to_prefill() -> None:
-    """1.8 machines' worth of prompts for one prefill machine of four: one or two more are enough. What is under way
-    when a machine gets no time to finish is placed again."""
+    """With prompts for 1.8 machines and one prefill machine of four, one or two more change role. Requests in flight on
+    a machine that gets no time to finish are placed again."""
     shape = spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0, roles=SOON)
     records = [request(i / 1.8, 100, 2, base=1_000 * i) for i in range(108)]
     cluster, journeys = run_checked(replace(shape, role_drain_s=0.0), records)
@@ -80,7 +80,7 @@ def test_decode_machines_with_nothing_to_do_help_to_prefill() -> None:
 
 @pytest.mark.slow
 def test_prefill_machines_with_nothing_to_do_help_to_decode() -> None:
-    """40 answers under way hold 880 of a decode machine's 1,000 blocks, and hardly any prompts are computed."""
+    """With few prompts and 40 answers that hold 880 of a decode machine's 1,000 blocks, one machine changes role."""
     records = [request(i * 0.5, 20, 400, base=1_000 * i) for i in range(240)]
     result = simulate(spec(num_prefill=3, num_decode=1, roles=SOON), records)
     assert {outcome.end for outcome in result.outcomes} == {End.COMPLETED}

@@ -1,4 +1,4 @@
-"""A whole cluster in virtual time: single requests by hand, conservation and determinism for any, what faults do."""
+"""Tests of a simulated cluster: times calculated by hand, conservation and determinism for any trace, and faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SWITCHING = RoleTerms(hold_s=0.0, cool_down_s=0.5)
 
 
 class Case(NamedTuple):
-    """What the last request is found to be, counters of the cluster beside it."""
+    """Expected fields of the last request's outcome and of the cluster's counters, with the trace and the changes."""
 
     expected: dict[str, Any]
     records: list[TraceRecord]
@@ -71,7 +71,7 @@ def test_times_of_the_last_request_by_hand(case: Case) -> None:
 
 @pytest.mark.parametrize("pool", ["global", "local"])
 def test_a_prefix_is_fetched_when_its_holder_is_busy_unless_the_pool_is_local(pool: str) -> None:
-    """Block 0 … 9 lie on one machine, which computes something long: the other one fetches them and keeps a copy."""
+    """If the machine that holds blocks 0 … 9 is busy, the other one fetches and keeps them; a local pool does not."""
     shared = list(range(10))
     records = [request(0.0, 105, 2, shared), request(10.0, 2000, 2, shared, 100), request(10.5, 105, 2, shared, 900)]
     cluster, journeys = run_checked(spec(num_prefill=2, pool=pool), records)
@@ -93,8 +93,8 @@ def test_a_prefix_is_fetched_when_its_holder_is_busy_unless_the_pool_is_local(po
     ],
 )
 def test_decode_load_rejects_on_arrival_or_at_handoff(changes: dict[str, Any], reason: str, computed_s: float) -> None:
-    """One sequence keeps the target, two do not; a second prompt comes while the first one's answer is made. Blocks of
-    the rejected one are free again."""
+    """One decoding sequence meets the TBT objective, two do not. A second prompt that arrives while the first one
+    decodes is rejected at the time that `admission` defines, and its blocks are freed."""
     model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
     records = [request(0.0, 100, 400), request(2.0, 100, 400, base=200)]
     cluster, journeys = run_checked(spec(model=model, tbt_slo_s=0.06, **changes), records)
@@ -188,9 +188,9 @@ SPECS = st.builds(spec, **COMMON, **FAULTY) | st.builds(spec, **COMMON, **SWITCH
 @settings(deadline=None, max_examples=examples(40))
 @given(spec=SPECS, records=traces())
 def test_every_request_ends_once_and_nothing_leaks(spec: ClusterSpec, records: list[TraceRecord]) -> None:
-    """Any cluster (machines that change roles, read prompts themselves, share a host), trace and faults, with every
-    proof after every event: completed requests have all their tokens, blocks and bytes are conserved, at the end
-    nothing is under way, and a second time all is the same to the byte."""
+    """Completed requests have all tokens, blocks and bytes are conserved, nothing is in flight at the end, and a second
+    run gives the same bytes. This holds for any trace, faults and cluster (with role changes, undivided requests or
+    shared hosts), validated after every event."""
     cluster, journeys = run_checked(spec, records)
     for journey in journeys:
         outcome = journey.outcome(0.0)
@@ -220,7 +220,7 @@ def test_every_request_ends_once_and_nothing_leaks(spec: ClusterSpec, records: l
 
 
 def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
-    """The machine dies 1 s into the answer: 20 tokens are there, the others come after another prefill."""
+    """If the machine dies 1 s into the answer, after 20 tokens, the other tokens follow after a second prefill."""
     faults = (Fault(instance="decode-0", at_s=2.01),)
     records = [request(0.0, 100, 60)]
     _, (journey,) = run_checked(spec(num_decode=2, faults=faults), records)
@@ -253,7 +253,7 @@ def test_a_request_waits_for_a_machine_that_comes_back_and_fails_when_nobody_doe
 
 
 def test_a_silent_machine_finishes_what_it_has_and_gets_nothing_new_until_it_speaks() -> None:
-    """Removed after five silent intervals; what it holds is known again with its first words."""
+    """It is removed after five silent heartbeat intervals; its blocks are known again with its first heartbeat."""
     faults = (Fault(instance="prefill-0", at_s=1.0, for_s=20.0, silent=True),)
     records = [request(float(at), 100, 2, base=0) for at in (0, 10, 15, 30)]
     _, journeys = run_checked(spec(num_prefill=2, faults=faults), records)

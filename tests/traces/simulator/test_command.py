@@ -1,4 +1,4 @@
-"""`moonserve simulate`: its table and folder, and the files of model profiles that it reads."""
+"""Tests of `moonserve simulate`: its table, its report folder, and the model profile files that it reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_many_runs_are_one_table_and_one_folder(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two policies and a baseline; the JSON holds all that happened and is the same when it is done again."""
+    """With two policies and a baseline, the JSON holds every outcome, and a second run gives the same results."""
     arguments = ["--prefill", "2", "--decode", "1", "--policy", "random,global-cache-aware", "--coupled", "plain"]
     stored = []
     for folder in (tmp_path / "first", tmp_path / "second"):
@@ -68,7 +68,7 @@ _ANY = next(iter(PROFILES.values()))
 
 
 def written(folder: Path, **changes: Any) -> Path:
-    """A file that is right but for these fields; None = left out."""
+    """Writes a valid profile file with some fields changed; None leaves a field out."""
     path = folder / "profile.json"
     write_profile(_ANY, path, measured={"points": [1, 2]})
     content = {**json.loads(path.read_text()), **changes}
@@ -77,7 +77,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def test_what_is_written_is_read_back_and_defaults_may_be_left_out(tmp_path: Path) -> None:
-    """Overheads and crowding too. A pool may be empty, and a whole rate is a rate."""
+    """Overheads and crowding are read back too. A pool may be empty, and a rate may be an integer."""
     profile = replace(
         _ANY,
         dram_tokens=0,

@@ -1,4 +1,4 @@
-"""Coupled machines step as a plain loop over steps says, share prefixes, and lose neither blocks nor requests."""
+"""Tests of coupled machines: steps match a plain reference loop, prefixes are shared, and no request is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spec(**changes: Any) -> CoupledSpec:
 
 @dataclass(eq=False)
 class Seq:
-    """One request of the reference."""
+    """One request in the reference loop."""
 
     record: TraceRecord
     tokens: int
@@ -48,7 +48,7 @@ class Seq:
 
 
 def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
-    """Token instants of each request: one machine with memory for everything, one step after the other."""
+    """Returns the token times of each request, from a step-by-step loop over one machine with unlimited memory."""
     todo = [Seq(record, record.input_length, record.input_length) for record in records]
     everyone = list(todo)
     waiting: list[Seq] = []
@@ -80,7 +80,7 @@ def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
 
 
 def step(spec: CoupledSpec, running: list[Seq]) -> tuple[Any, list[Seq]]:
-    """How long it takes, and who gets a token at its end."""
+    """Returns the duration of the next step and the sequences that get a token at its end."""
     behind = [seq for seq in running if seq.missing > 1]
     sampling = [seq for seq in running if seq.missing == 1]
     prefill = spec.model.prefill
@@ -101,7 +101,7 @@ def step(spec: CoupledSpec, running: list[Seq]) -> tuple[Any, list[Seq]]:
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[TraceRecord]:
-    """No two at once, since the first of them would begin without the other; and hardly ever at the end of a step."""
+    """Draws traces with distinct arrival times, since the first of two at once would start alone; few end a step."""
     records = []
     instants = draw(st.lists(st.integers(0, 6 * 997), min_size=1, max_size=10, unique=True))
     for number, instant in enumerate(sorted(instants)):
@@ -114,7 +114,7 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
 @settings(deadline=None, max_examples=examples(20))
 @given(records=traces(), chunked=st.booleans(), caching=st.booleans(), budget=st.integers(4, 60))
 def test_tokens_come_when_a_loop_says_so(records: list[TraceRecord], chunked: bool, caching: bool, budget: int) -> None:
-    """In exact arithmetic: plain and chunked prefill, with and without prefix caching, slots and arrivals."""
+    """All token times equal the reference's in exact arithmetic, with and without chunks and prefix caching."""
     exact = spec(model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget)
     _, journeys = run_checked(exact, records)
     found = [list(itertools.accumulate([each.first_token_at, *each.gaps_s])) for each in journeys]
@@ -136,7 +136,7 @@ def small(num_blocks: int) -> ModelProfile:
 def test_with_little_memory_every_request_still_ends_once(
     records: list[TraceRecord], chunked: bool, caching: bool, num_blocks: int, num_instances: int
 ) -> None:
-    """Preemption and eviction of shared prefixes, proofs after every event."""
+    """Despite preemption and eviction of shared prefixes, each request completes; validated after every event."""
     little = spec(
         model=small(num_blocks),
         chunked_prefill=chunked,

@@ -1,4 +1,4 @@
-"""The closed form of a decode machine is what the live worker's state machine does step by step."""
+"""Tests that the closed form of a decode machine equals the live worker's state machine, run step by step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOREVER = 1_000_000_000
 
 
 def fractions(least: int, most: int) -> st.SearchStrategy[Fraction]:
-    """Numbers that neither round nor often coincide."""
+    """Draws fractions, which are exact and rarely coincide."""
     return st.integers(least * 997, most * 997).map(lambda n: Fraction(n, 997))
 
 
@@ -44,13 +44,13 @@ def model(num_blocks: int, max_num_seqs: int, decode: DecodeProfile) -> ModelPro
 
 
 class Token(NamedTuple):
-    """A step has sampled one."""
+    """Outcome: a step sampled a token of this request."""
 
     request_id: str
 
 
 class LiveMachine:
-    """The live worker's own state machine in virtual time, one event per step, with the methods of the closed form."""
+    """The live worker's state machine in virtual time, one event per step. It has the methods of `DecodeMachine`."""
 
     def __init__(self, model: ModelProfile, chunk: int) -> None:
         self._model = model
@@ -122,18 +122,18 @@ class LiveMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A landing that is asked for at `at` and whose KV is there `carried_s` after it was granted."""
+    """A landing that is requested at `at`. Its KV arrives `carried_s` after the grant."""
 
     num_tokens: int
     num_outputs: int  # after the first token
     at: Fraction = Fraction(0)
     carried_s: Fraction = Fraction(0)
-    cancelled_after_s: Fraction | None = None  # of `at`
+    cancelled_after_s: Fraction | None = None  # after `at`
 
 
 def play(machine: Any, prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Token instants of each request that was granted, from the grant on. A step ends before what happens then."""
-    order = itertools.count()  # of events of one instant
+    """Returns the grant time and token times of each granted request. At equal times, the end of a step comes first."""
+    order = itertools.count()  # order of events with equal times
     by_name = {f"r{number}": prompt for number, prompt in enumerate(prompts)}
     heap: list[tuple[Any, int, str, str]] = []
     for name, prompt in by_name.items():
@@ -188,8 +188,8 @@ PROMPTS = st.builds(
     num_outputs=st.integers(1, 20),
     cancelled_after_s=st.one_of(st.none(), st.none(), fractions(1, 60)),
 )
-# The longest prompt's decoding preempts the last one; four blocks come free when a landing is given up: the preempted
-# one has them from the next step on.
+# The longest prompt's decoding preempts the last prompt. A cancelled landing frees four blocks, which the preempted
+# prompt gets from the next step on.
 FREED = [
     *[Prompt(num_tokens=1, num_outputs=1)] * 6,
     Prompt(num_tokens=9, num_outputs=6),
@@ -211,8 +211,8 @@ FREED = [
 def test_every_token_comes_when_the_live_worker_would_send_it(
     profile: DecodeProfile, num_blocks: int, max_num_seqs: int, chunk: int, prompts: list[Prompt]
 ) -> None:
-    """Joins, ends, slots, growth, preemption, recomputation and cancellation, in exact arithmetic: all instants are
-    equal for requests that finish."""
+    """All token times of requests that are not cancelled are equal in exact arithmetic, with limited slots, growth,
+    preemption, recomputation and cancellation."""
     given_model = model(num_blocks, max_num_seqs, profile)
     fitting = [p for p in prompts if p.num_tokens + p.num_outputs <= num_blocks * BLOCK]
     live = play(LiveMachine(given_model, chunk), fitting)

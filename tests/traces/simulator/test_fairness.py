@@ -1,4 +1,4 @@
-"""Tenants beside each other in virtual time: what each gets, and that one alone is served as ever."""
+"""Tests of fairness between tenants in virtual time; a tenant alone is served like requests without a tenant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from traces.simulator.run import simulate
 
 
 def arrivals(tenant: str, *, number: int, over_s: float, seed: int = 1, least: int = 50) -> list[TraceRecord]:
-    """Prompts of up to 400 tokens that share nothing, at random times."""
+    """Returns prompts of up to 400 tokens without shared prefixes, at random times."""
     draw = random.Random(f"{tenant}{seed}")
     base = 1_000_000 * (ord(tenant[0]) - 96)
     records = [
@@ -36,7 +36,7 @@ def in_order(records: Iterable[TraceRecord]) -> list[TraceRecord]:
 
 @pytest.mark.parametrize("policy", ["global-cache-aware", "moonserve"])
 def test_a_flood_leaves_another_tenants_p90_within_twice_of_what_it_is_alone(policy: str) -> None:
-    """The flood is four times what two machines can compute; without tenants the quiet one waits behind all of it."""
+    """The flood is four times the capacity of two machines; as one tenant, the quiet requests wait behind it."""
     quiet = arrivals("quiet", number=30, over_s=100.0)
     flood = arrivals("flood", number=180, over_s=45.0)
     ours = {record.arrived_s for record in quiet}
@@ -48,15 +48,15 @@ def test_a_flood_leaves_another_tenants_p90_within_twice_of_what_it_is_alone(pol
         return percentile([one.ttft_s or 0.0 for one, record in pairs if record.arrived_s in ours], 90)
 
     alone, beside = p90_of_quiet(quiet), p90_of_quiet([*quiet, *flood])
-    # A prompt of the flood that runs is not stopped: 4 s at most.
+    # A running prompt of the flood is not preempted; it takes 4 s at most.
     assert beside <= 2 * alone + 4.0
-    if policy != "moonserve":  # which lets short ones pass
+    if policy != "moonserve":  # this policy lets short prompts pass
         assert p90_of_quiet([*quiet, *(replace(record, tenant="quiet") for record in flood)]) > 3 * beside
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_two_who_always_wait_get_work_by_weight(weight: float) -> None:
-    """Of what was computed when the first of them has nothing left, within a prompt for each machine and tenant."""
+    """Tokens computed until the first tenant has no work left follow the weights, within a few prompts' length."""
     both = [*arrivals("a", number=200, over_s=1.0), *arrivals("b", seed=2, number=200, over_s=1.0)]
     records = in_order(replace(record, output_length=1) for record in both)
     result = simulate(spec(num_prefill=2, tenant_weights=(("b", weight),)), records)
@@ -69,7 +69,7 @@ def test_two_who_always_wait_get_work_by_weight(weight: float) -> None:
 
 
 def test_under_overload_who_asks_for_more_than_its_share_is_rejected_and_others_are_not() -> None:
-    """One tenant asks for five times as much as each of three others, of which all together could be served."""
+    """One tenant requests five times as much as each of three others, whose total the cluster could serve."""
     numbers = {"a": 60, "b": 12, "c": 12, "d": 12}
     each = (arrivals(tenant, seed=5, number=number, over_s=10.0, least=20) for tenant, number in numbers.items())
     overloaded = spec(num_prefill=4, num_decode=2, admission="predicted", ttft_slo_s=12.0, tbt_slo_s=0.06)

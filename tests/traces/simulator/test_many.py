@@ -1,4 +1,4 @@
-"""Many simulations: each is done once, found again by what it depends on, the same from any process."""
+"""Tests of the archive of runs: each is simulated once, stored under its inputs, and equal from any process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def do(trace: TraceFile, archive: Archive) -> Do:
 
 
 def test_processes_keep_what_one_simulates(trace: TraceFile, archive: Archive, do: Do) -> None:
-    """Results from spawned processes are those of `simulate` here, whole."""
+    """Complete results from spawned processes equal those of `simulate` in this process."""
     told = do(RUNS, num_processes=2)
     assert sorted(each.num_done for each in told) == [1, 2, 3, 4, 5, 6]
     assert told[-1].left_s == 0
@@ -61,7 +61,7 @@ def test_processes_keep_what_one_simulates(trace: TraceFile, archive: Archive, d
 
 
 def test_nothing_is_done_twice(do: Do) -> None:
-    """Neither within one call nor in the next, in which only the new one is simulated."""
+    """A run is not repeated within one call; the next call simulates only the new run."""
     assert len(do([RUNS[0], RUNS[0], RUNS[1]])) == 2
     assert [each.work for each in do(RUNS[:3])] == [RUNS[2]]
 
@@ -69,7 +69,7 @@ def test_nothing_is_done_twice(do: Do) -> None:
 def test_a_result_is_found_by_all_that_it_depends_on(
     trace: TraceFile, archive: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another spec, speed, length, trace or source is another file; the same trace elsewhere is the same one."""
+    """A result's path changes with the spec, speed, length, trace or source code, not with the trace's location."""
     assert len({archive.path(run) for run in RUNS}) == len(RUNS)
     moved = replace(trace, path=tmp_path / "moved.jsonl")
     moved.path.write_bytes(trace.path.read_bytes())
@@ -88,7 +88,7 @@ def test_a_result_is_found_by_all_that_it_depends_on(
 
 
 def test_a_broken_result_is_named(archive: Archive, do: Do) -> None:
-    """Cut short, empty, or another program's: an error with the path, no traceback of gzip."""
+    """A truncated, empty or foreign file raises a ConfigError that names it, not an error of gzip."""
     do(RUNS[:1])
     path = archive.path(RUNS[0])
     for content in (path.read_bytes()[:40], b"", gzip.compress(b"{}")):
@@ -99,7 +99,7 @@ def test_a_broken_result_is_named(archive: Archive, do: Do) -> None:
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_result_that_cannot_be_written_is_told(num_processes: int, archive: Archive, do: Do) -> None:
-    """From whichever process: a folder lies where it would; an error with the path, and nothing half written."""
+    """If a folder blocks a result's path, any process reports a ConfigError that names it; no partial file remains."""
     blocked = archive.path(RUNS[0])
     (blocked / "inside").mkdir(parents=True)
     with pytest.raises(ConfigError, match=blocked.name):

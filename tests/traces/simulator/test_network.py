@@ -1,4 +1,4 @@
-"""Flows share links fairly, lose no bytes, and end when a reference that recomputes everything says so."""
+"""Tests of network flows: fair rates, conserved bytes, and the same ends as a reference that recomputes all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def network() -> Network:
 
 @given(st.lists(st.builds(Demand, PATHS, st.just(math.inf) | st.floats(0.1, 20.0)), min_size=1, max_size=12))
 def test_rates_are_max_min_fair(demands: Sequence[Demand]) -> None:
-    """The certificate: each flow has what it wants, or a full link on which nobody has more."""
+    """Each flow has the rate that it demands, or a saturated link on which no flow has a higher rate."""
     rates = fair_rates(demands, CAPACITY)
     pairs = list(zip(demands, rates, strict=True))
     on = {link: [rate for demand, rate in pairs if link in demand.links] for link in CAPACITY}
@@ -36,7 +36,7 @@ def test_rates_are_max_min_fair(demands: Sequence[Demand]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A flow to start."""
+    """A flow to start at `at`, which ends at the earliest `earliest_s` later."""
 
     at: float
     links: tuple[int, ...]
@@ -45,7 +45,7 @@ class Job:
 
 
 def reference(jobs: Sequence[Job]) -> list[float]:
-    """The end of each job: at every event, all rates of all flows anew."""
+    """Returns the end of each job; recomputes the rates of all flows at every event."""
     left = [job.num_bytes for job in jobs]
     ends = [math.inf] * len(jobs)
     now = 0.0
@@ -77,7 +77,7 @@ JOBS = st.builds(
 @settings(deadline=None)
 @given(jobs=st.lists(JOBS, min_size=1, max_size=10))
 def test_flows_end_when_the_reference_says_so(jobs: list[Job]) -> None:
-    """Recomputing only what a change touches gives the same ends as recomputing everything; bytes are conserved."""
+    """Incremental recomputation gives the same ends as recomputing every rate, and bytes are conserved."""
     jobs.sort(key=lambda job: job.at)
     flows = network()
     ends: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""A machine's part of the pool keeps what its policy says, holds what is read, and tells every change."""
+"""Tests of a machine's part of the pool: it follows its eviction policy, keeps blocks in use, reports changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_end_of_the_chain_that_was_read_longest_ago_goes_first() -> None:
 
 
 class Follower:
-    """What the conductor would know; changes come without a gap."""
+    """The conductor's view of the pool; checks that changes arrive without gaps."""
 
     def __init__(self) -> None:
         self.known: dict[BlockKey, BlockKey] = {}
@@ -75,12 +75,12 @@ class Follower:
     policy=st.sampled_from(["lru", "lfu", "fifo", "length-aware", "reuse-credit"]),
 )
 def test_changes_add_up_to_what_is_here(data: st.DataObject, num_blocks: int, num_disk: int, policy: str) -> None:
-    """Puts, reads that overlap and heartbeats in any order: held blocks stay, nothing exceeds its space, and the
-    changes told add up to the contents, with the right parents."""
+    """After any puts, overlapping reads and heartbeats, held blocks stay, capacities are kept, and the reported changes
+    add up to the contents, with the right parents."""
     store, conductor = Store(num_blocks, num_disk, policy), Follower()
     reads: list[tuple[tuple[BlockKey, ...], Held]] = []
     for _ in range(data.draw(st.integers(1, 25))):
-        # A path in a tree with four branches at each block: the id says the whole path.
+        # A path in a tree with four branches at each block; a block's id encodes its whole path.
         path = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
         keys = chain(*(int("1" + "".join(map(str, path[: n + 1]))) for n in range(len(path))))
         match data.draw(st.integers(0, 3)):

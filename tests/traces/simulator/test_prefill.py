@@ -1,4 +1,4 @@
-"""Prefill machines: order, preparation beside computing, chunks, pipelines of several machines."""
+"""Tests of prefill machines: order, preparation while computing, chunks, and pipelines of several machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROFILE = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)  # one second per token
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt, and how long its prefix takes to load once it is prepared."""
+    """A prompt; its prefix takes `load_s` to load once it is prepared."""
 
     at: float
     num_tokens: int
@@ -32,8 +32,8 @@ class Job:
 
 
 def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkBegun], list[tuple[float, Prompt]]]:
-    """Chunks as they begin, and prompts with the instants when they are computed; proofs after every event."""
-    todo = [(job.at, 0, number) for number, job in enumerate(jobs)]  # (when, what, whose)
+    """Returns chunks in order of their start, and prompts with their end times. Validates after every event."""
+    todo = [(job.at, 0, number) for number, job in enumerate(jobs)]  # (time, 1 if its prefix is loaded, job number)
     chunks: list[ChunkBegun] = []
     done: list[tuple[float, Prompt]] = []
     while todo or machine.wake_at is not None:
@@ -62,7 +62,7 @@ def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkBegun]
 
 
 class Case(NamedTuple):
-    """(Prompt, first, end, ends at) of each chunk; seconds of (waiting for its prefix, computing) of each prompt."""
+    """`chunks`: (prompt, first, end, end time) of each; `times`: seconds of (prefix load, computation) per prompt."""
 
     jobs: list[Job]
     chunks: list[tuple[int, int, int, float]]
@@ -146,14 +146,14 @@ def test_a_cancelled_prompt_is_never_computed() -> None:
     num_stages=st.integers(1, 4),
 )
 def test_every_prompt_is_computed_once_and_its_time_adds_up(jobs: list[Job], chunk: int, num_stages: int) -> None:
-    """Arrivals, loads and pipelines in any order: queue + load + pipeline = end − submission, work is conserved."""
+    """Queue + load + pipeline time = end − submission, and work is conserved, for any arrivals, loads and pipelines."""
     _, done = play(PrefillMachine(PROFILE, chunk_tokens=chunk, num_stages=num_stages), jobs)
     assert sorted(prompt.rank[1] for _, prompt in done) == list(range(len(jobs)))
     for now, prompt in done:
         assert prompt.started_at is not None
         assert prompt.load_s >= 0
         assert prompt.started_at - prompt.submitted_at - prompt.load_s >= -1e-9
-        if num_stages == 1:  # nobody overtakes within a step, so it takes at least its own time
+        if num_stages == 1:  # no prompt overtakes within a step, so each takes at least its own time
             assert now - prompt.started_at >= prompt.compute_s - 1e-9
     work = sum(job.num_tokens - job.cached for job in jobs)
     assert sum(prompt.compute_s for _, prompt in done) == pytest.approx(work)

@@ -1,4 +1,4 @@
-"""What serving adds to the formulae: overheads, steps of several prompts, machines that share a host's processors."""
+"""Tests of what serving adds to the formulae: overheads, turns of a gateway, and machines that share a host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NEAR = pytest.approx
 
 
 def both() -> list[TraceRecord]:
-    """Two prompts of 1 s at once."""
+    """Returns two prompts of 1 s that arrive at once."""
     return [request(0.0, 100, 2, base=50 * n) for n in range(2)]
 
 
 class Case(NamedTuple):
-    """TTFT of each request, and the mean gap of those where one is given."""
+    """Expected TTFT of each request, and mean gap by number of request."""
 
     ttfts: list[float]
     gaps: dict[int, float]
@@ -80,7 +80,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_overheads_and_company(case: Case) -> None:
-    """By hand: 100 tokens take 1 s to compute, a decode step 50 ms."""
+    """Times equal those calculated by hand: 100 tokens take 1 s to compute, a decode step takes 50 ms."""
     model = replace(MODEL, overheads=case.overheads, crowding=case.crowding)
     outcomes = simulate(spec(model=model), case.records).outcomes
     assert [each.ttft_s for each in outcomes] == NEAR(case.ttfts)
@@ -91,8 +91,8 @@ def test_overheads_and_company(case: Case) -> None:
 
 
 def test_who_comes_while_another_is_worked_at_gets_every_other_turn() -> None:
-    """1 s of work each. The first is alone for 0.5 s and shares the rest; the second then has half of its work left;
-    the third comes when all is done."""
+    """With 1 s of work each, the first is alone for 0.5 s and shares the rest. The second then has half of its work
+    left, and the third arrives when both are done."""
     assert list(by_turns([0.0, 0.5, 4.0], 1.0)) == NEAR([1.5, 2.0, 5.0])
     assert list(by_turns([0.0, 0.5, 4.0], 0.0)) == [0.0, 0.5, 4.0]
 
@@ -103,7 +103,7 @@ def test_turns_lose_no_work_and_keep_the_order(instants: list[float], work_s: fl
     done = list(by_turns(instants, work_s))
     assert len(done) == len(instants)
     assert done == sorted(done)
-    free_at = 0.0  # one after the other, all work ends when it ends by turns
+    free_at = 0.0  # sequential work ends at the same time as work by turns
     for at, done_at in zip(instants, done, strict=True):
         free_at = max(at, free_at) + work_s
         assert at + work_s <= done_at + 1e-6
@@ -112,20 +112,20 @@ def test_turns_lose_no_work_and_keep_the_order(instants: list[float], work_s: fl
 
 
 def gaps_beside_a_prompt(**crowding: Any) -> list[float]:
-    """Of 101 tokens, during which a prompt of 1 s is computed."""
+    """Returns the gaps of 101 tokens, during which another machine computes a prompt of 1 s."""
     records = [request(0.0, 100, 101), request(2.02, 100, 1, base=50)]
     _, journeys = run_checked(spec(model=replace(MODEL, crowding=Crowding(**crowding))), records)
     return journeys[0].gaps_s
 
 
 def test_decode_steps_take_longer_while_a_prompt_is_computed_and_no_longer() -> None:
-    """50 ms alone, 100 ms for the ten steps that begin while the prompt is computed."""
+    """Steps take 50 ms alone, and 100 ms for the ten that begin while the prompt is computed."""
     gaps_s = gaps_beside_a_prompt(decode=(1.0, 2.0))
     assert gaps_s == NEAR([0.05] * 21 + [0.1] * 10 + [0.05] * 69, abs=1e-6)
 
 
 def test_clients_get_tokens_bunched_as_measured_and_the_last_one_when_it_is_due() -> None:
-    """Tokens in pairs: half of the gaps nothing, the others twice a step; alone they come one by one."""
+    """While the prompt is computed, tokens arrive in pairs: half of the gaps are 0. Otherwise they arrive singly."""
     gaps_s = gaps_beside_a_prompt(decode=(1.0, 1.0), gaps=((1.0,), (0.0, 2.0)))
     assert sum(gaps_s) == NEAR(100 * 0.05, abs=1e-5)
     assert {round(gap, 2) for gap in gaps_s[:20] + gaps_s[-50:]} == {0.05}
@@ -133,8 +133,8 @@ def test_clients_get_tokens_bunched_as_measured_and_the_last_one_when_it_is_due(
 
 
 def test_company_costs_what_was_measured_of_it() -> None:
-    """A machine is not in its own way; the last factor holds for more; company that decodes is other company; a larger
-    batch costs what was measured of one; a handoff takes longer beside prefill machines, its own too."""
+    """A machine does not slow itself. The last factor holds for more machines. Decode machines, larger batches and
+    handoffs have factors of their own; a handoff counts its own machine too if that goes on computing."""
     crowding = Crowding(
         prefill=(1.0, 1.5, 2.0),
         prefill_beside_prefills=(1.0, 1.1),
@@ -146,7 +146,7 @@ def test_company_costs_what_was_measured_of_it() -> None:
     )
     host = Host(crowding, Overheads(landing_s=0.01, handoff_s=0.01))
     steps = {
-        # who begins or ends: chunks of p0, landing and handoff beside it, handoff when it goes on
+        # machine that begins or ends: chunk factor of p0, landing, handoff, handoff while p0 goes on
         ("p0", True): (1.0, 0.01, 0.01, 0.03),
         ("p1", True): (1.1, 0.013, 0.03, 0.04),
         ("d0", True): (2.0, 0.04, 0.03, 0.04),
@@ -168,7 +168,7 @@ def test_company_costs_what_was_measured_of_it() -> None:
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_prompt_that_begins_finds_all_that_was_computed_before(mixes: bool) -> None:
-    """Both arrive together; the second begins when the first ends, and computes what follows ten shared blocks."""
+    """The second of two prompts that arrive at once starts after the first and reuses the ten shared blocks."""
     shared = list(range(10))
     records = [request(0.0, 150, 1, shared), request(0.0, 150, 1, shared, base=90)]
     _, journeys = run_checked(spec(mixes_prompts=mixes, chunk_tokens=100), records)

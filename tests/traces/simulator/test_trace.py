@@ -1,8 +1,8 @@
-"""The public conversation trace on the paper's testbed: the order of figure 5, the ratios of figures 1 and 8, replicas
-as in figure 11, and what is stated to follow from the trace alone.
+"""Tests of the public conversation trace on the paper's testbed: the order in figure 5, the ratios of figures 1 and 8,
+the replicas of figure 11, and the claims that follow from the trace alone.
 
-An ordinary run simulates its first tenth, on which pools are still filling: ratios are a little smaller than those of
-the whole, which `make reproduce` shows and `make test-thorough` holds to the published numbers.
+An ordinary run simulates the first tenth of the trace, while pools are still filling. Its ratios are a little smaller
+than for the whole trace, which `make reproduce` shows and `make test-thorough` compares with the published numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from traces.simulator.results import SimulationResult
 pytestmark = [pytest.mark.trace, pytest.mark.slow, pytest.mark.timeout(900), needs_trace]
 
 NUM_RECORDS = None if THOROUGH else 1_200  # of 12,031; None = all
-NUM_RECORDS_1 = None if THOROUGH else 2_000  # of figure 1, where queues must have grown
+NUM_RECORDS_1 = None if THOROUGH else 2_000  # for figure 1, where queues must have grown
 POLICIES = ("random", "load balance", "local cache-aware", "global cache-aware")
 
 
@@ -38,14 +38,14 @@ def records(subject: Subject) -> list[TraceRecord]:
 
 @pytest.fixture(scope="module")
 def by_policy(subject: Subject, records: list[TraceRecord]) -> dict[str, SimulationResult]:
-    """8 prefill and 8 decode machines, everybody admitted, so that no mean is flattered by rejections. The random
-    policy's queues take long: an ordinary run leaves it out."""
+    """Results of 8 prefill and 8 decode machines that admit every request, so that rejections do not lower a mean. An
+    ordinary run omits the random policy, whose long queues are slow to simulate."""
     runs = figure_5.runs(subject)
     return {name: runs[name].do(records) for name in POLICIES[0 if THOROUGH else 1 :]}
 
 
 def test_table_2_and_figure_9_hold(subject: Subject) -> None:
-    """Counts, lengths and the hit curve are those that are stated of this trace, as is what can be reused of it."""
+    """Counts, lengths, the hit curve and the reusable share of tokens equal the values stated for this trace."""
     for figure in (table_2.FIGURE, figure_9.FIGURE):
         claims = figure.finding(subject, {}).claims
         assert claims
@@ -55,15 +55,15 @@ def test_table_2_and_figure_9_hold(subject: Subject) -> None:
 
 
 def test_figure_5_the_order_of_the_policies(by_policy: dict[str, SimulationResult]) -> None:
-    """Random > least-loaded > local > global cache-aware in mean TTFT, the last two apart by 5 to 20 %."""
+    """Mean TTFT falls from random over least-loaded and local to global cache-aware, the last step by 5 to 20 %."""
     means = [mean([o.ttft_s or 0.0 for o in result.outcomes]) for result in by_policy.values()]
     assert means == sorted(means, reverse=True)
     assert 0.80 <= means[-1] / means[-2] <= 0.95
 
 
 def test_the_pool_hits_almost_as_the_ideal(records: list[TraceRecord], by_policy: dict[str, SimulationResult]) -> None:
-    """Ideal, with unlimited memory and only full blocks: 0.373 of all tokens. Figure 11: the block that all prompts
-    begin with lies everywhere in the end, the ten most popular ones at their peak on most machines."""
+    """The ideal, with unlimited memory and only full blocks, is 0.373 of all tokens. As in figure 11, the block that
+    all prompts share ends up on every machine, and the ten most popular blocks peak on most machines."""
     pool, local = by_policy["global cache-aware"], by_policy["local cache-aware"]
     ideal = sum(ideal_cached_tokens(records, 512)) / sum(each.input_length for each in records)
     assert 0.9 * ideal <= hit_ratio(pool) <= ideal
@@ -76,8 +76,8 @@ def test_the_pool_hits_almost_as_the_ideal(records: list[TraceRecord], by_policy
 def test_figure_8_device_time_per_request(
     subject: Subject, records: list[TraceRecord], by_policy: dict[str, SimulationResult]
 ) -> None:
-    """Published: plain 1.56, local prefix caching 1.43, chunked prefill 1.90 times the time of the pool. The beginning
-    has fewer hits to gain from."""
+    """Published ratios to the pool's time: plain 1.56, local prefix caching 1.43, chunked prefill 1.90. The beginning
+    of the trace has fewer hits."""
     runs, pooled = figure_8.runs(subject), by_policy["global cache-aware"].counters["device_s"]
     baselines = ("vLLM", "vLLM with prefix caching", "vLLM with chunked prefill")
     plain, caching, chunked = (runs[name].do(records).counters["device_s"] / pooled for name in baselines)
@@ -86,8 +86,8 @@ def test_figure_8_device_time_per_request(
 
 
 def test_figure_1_at_one_speed_all_published_gains_are_reached(subject: Subject) -> None:
-    """+498, +157 and +59 % effective requests over vLLM at 100, 200 and 300 ms, and the pool keeps 95 % at 100 ms. Of
-    the first sixth 460 % at 100 ms: vLLM's machines begin idle."""
+    """Effective requests exceed vLLM's by 498, 157 and 59 % at 100, 200 and 300 ms; the pool keeps 95 % at 100 ms. The
+    first sixth of the trace gives 460 % at 100 ms, since vLLM's machines begin idle."""
     published = (4.98 if THOROUGH else 4.5, 1.57, 0.59)
     runs, records = figure_1.runs(subject), subject.records[:NUM_RECORDS_1]
     pool, vllm = (runs[f"{name} 1.6"].do(records) for name in ("pool", "vLLM"))

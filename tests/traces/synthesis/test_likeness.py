@@ -1,4 +1,4 @@
-"""A likeness has the statistics of its model, and none of its prompts."""
+"""Tests that a likeness of a trace has the same statistics and obeys the trace format."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[TraceRecord]:
 
 
 def assert_alike(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
-    """Means within 3 %, the middle percentiles within 5 %, ideal ratio 0.02, curve 0.03; uses of a prefix up to rank
-    100 within 2.5×, where single sessions decide, and the rest within 1.5× or one use."""
+    """Asserts means within 3 %, percentiles 10 to 95 within 5 %, the ideal ratio within 0.02, the curve within 0.03,
+    and uses of a prefix within 1.5× or one use (2.5× from rank 2 to 100, where single sessions decide)."""
     for name in ("input_length", "output_length"):
         assert likeness[name]["mean"] == pytest.approx(given_trace[name]["mean"], rel=0.03)
         for percent in ("p10", "p25", "p50", "p75", "p90", "p95"):
@@ -72,7 +72,7 @@ def test_the_statistics_of_the_public_trace_carry_over() -> None:
 
 
 def test_a_longer_trace_goes_on_like_the_second_half(small: list[TraceRecord]) -> None:
-    """Three times as long: the rate stays, and hits, as the cold start fades, rise by 0.06 at most."""
+    """At three times the length, the rate stays the same, and hits rise by at most 0.06, as the cold start fades."""
     model = fit(small)
     records = until(model, 3 * model.duration_s)
     check_laws(records)
@@ -83,7 +83,7 @@ def test_a_longer_trace_goes_on_like_the_second_half(small: list[TraceRecord]) -
 
 
 def test_more_users_think_as_long_as_before(small: list[TraceRecord]) -> None:
-    """Four times the rate: sessions' gaps stay, the cache needs more room for the same hits."""
+    """At four times the rate, gaps within sessions stay the same, and the cache needs more room for the same hits."""
     model = fit(small)
     records = until(model, model.duration_s, rate=4)
     check_laws(records)
@@ -129,7 +129,7 @@ def test_too_little_to_learn_from_is_refused(small: list[TraceRecord]) -> None:
         fit([small[0]] * 20)
 
 
-# -- the past that later prompts begin with
+# -- the past prompts whose prefixes later prompts reuse
 
 
 def prompt(at_s: float, chain: Chain, *, shared: int = 0, uses: int = 1, trunk: int | None = None) -> Prompt:
@@ -145,7 +145,7 @@ def prompt(at_s: float, chain: Chain, *, shared: int = 0, uses: int = 1, trunk: 
 
 
 def wish(blocks: int, *, left: int = 0, turn: int = 0) -> Wish:
-    """Of the first second, a hundred later."""
+    """Returns a wish with arrival time 0 at time 100 s."""
     return Wish(trunk=None, blocks=blocks, most=1_000, left=left, arrived_s=0, now_s=100, turn=turn, uses=1)
 
 

@@ -1,4 +1,4 @@
-"""Described workloads obey the format and their description, also where the command is told of them."""
+"""Tests that synthetic workloads, from code and from the command, obey the trace format and their description."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from traces.synthesis.workload import (
 
 
 def check_laws(records: Sequence[TraceRecord]) -> None:
-    """Sorted, as many ids as the length needs, one parent and one fill per id, ids dense as they appear."""
+    """Asserts sorted arrivals, as many ids as a length needs, one parent and fill per id, and ids in order of use."""
     parents: dict[int, int | None] = {}
     fills: dict[int, int] = {}
     earlier_s = 0.0
@@ -50,7 +50,7 @@ def check_laws(records: Sequence[TraceRecord]) -> None:
         parent: int | None = None
         left = record.input_length
         for hash_id in record.hash_ids:
-            assert hash_id <= len(parents)  # a new id is the next one
+            assert hash_id <= len(parents)  # a new id is the next integer
             assert parents.setdefault(hash_id, parent) == parent
             fill = min(left, TOKENS_PER_HASH)
             assert fills.setdefault(hash_id, fill) == fill
@@ -70,7 +70,7 @@ def test_rate_and_burstiness_are_as_asked(process: str, gap_cv: float) -> None:
 
 
 def test_a_day_has_its_quiet_and_its_busy_hours() -> None:
-    """Amplitude 0.8: nine times as many at noon as at midnight, and the mean over a day is the rate."""
+    """With amplitude 0.8, noon has nine times the arrivals of midnight, and the mean over a day is the rate."""
     spec = ArrivalSpec(rate=2, process="constant", diurnal_amplitude=0.8, diurnal_period_s=10_000)
     counts = np.histogram(times(spec), bins=100, range=(0, 10_000))[0]
     assert counts.sum() == pytest.approx(20_000, abs=2)
@@ -138,7 +138,7 @@ EVERY_SECOND = ArrivalSpec(rate=1, process="constant")
 
 
 def test_turns_extend_the_last_prompt_and_its_answer() -> None:
-    """A constant session: 1,000 tokens, then 100 for the answer and 24 new ones each turn."""
+    """A session starts with 1,000 tokens; each turn adds 100 tokens of the answer and 24 new ones."""
     spec = WorkloadSpec(
         arrivals=EVERY_SECOND,
         input_tokens=Constant(1000),
@@ -175,7 +175,7 @@ def test_popular_system_prompts_follow_zipf() -> None:
 
 
 def test_threads_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody comes back before the trace is over, and yet no more than the bound are kept."""
+    """Even if no thread returns before the trace ends, at most `MAX_WAITING` threads are kept."""
     monkeypatch.setattr(threads, "MAX_WAITING", 10)
     spec = WorkloadSpec(session_share=1, turns=100, think_s=Constant(1e9))
     waiting = threads._Threads(spec, Random(0))
@@ -186,7 +186,7 @@ def test_threads_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.validate()
 
 
-# name → requests, mean input, mean output, cache ratio, as published
+# name → published number of requests, mean input, mean output and cache ratio
 TABLE_2 = {
     "conversation": (12_031, 12_035, 343, 0.40),
     "tool-agent": (23_608, 8_596, 182, 0.59),
@@ -196,7 +196,7 @@ TABLE_2 = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_figures(name: str) -> None:
-    """Table 2: requests exactly; for one seed mean input within 8 %, mean output 4 %, cache ratio 0.04."""
+    """Presets match table 2: requests exactly; for one seed, mean input within 8 %, output 4 %, cache ratio 0.04."""
     requests, mean_input, mean_output, cache_ratio = TABLE_2[name]
     spec = PRESETS[name]
     statistics = analyze(made(spec, spec.num_requests))
