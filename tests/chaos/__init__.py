@@ -1,1 +1,1 @@
-"""Chaos: a real cluster under a replayed trace, whose processes, connections and disk are attacked at random."""
+"""Chaos test: a real cluster serves a replayed trace while faults hit its processes, connections and disk at random."""

@@ -1,5 +1,5 @@
-"""`python -m tests.chaos --minutes N --seed S`: truth first, then a cluster, clients and faults beside each other, then
-quiet and the accounts. Prints them, and exits with 1 where they are not good."""
+"""`python -m tests.chaos --minutes N --seed S` computes expected tokens, runs a cluster with clients and faults, and
+prints the results when the cluster is quiet. Exits with 1 if a request was lost or wrong, or resources are left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = (
     *UNHURRIED,
     *("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "64MiB"),
     *("--prefill-workers", "2", "--decode-workers", "2", "--store-nodes", "1"),
-    # Small, so that the disk is used.
+    # Little memory, so that the disk is used.
     *("--dram", "16MiB"),
 )
 DISK_SIZE = "256MiB"
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def what_is_left(cluster: Cluster) -> list[str]:
-    """When all is quiet: what is held, who is missing, what went wrong inside."""
+    """Returns the resources that are held, and the tracebacks in logs, after the cluster has become quiet."""
     left: list[str] = []
     try:
         cluster.wait_until_all_is_free()
@@ -82,7 +82,7 @@ def what_is_left(cluster: Cluster) -> list[str]:
 
 
 def end(cluster: Cluster, shm_before: set[str]) -> list[str]:
-    """Stops it; what outlives it."""
+    """Stops the cluster and returns the processes and shared memory that outlive it, and its exit code if not 0."""
     family = psutil.Process(cluster.process.pid).children(recursive=True)
     code = cluster.stop()
     _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
@@ -91,7 +91,7 @@ def end(cluster: Cluster, shm_before: set[str]) -> list[str]:
 
 
 def accounts(tally: Tally, faults: Counter[str], skipped: int, left: list[str]) -> str:
-    """For people, a line each."""
+    """Returns the readable results, one per line."""
     lines = {
         "asked": tally.kept + tally.retried + tally.lost + tally.wrong,
         "kept at the first attempt": tally.kept,

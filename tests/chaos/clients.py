@@ -1,11 +1,11 @@
-"""Clients who ask for known tokens all the time, come back when they are refused, and keep count of what they got.
+"""Chaos clients: request completions whose tokens are known, retry after refusals and count the outcomes.
 
-What a client may meet: its tokens; a refusal with a status that says when or why (429, 503, 504); an error event in its
-stream; a connection that breaks, when the gateway died. After any of these it asks again. What it must never meet:
-another token, a stream that just ends, silence beyond its patience.
+A client may receive its tokens, a refusal (a status in REFUSALS), an error event in its stream, or a broken connection
+if the gateway died. After any but the first it retries. It must never receive a wrong token, a stream that ends without
+[DONE], or nothing for `SILENCE_S`.
 
-The right tokens are computed by one coupled engine before the cluster starts: native kernels compute the same bits in
-any chunks (ARCHITECTURE.md, invariant 6). Prompts and arrivals are a trace's, shortened.
+The expected tokens are computed by one coupled engine before the cluster starts: native kernels compute the same bits
+for any chunking (ARCHITECTURE.md, invariant 6). Prompts are those of a trace, shortened.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 4_096
 MAX_PROMPT, MAX_OUTPUT = 400, 48
 SHORTENED = 1 / 24
-"""Prompts: of a thousand tokens remain some forty."""
+"""Scale of prompt lengths: 1,000 tokens become about 40."""
 NUM_CLIENTS = 6
 SILENCE_S = 60.0
-"""Nothing comes for so long: a hang. Longer than the gateway looks for a worker, and than any stop."""
+"""Silence after which a request counts as hung. Longer than the gateway's search for a worker, and than any stop."""
 GIVE_UP_S = 120.0
-"""A wish that could not be met for so long, asked again and again, is lost."""
+"""Time after which a request that is retried all the while counts as lost."""
 PAUSE_S = (0.2, 1.0)
 REFUSALS = frozenset({408, 429, 500, 503, 504})
 
 
 class Refused(Exception):
-    """A clean no; `how` is counted."""
+    """An allowed failure, after which the client retries. `how` names it in the tally."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -52,15 +52,15 @@ class Refused(Exception):
 
 
 class Wrong(Exception):
-    """What no fault excuses."""
+    """A failure that no fault excuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One request."""
+    """A request with its expected tokens."""
 
     prompt: list[int]
-    tokens: list[int]  # that it must get
+    tokens: list[int]  # expected
 
     def body(self) -> dict[str, object]:
         return {
@@ -74,7 +74,7 @@ class Wish:
 
 
 def wishes(model: Path, trace: Path, count: int) -> list[Wish]:
-    """Of the first `count` requests of the trace."""
+    """Returns the first `count` requests of the trace, shortened, with their expected tokens."""
     config = load_model_config(model)
     records = [_shortened(record) for record in read_trace(trace, count)]
     builder = PromptBuilder(config.vocab_size)
@@ -106,20 +106,20 @@ def _shortened(record: TraceRecord) -> TraceRecord:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """Of all clients."""
+    """Counts of all clients."""
 
-    kept: int = 0  # at the first attempt
-    retried: int = 0  # kept, but only after the client had asked again
+    kept: int = 0  # succeeded at the first attempt
+    retried: int = 0  # succeeded after at least one retry
     lost: int = 0
     wrong: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)  # by what was said
+    refusals: Counter[str] = field(default_factory=Counter)  # by `Refused.how`
     num_tokens: int = 0
-    longest_gap_s: float = 0.0  # between two tokens of one stream that went well
+    longest_gap_s: float = 0.0  # between two chunks of one stream
     complaints: list[str] = field(default_factory=list)
 
 
 class Clients:
-    """Run for as long as they are told to; what is under way then is awaited."""
+    """Clients that send requests, one at a time each, for a given time."""
 
     def __init__(self, url: str, wishes: Sequence[Wish], seed: int, clock: Clock) -> None:
         self.tally = Tally()
@@ -131,7 +131,7 @@ class Clients:
         self._ends_at = 0.0
 
     async def run(self, duration_s: float) -> None:
-        """For so long, or until SIGINT."""
+        """Runs for `duration_s` seconds or until SIGINT, then awaits the requests in flight."""
         self._ends_at = self._clock.now() + duration_s
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._end)
         async with asyncio.TaskGroup() as tasks:
@@ -171,7 +171,7 @@ class Clients:
         tally.complaints.append(f"not met within {GIVE_UP_S:.0f} s, {attempts} attempts")
 
     async def _ask(self, client: httpx.AsyncClient, wish: Wish) -> None:
-        """Raises Refused or Wrong; the latter, too, after `SILENCE_S` in which nothing came."""
+        """Sends one request. Raises Refused or Wrong; Wrong also if nothing arrives for `SILENCE_S`."""
         heard = _Heard(self._clock.now())
         asking = asyncio.create_task(self._read(client, wish, heard))
         try:
@@ -217,7 +217,7 @@ class Clients:
 
 @dataclass(slots=True, eq=False)
 class _Heard:
-    """Of one stream."""
+    """State of one stream."""
 
-    at: float  # when something came last
+    at: float  # time of the last chunk
     tokens: list[int] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Faults, as a function of the seed, the length and the cluster's processes, and done to a running cluster.
+"""Fault schedules, determined by a seed, a duration and the cluster's processes, and their injection into a cluster.
 
-Whoever is starting is left alone: beaten down again and again before it serves, it would tell how slow the machine is.
+A process that is starting is not hit. Otherwise it might never serve on a slow machine.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import psutil
 from tests.e2e.cluster import Cluster
 
 FIRST_AT_S = 4.0
-"""The clients are under way by then."""
+"""Time of the first fault. The clients are running by then."""
 MEAN_PAUSE_S = 5.0
 QUIET_END_S = 10.0
-"""Before the end nothing new happens: what was restarted serves again."""
+"""Time without new faults at the end, in which restarted processes come back."""
 SHORTEST_STOP_S, LONGEST_STOP_S = 0.2, 20.0
 SS = shutil.which("ss")
 
 
 class Kind(StrEnum):
-    """Of a fault."""
+    """Kind of a fault."""
 
-    KILL = "kill"  # SIGKILL; the launcher starts it again
+    KILL = "kill"  # SIGKILL; the launcher restarts the process
     STOP = "stop"  # SIGSTOP, and SIGCONT later
-    RESET = "reset"  # all of its TCP connections are reset, of which it is the server
-    DISK = "disk"  # bytes of the store's disk change, or a file of it is cut off
+    RESET = "reset"  # reset of all TCP connections that the process has accepted
+    DISK = "disk"  # changed bytes in, or truncation of, a file of the store's disk
 
 
 WEIGHTS = {Kind.KILL: 4, Kind.STOP: 3, Kind.RESET: 3, Kind.DISK: 1}
@@ -45,24 +45,24 @@ WEIGHTS = {Kind.KILL: 4, Kind.STOP: 3, Kind.RESET: 3, Kind.DISK: 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One blow."""
+    """One fault of a schedule."""
 
     at_s: float  # since the clients began
     kind: Kind
     victim: str  # instance id
-    lasts_s: float  # of a stop
-    chance: int  # for whatever else it needs
+    lasts_s: float  # duration of a stop
+    chance: int  # seed of further random choices
 
 
 def schedule(seed: int, duration_s: float, victims: Sequence[str]) -> list[Fault]:
-    """In order. `victims`: instance ids; only those that begin with "store" have a disk."""
+    """Returns faults in order of time. `victims` are instance ids; only those that begin with "store" have a disk."""
     dice = random.Random(seed)
     stores = [name for name in victims if name.startswith("store")]
     faults: list[Fault] = []
     at_s = FIRST_AT_S
     while at_s < duration_s - QUIET_END_S:
         kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        # Most stops are shorter than anybody's patience, some longer than everybody's.
+        # Most stops are shorter than all timeouts, some longer than all timeouts.
         lasts_s = min(LONGEST_STOP_S, SHORTEST_STOP_S + dice.expovariate(1 / 4))
         victim = dice.choice(stores if kind is Kind.DISK else list(victims))
         lasts_s = min(lasts_s, duration_s - QUIET_END_S - at_s)
@@ -72,12 +72,12 @@ def schedule(seed: int, duration_s: float, victims: Sequence[str]) -> list[Fault
     return faults
 
 
-_TICK_S, _LONGEST_TICK_S = 0.05, 2.0  # what is longer was no wait for a processor
+_TICK_S, _LONGEST_TICK_S = 0.05, 2.0  # a longer gap means that the machine was suspended
 
 
 class Clock(threading.Thread):
-    """Time that passes for this process: not while the whole machine stands still, as a suspended virtual machine's
-    does. Clients would take that for silence, and faults that were due meanwhile would all come at once."""
+    """Clock that does not advance while the whole machine is suspended, as a virtual machine may be. With a real clock,
+    clients would report silence, and all faults that were due meanwhile would happen at once."""
 
     def __init__(self) -> None:
         super().__init__(name="clock", daemon=True)
@@ -92,7 +92,7 @@ class Clock(threading.Thread):
             time.sleep(_TICK_S)
 
     def now(self) -> float:
-        """Seconds since it was made."""
+        """Returns the seconds since the clock was created."""
         with self._lock:
             at = time.monotonic()
             self._now_s += min(at - self._ticked_at, _LONGEST_TICK_S)
@@ -101,13 +101,13 @@ class Clock(threading.Thread):
 
 
 class Striking(threading.Thread):
-    """Strikes at each fault's time, from `start` until `relieve`. `done` counts by kind and kind of process, `skipped`
-    what was not done: whoever was to be hit was dead already, or starting."""
+    """Injects each fault at its time, from `start` until `relieve`. `done` counts faults by kind and kind of process;
+    `skipped` counts those whose victim was dead or starting."""
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault], disk: Path, clock: Clock) -> None:
         super().__init__(name="faults")
         self._cluster, self._faults, self._disk, self._clock = cluster, faults, disk, clock
-        self._stopped: dict[int, float] = {}  # process id → when it goes on
+        self._stopped: dict[int, float] = {}  # process id → time of its SIGCONT
         self._ending = False
         self.done: Counter[str] = Counter()
         self.skipped = 0
@@ -122,11 +122,11 @@ class Striking(threading.Thread):
                     return
                 self._strike(fault)
             self._wait_until(max(self._stopped.values(), default=0.0))
-        except BaseException as error:  # told by `relieve`
+        except BaseException as error:  # raised by `relieve`
             self.error = error
 
     def relieve(self) -> None:
-        """Nothing new happens, and everybody goes on. Raises what ended the thread."""
+        """Ends the injection and continues all stopped processes. Raises the error that ended the thread, if any."""
         self._ending = True
         self.join()
         for pid in list(self._stopped):
@@ -178,7 +178,7 @@ class Striking(threading.Thread):
             return
 
     def _spoil(self, fault: Fault) -> bool:
-        """A few bytes of one of the disk's files become others, or its last part is gone."""
+        """Overwrites some bytes of a file of the disk, or truncates it. Returns False if there is no file."""
         dice = random.Random(fault.chance)
         files = sorted(p for p in self._disk.rglob("*") if p.is_file() and p.stat().st_size > 4096)
         if not files:
@@ -196,13 +196,13 @@ class Striking(threading.Thread):
 
 
 def _listening(pid: int) -> list[int]:
-    """Ports, from when it serves on. Raises psutil.NoSuchProcess."""
+    """Returns the ports on which a process listens: none before it serves. Raises psutil.NoSuchProcess."""
     connections = psutil.Process(pid).net_connections("tcp")
     return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 def _reset(ports: Sequence[int]) -> bool:
-    """Of which connections were made from elsewhere. False where the system cannot."""
+    """Resets all connections accepted on the given ports. Returns False if the system has no `ss`."""
     if SS is None:
         return False
     for port in ports:

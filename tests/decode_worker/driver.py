@@ -1,4 +1,4 @@
-"""Drives a `DecodeState` without I/O: windows open and close, blocks verify and steps compute at a test's command."""
+"""Drives a `DecodeState` without I/O. The test decides when windows close, blocks are verified and steps end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_SIZE = 4
 ROOT = root_key("test")
 STORE = Endpoint(instance_id="store-0", epoch=1, rpc_address="store:1", transfer_address="store:2", host="here")
 CHEAP_STORE = KeepingCosts(prefill=PrefillProfile(c0=0.0, c1=1.0, c2=0.0), block_bytes=4096, host="here")
-"""Of a worker that computes a token a second."""
+"""Costs of a worker that computes one token per second, so that any store is faster."""
 A = TypeVar("A")
 
 
@@ -41,7 +41,7 @@ def pool(num_blocks: int, blanks: Blanks | None = None, **options: float) -> Blo
 
 
 def next_token(position: int) -> int:
-    """What the pretended model says after `position` tokens."""
+    """Returns the token that the fake model generates after `position` tokens."""
     return 1_000 + position
 
 
@@ -54,8 +54,8 @@ def request_of(
     num_prompt_logprobs: int | None = None,
     **wishes: Any,
 ) -> Request:
-    """As committed: the prompt and the first token that prefill sampled. `stops_after`: of how many generated tokens
-    the last one is one to stop at."""
+    """Returns a request as it is committed: the prompt and the first token, which prefill sampled. With `stops_after`
+    n, the n-th generated token is a stop token."""
     stops = () if stops_after is None else (next_token(len(prompt) + stops_after - 1),)
     request = make_request(request_id, prompt, max_tokens=max_tokens, stop_token_ids=frozenset(stops), **wishes)
     sampling = replace(request.sampling, num_prompt_logprobs=num_prompt_logprobs)
@@ -71,8 +71,8 @@ def kept(put: actions.KeepBlocks, **outcome: Any) -> events.Kept:
 
 
 class PretendedMemory:
-    """Which token's KV every slot of every block has, and what the store has: a sequence that reads another one's KV,
-    or none, is found out."""
+    """Fake KV memory and store. It records which token's KV each slot of each block holds, and fails if a sequence
+    reads a slot that holds another token's KV or none."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, int], int] = {}
@@ -103,7 +103,7 @@ class PretendedMemory:
         return kept(action, is_complete=not failed, error=error)
 
     def lose(self, block: BlockId) -> None:
-        """Its page is gone."""
+        """Discards the content of a block whose page is given back."""
         for at in range(BLOCK_SIZE):
             self._slots.pop((block, at), None)
 
@@ -118,7 +118,7 @@ class PretendedMemory:
 
 
 class Driver:
-    """Opens windows at once, as the service does; everything else waits for the test."""
+    """Performs the actions of a `DecodeState`. Windows open at once, as in the service; the test ends all others."""
 
     def __init__(
         self,
@@ -133,18 +133,18 @@ class Driver:
         self.most_ahead = int(bounds.runs_ahead)
         self.state = DecodeState(self.pool, bounds, policy, keeping)
         self.now = 0.0
-        self.log: list[actions.Action] = []  # everything so far
+        self.log: list[actions.Action] = []  # all actions so far
         self.open_windows: dict[LeaseId, tuple[BlockId, ...]] = {}  # blocks that peers may write
         self.closing: list[actions.CloseWindow] = []
         self.verifying: list[actions.VerifyBlocks] = []
-        self.steps: deque[actions.RunStep] = deque()  # under way
+        self.steps: deque[actions.RunStep] = deque()  # in flight
         self.moving: list[actions.KeepBlocks | actions.LoadBlocks] = []
         self.memory = PretendedMemory()
         self.tokens: dict[str, list[Token]] = {}
         self.failures: dict[str, list[actions.Fail]] = {}
 
     def handle(self, event: events.Event) -> list[actions.Action]:
-        """Everything that follows from `event`, proofs included."""
+        """Handles an event, performs the resulting actions and validates the state."""
         done = self.state.handle(event, self.now)
         self.log += done
         for action in done:
@@ -189,18 +189,18 @@ class Driver:
         assert all(self.pool.references_of(block) == 1 for block in written), "writes a shared one"
 
     def _continues(self, piece: Slice) -> bool:
-        """Whether the step begun before samples the token that this slice begins with."""
+        """Returns True if the step before samples the token with which this slice begins."""
         before = self.steps[-1].slices if self.steps else ()
         return any(each.samples and (each.request_id, each.end) == (piece.request_id, piece.start) for each in before)
 
     def check_windows(self) -> None:
-        """No window is open for a block that is free, shared or in use by a sequence."""
+        """Checks that no window is open for a block that is free, shared or in use by a sequence."""
         for blocks in self.open_windows.values():
             for block in blocks:
                 assert self.pool.references_of(block) == 1
                 assert self.pool.key_of(block) is None
 
-    # -- what the world does
+    # -- events
 
     def reserve(
         self,
@@ -235,18 +235,18 @@ class Driver:
         return next((a for a in self.all_of(actions.GrantLease) if a.lease_id == lease_id), None)
 
     def verify(self, corrupt: Sequence[int] = ()) -> list[actions.Action]:
-        """The oldest verification ends."""
+        """Ends the oldest verification."""
         action = self.verifying.pop(0)
         return self.handle(events.Verified(lease_id=action.lease_id, corrupt=tuple(corrupt)))
 
     def close(self) -> list[actions.Action]:
-        """The oldest window is closed now."""
+        """Ends the closing of the oldest window."""
         action = self.closing.pop(0)
         del self.open_windows[action.lease_id]
         return self.handle(events.WindowClosed(lease_id=action.lease_id))
 
     def start(self, prompt: Sequence[int], request_id: str = "r", **wishes: object) -> list[actions.Action]:
-        """From reservation to sequence."""
+        """Takes a prompt from its reservation to a sequence."""
         self.reserve(prompt, request_id)
         done = self.commit(request_of(prompt, request_id, **wishes))  # type: ignore[arg-type]
         if any(isinstance(action, actions.VerifyBlocks) for action in done):
@@ -258,14 +258,14 @@ class Driver:
         return self.handle(events.StoreFound(store=STORE))
 
     def move(self, *, failed: bool = False) -> list[actions.Action]:
-        """The oldest move to or from the store ends."""
+        """Ends the oldest move to or from the store."""
         action = self.moving.pop(0)
         if isinstance(action, actions.KeepBlocks):
             return self.handle(self.memory.keep(action, failed=failed))
         return self.handle(self.memory.load(action, failed=failed))
 
     def compute(self) -> list[actions.Action]:
-        """The oldest step under way ends."""
+        """Ends the oldest step in flight."""
         step = self.steps.popleft()
         return self.handle(
             events.StepDone(
@@ -278,11 +278,11 @@ class Driver:
 
     @property
     def step(self) -> actions.RunStep | None:
-        """The oldest one under way."""
+        """The oldest step in flight."""
         return self.steps[0] if self.steps else None
 
     def fail_step(self, error: MoonserveError) -> list[actions.Action]:
-        """The oldest step under way fails."""
+        """Fails the oldest step in flight."""
         self.steps.popleft()
         return self.handle(events.StepFailed(error=error))
 
@@ -294,7 +294,7 @@ class Driver:
         return self.handle(events.Tick())
 
     def advance(self) -> bool:
-        """What was asked for next gets done, or time passes until something is due; False when nothing is left."""
+        """Ends the next pending action, or lets time pass until the state is due. Returns False if nothing is left."""
         if self.verifying:
             self.verify()
         elif self.closing:
@@ -310,7 +310,7 @@ class Driver:
         return True
 
     def drain(self) -> None:
-        """Until nothing is left, and nothing was lost."""
+        """Advances until nothing is left. Checks that the state is idle, all blocks are free and all windows closed."""
         for _ in range(10_000):
             if not self.advance():
                 break
@@ -319,24 +319,24 @@ class Driver:
         assert not self.open_windows
 
     def drain_landing(self, *, also_closed: bool = True) -> None:
-        """What has been committed becomes a sequence, but for the windows that are not to be closed."""
+        """Turns committed landings into sequences. Without `also_closed`, their windows stay open."""
         while self.verifying:
             self.verify()
         while also_closed and self.closing:
             self.close()
 
     def drain_to_preemption(self) -> None:
-        """Steps until a sequence has lost its blocks."""
+        """Computes steps until a sequence has been preempted."""
         while self.state.counters.num_preemptions == 0:
             self.compute()
 
-    # -- what came out
+    # -- results
 
     def all_of(self, kind: type[A]) -> list[A]:
         return only(self.log, kind)
 
     def step_of(self) -> list[tuple[str, int, int]]:
-        """(request, start, end) of the step under way."""
+        """Returns (request, start, end) of each slice of the oldest step in flight."""
         assert self.step is not None
         return [(piece.request_id, piece.start, piece.end) for piece in self.step.slices]
 

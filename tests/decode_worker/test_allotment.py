@@ -1,4 +1,4 @@
-"""Who is let in to a decode worker's pool: by policy, with shared blocks counted once, and not asked for nothing."""
+"""Admission to a decode worker's pool follows the policy, counts shared blocks once and avoids useless checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def asking(name: str, num_tokens: int = 13, *, max_tokens: int = 8) -> Prospect:
 
 
 def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, Holder]:
-    """A pool in which somebody holds PROMPT, findable, and a block more."""
+    """Returns a pool and a holder of four of its blocks: the published blocks of PROMPT and one more."""
     blocks = pool(num_blocks)
     held = blocks.allocate(4) or []
     keys = keys_of(PROMPT)
@@ -37,7 +37,7 @@ def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, Holder]
 
 
 class Recording(OnDemand):
-    """Refuses, and remembers whom it was asked about."""
+    """Policy that refuses every request and records their ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_a_newcomer_shares_what_somebody_holds_and_not_what_is_merely_cached() -
     books.finds(newcomer, first.blocks[:3])
     assert books.shared(newcomer) == 3
     blocks.release(first.blocks)
-    books.finds(newcomer, first.blocks[:3])  # the only reference is its own
+    books.finds(newcomer, first.blocks[:3])  # the only reference is the newcomer's own
     assert books.shared(newcomer) == 0
 
 
@@ -117,7 +117,7 @@ def test_only_urgent_requests_take_the_reserve_while_others_hold_blocks() -> Non
 
 
 def test_what_others_have_too_does_not_make_a_victim() -> None:
-    """Of equally urgent ones the one goes whose own blocks suffice."""
+    """Among equally urgent sequences, the victim is one whose unshared blocks are enough."""
     blocks, first = with_prompt_of("a")
     blocks.retain(first.blocks)
     sharing = Holder(dataclasses.replace(asking("b", 5), rank=(0, 1)), first.blocks)
@@ -133,7 +133,7 @@ def test_a_landing_that_may_grow_beyond_the_pool_waits_for_the_one_before() -> N
     granted = only(driver.reserve(PROMPT, "a"), actions.GrantLease)
     assert len(granted) == 1
     assert driver.reserve([77, 78], "b", wait_s=100.0) == []
-    done = driver.wait(10.0)  # it expires
+    done = driver.wait(10.0)  # the first lease expires
     assert [grant.lease_id for grant in only(done, actions.GrantLease)] == ["lease-b"]
 
 

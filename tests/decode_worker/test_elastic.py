@@ -1,5 +1,5 @@
-"""A decode worker whose memory comes and goes: limits that change at any moment cost time, preemptions or a refusal,
-never a token, and no page goes while somebody uses it."""
+"""Memory limits of a decode worker may change at any time. A change costs time, preemptions or a refusal but no token,
+and no page in use is given back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_blanks(supply: Supply | None = None, reserved: int = 1) -> PagedBlanks:
 
 
 class Page:
-    """Gives pages back as the background does, content and all."""
+    """Gives pages back as the background task does. Their content is lost."""
 
     def __init__(self, driver: Driver, blanks: PagedBlanks) -> None:
         self.driver, self.blanks = driver, blanks
@@ -56,7 +56,7 @@ class Page:
 
 
 class ElasticDecodeWorker(KeepingDecodeWorker):
-    """As the others of its kind, over pages."""
+    """Decode worker over a paged pool whose limit changes at random."""
 
     num_blocks = NUM_PAGES * PER_PAGE
     policy = DecodeWorker.policy
@@ -81,7 +81,7 @@ class ElasticDecodeWorker(KeepingDecodeWorker):
 
     @invariant()
     def something_progresses(self) -> None:
-        """As ever, or a page is on its way out."""
+        """The base invariant holds, except while pages are being given back."""
         blanks = self.blanks
         if not (self.pages.leaving or blanks.num_leaving_pages or blanks.num_wanted_pages):
             super().something_progresses()
@@ -112,7 +112,7 @@ def start_two(driver: Driver, max_tokens: int) -> None:
 
 
 class EmptyPromises(Supply):
-    """Others seem to have a page that nobody gives."""
+    """Supply that always reports a page of room, even if there is none."""
 
     def room(self) -> int:
         return max(1, super().room())
@@ -123,7 +123,7 @@ def test_a_worker_does_not_wait_for_ever_for_memory_that_others_seem_to_have() -
     start_two(driver, max_tokens=12)
     for _ in range(200):
         if not driver.advance():
-            driver.wait(0.5)  # as who waits for memory looks again
+            driver.wait(0.5)  # a worker that waits for memory checks again
         pages.settle()
     assert {name: len(tokens) for name, tokens in driver.tokens.items()} == {"a": 11, "b": 11}
     assert driver.state.counters.num_preemptions == 1

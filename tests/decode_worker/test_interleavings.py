@@ -1,4 +1,4 @@
-"""Any interleaving of what can happen to a decode worker keeps its promises."""
+"""Any interleaving of events at a decode worker gives right tokens and exactly one end per request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gateway_of(name: str) -> str:
 
 
 class DecodeWorker(RuleBasedStateMachine):
-    """Tiny pools, so that waiting, preemption and refusal are the rule; `Driver.handle` validates every step."""
+    """Decode worker with a tiny pool: requests often wait, are preempted or refused. Every event is validated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class DecodeWorker(RuleBasedStateMachine):
     runs_ahead = False
 
     def stops_after(self, name: str, max_tokens: int) -> int | None:
-        """Of how many tokens the last one is one to stop at; None: at none."""
+        """Returns the number of generated tokens after which a request stops; None for no stop token."""
         return None
 
     def policy(self) -> Policy:
         return OnDemand()
 
     def some(self, data: st.DataObject) -> str:
-        """One of the latest requests: older ones are mostly over."""
+        """Draws one of the latest four requests. Older ones have mostly ended."""
         return data.draw(st.sampled_from(list(self.wishes)[-4:]))
 
     @rule(prompt=prompts, ttl_s=st.sampled_from([1.0, 4.0]), wait_s=st.sampled_from([0.5, 3.0]))
@@ -72,7 +72,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
     @rule(prompt=prompts, wishes=wishes, also_closed=st.booleans())
     def land(self, prompt: list[int], wishes: dict[str, int], also_closed: bool) -> None:
-        """The usual way, without which the unusual ones would rarely be reached."""
+        """Reserves, commits and verifies one request. Without this rule, later states would rarely be reached."""
         self.reserve(prompt, ttl_s=4.0, wait_s=3.0)
         name = f"r{self.count}"
         if self.driver.grant_of(f"lease-{name}") is None:
@@ -152,7 +152,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
     @invariant()
     def something_progresses(self) -> None:
-        """A sequence that runs is computing, or waits for a landing, which ends by itself."""
+        """If sequences run, a step is in flight, or they wait for a landing or a move, which ends by itself."""
         state = self.driver.state
         if state.num_running and self.driver.step is None:
             assert state.num_leased_blocks or self.driver.closing or self.driver.moving
@@ -183,7 +183,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
 
 class ForeseeingDecodeWorker(DecodeWorker):
-    """One that has seen only short answers, and so lets in more than fits."""
+    """Decode worker that predicts short answers, and so admits more sequences than fit."""
 
     def policy(self) -> Policy:
         predictor = Predictor()
@@ -200,7 +200,7 @@ class ForeseeingDecodeWorker(DecodeWorker):
 
 
 class KeepingDecodeWorker(ForeseeingDecodeWorker):
-    """One that has what it preempts put into a store, which may fail, or forget."""
+    """Decode worker that puts preempted sequences into a store, which may fail or lose objects."""
 
     keeping = CHEAP_STORE
 
@@ -225,7 +225,7 @@ class KeepingDecodeWorker(ForeseeingDecodeWorker):
 
 
 class AheadDecodeWorker(KeepingDecodeWorker):
-    """One that begins steps before it knows what the one before says, which may be that a sequence is over."""
+    """Decode worker that begins a step before the one before ends, in which a sequence may have stopped."""
 
     runs_ahead = True
 

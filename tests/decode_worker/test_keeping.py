@@ -1,5 +1,5 @@
-"""Preempted sequences go to the store and come back, or are computed again: never another token for it. What finished
-sequences leave there: the full blocks that only this worker has."""
+"""Preempted sequences are put into the store and read back, or are computed again, with the same tokens. Finished
+sequences leave in the store the full blocks that only this worker has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITH_ANSWERS = dataclasses.replace(CHEAP_STORE, with_answers=True)
 
 
 def crowded(costs: KeepingCosts | None = CHEAP_STORE, num_blocks: int = 7) -> Driver:
-    """The newer of two has just given way."""
+    """Returns a driver with two sequences, of which the newer has just been preempted."""
     driver = Driver(num_blocks=num_blocks, keeping=costs)
     driver.find_store()
     driver.start(OLD, "old", max_tokens=16)
@@ -35,7 +35,7 @@ def put_of(driver: Driver) -> actions.KeepBlocks:
 
 
 def load_of(driver: Driver) -> actions.LoadBlocks:
-    """Once it is read back."""
+    """Advances until a sequence is read back and returns the action."""
     while not driver.all_of(actions.LoadBlocks):
         driver.advance()
     (load,) = driver.all_of(actions.LoadBlocks)
@@ -43,7 +43,7 @@ def load_of(driver: Driver) -> actions.LoadBlocks:
 
 
 def drain_right(driver: Driver) -> None:
-    """Everybody has had all tokens, once."""
+    """Drains the driver and checks that both sequences sent each of their tokens once."""
     driver.drain()
     for name, prompt, most in (("old", OLD, 16), ("new", NEW, 14)):
         tokens = driver.tokens[name]
@@ -53,7 +53,7 @@ def drain_right(driver: Driver) -> None:
 
 
 def test_a_preempted_sequence_is_put_and_read_back_and_goes_on() -> None:
-    """But for what nobody took meanwhile, which is still in the pool. Keys go on over what was generated."""
+    """Only blocks that are no longer in the pool are read back. Keys of blocks also cover the generated tokens."""
     driver = crowded()
     put = put_of(driver)
     assert put.store == STORE
@@ -76,7 +76,7 @@ def test_blocks_that_are_being_put_are_nobodys_and_come_free_together() -> None:
     for item in put_of(driver).blocks:
         assert driver.pool.references_of(item.block) == 1
     free = driver.pool.num_free
-    driver.cancel("new")  # whatever becomes of their sequence
+    driver.cancel("new")  # the end of the sequence does not free them
     assert driver.pool.num_free == free
     driver.move()
     assert driver.pool.num_free >= free
@@ -85,7 +85,7 @@ def test_blocks_that_are_being_put_are_nobodys_and_come_free_together() -> None:
 
 
 def test_blocks_that_are_being_read_are_not_given_away_when_their_sequence_ends() -> None:
-    """Nor is a worker idle meanwhile."""
+    """The blocks stay held until the read ends, and the worker is not idle before."""
     driver = crowded()
     load = load_of(driver)
     driver.cancel("new")
@@ -171,11 +171,11 @@ def test_a_prompt_without_a_full_block_is_not_kept() -> None:
     assert not driver.all_of(actions.KeepBlocks)
 
 
-# -- answers
+# -- generated tokens ("answers")
 
 
 def finished(driver: Driver, prompt: list[int] = OLD, max_tokens: int = 9) -> Driver:
-    """A sequence ran to its end."""
+    """Runs one sequence to its end."""
     driver.find_store()
     driver.start(prompt, max_tokens=max_tokens)
     driver.drain()
@@ -183,7 +183,7 @@ def finished(driver: Driver, prompt: list[int] = OLD, max_tokens: int = 9) -> Dr
 
 
 def test_an_answer_is_put_from_the_block_on_in_which_it_begins_and_found_by_the_next_turn() -> None:
-    """5 + 9 tokens of which the last one's KV is never computed: 3 full blocks, and the first was prefilled."""
+    """Only the two full blocks that hold generated tokens are put; the first full block was prefilled."""
     driver = finished(Driver(keeping=WITH_ANSWERS))
     put = put_of(driver)
     answer = [token.token_id for token in driver.tokens["r"]]

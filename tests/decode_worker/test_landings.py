@@ -1,4 +1,4 @@
-"""Reservations, leases and commits: events in, actions out."""
+"""Reservations, leases and commits of a decode worker, tested as events and actions without I/O."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from protocol.rpc import Channels, RpcServer
 from tests.decode_worker.driver import BLOCK_SIZE, STORE, Driver, keys_of, only, request_of
 from tests.patience import PATIENCE_S
 
-PROMPT = list(range(10))  # two full blocks of four and a half one
+PROMPT = list(range(10))  # two full blocks of four tokens and a half one
 LEASE = LeaseId("lease-r")
 
 
 def refusal(done: list[actions.Action]) -> MoonserveError:
-    """Why a reservation, a renewal or a commit was refused."""
+    """Returns the error with which a reservation, a renewal or a commit was refused."""
     (error,) = (action.error for action in only(done, actions.Refuse))
     return error
 
@@ -45,7 +45,7 @@ def renew(driver: Driver, ttl_s: float) -> list[actions.Action]:
 
 
 def landed(driver: Driver, name: str = "r", *, until: str = "sealing") -> None:
-    """PROMPT's way to a sequence, until it is OPEN, VERIFYING or SEALING, or gone it."""
+    """Advances a landing of PROMPT until it is open, verifying or sealing, or has become a sequence ("done")."""
     driver.reserve(PROMPT, name)
     if until != "open":
         driver.commit(request_of(PROMPT, name))
@@ -64,7 +64,7 @@ def test_a_reservation_is_granted_and_repeated_with_the_same_id() -> None:
 
 
 def test_reservations_wait_in_order_of_arrival() -> None:
-    """A small one does not overtake a large one, which would starve it."""
+    """A small reservation does not overtake a large one, which would starve otherwise."""
     driver = Driver(num_blocks=5)
     driver.reserve(PROMPT, "a")
     assert driver.reserve(PROMPT, "b") == driver.reserve([1], "c") == []
@@ -255,14 +255,14 @@ ASKED = ReserveRequested(
     block_keys=keys_of(range(10)),
     ttl_s=3.0,
     deadline_at=5.0,
-    num_prompt_tokens=7,  # it continues an attempt that got three tokens
+    num_prompt_tokens=7,  # continues an attempt that generated three tokens
     max_tokens=20,
     tenant="alice",
 )
 
 
 class FullWorker:
-    """Refuses, and remembers what it was asked."""
+    """Service that records a reservation and refuses it."""
 
     now = 0.0
 

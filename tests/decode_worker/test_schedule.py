@@ -1,4 +1,4 @@
-"""Continuous batching, growth and preemption, and steps that run ahead: events in, steps and tokens out."""
+"""Continuous batching, growth, preemption and steps that run ahead, tested as events, steps and tokens without I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.decode_worker.driver import Driver, next_token, only, request_of
 
 
 def names(driver: Driver) -> list[str]:
-    """Whose tokens the step under way computes."""
+    """Returns the requests in the oldest step in flight."""
     return [name for name, _, _ in driver.step_of()]
 
 
@@ -36,7 +36,7 @@ def test_a_sequence_generates_until_a_limit_and_frees_its_blocks(max_model_len: 
 
 
 def test_the_tokens_of_a_step_leave_as_one_message_per_gateway_behind_the_next_step() -> None:
-    """Who came meanwhile is in it."""
+    """Sequences that arrived during the step join the next one."""
     driver = Driver()
     driver.start([1], "a", gateway="g1")
     assert only(driver.start([2], "b", gateway="g2"), actions.RunStep) == []
@@ -176,7 +176,7 @@ def test_a_sequence_waits_for_landings_when_they_hold_the_rest_of_the_pool() -> 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
 def test_no_deadlock_when_a_preempted_one_and_a_blocked_one_wait(max_num_seqs: int) -> None:
-    """The running sequence gives way to a better-ranked one that waits for a slot."""
+    """A running sequence gives way to a better-ranked one that waits for a slot, so that both finish."""
     driver = Driver(num_blocks=4, max_num_seqs=max_num_seqs)
     driver.start([1, 2, 3], "low", priority=9, max_tokens=9)
     driver.start([5, 6, 7, 8, 9], "high", max_tokens=6)
@@ -214,14 +214,14 @@ def ahead(num_blocks: int = 16) -> Driver:
 
 
 def steps_of(driver: Driver) -> list[list[tuple[str, int, bool]]]:
-    """(request, position, follows) of the steps under way, oldest first."""
+    """Returns (request, position, follows) for each slice of the steps in flight, oldest first."""
     return [[(p.request_id, p.start, p.follows) for p in s.slices] for s in driver.steps]
 
 
 def test_a_step_begins_before_the_one_before_has_said_anything() -> None:
-    """Up to a last token that is foreseen."""
+    """With `runs_ahead`, a step begins before the previous one ends, up to the last token by `max_tokens`."""
     driver = ahead()
-    driver.start(PROMPT, max_tokens=4)  # the first one came from prefill
+    driver.start(PROMPT, max_tokens=4)  # including the first one, from prefill
     assert steps_of(driver) == [[("r", 6, False)], [("r", 7, True)]]
     done = driver.compute()
     assert steps_of(driver) == [[("r", 7, True)], [("r", 8, True)]]
@@ -254,7 +254,7 @@ def test_who_lands_meanwhile_joins_the_next_step_that_begins() -> None:
 
 
 def test_nobody_is_preempted_while_a_step_is_under_way() -> None:
-    """Two sequences grow into a pool that holds one and a half: the step ahead waits instead."""
+    """When two sequences outgrow a pool, a preemption waits until no other step is in flight."""
     driver = ahead(num_blocks=5)
     for first, name in enumerate(("a", "b")):
         driver.start([first, *range(5)], name, max_tokens=12)

@@ -1,4 +1,4 @@
-"""A decode worker over real sockets, real memory and a real (tiny) model."""
+"""Decode worker's service with real sockets, real memory and a tiny model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def until_queued(w: World, count: int) -> None:
 
 
 async def test_steps_that_run_ahead_and_neighbours_change_no_token(model_path: Path) -> None:
-    """Greedy and seeded, with penalties, to an end that is foreseen and to one that is not: alone, and together."""
+    """Holds for greedy and seeded sampling, with a penalty, and for ends by length and by a stop token."""
     seeded = replace(GREEDY, temperature=1.0, seed=5, presence_penalty=0.5)
     wishes = {3: GREEDY, 8: GREEDY, 12: seeded, 21: GREEDY}  # by the prompt's length
     async with world(model_path) as w:
@@ -85,7 +85,7 @@ async def test_a_write_after_the_release_or_the_commit_is_refused(model_path: Pa
 
 
 async def test_what_does_not_belong_here_is_refused(model_path: Path) -> None:
-    """Other weights, both named; a submission; what was cancelled before it came."""
+    """Refused are a reservation for other weights, whose error names both; a submission; and a cancelled request."""
     async with world(model_path) as w:
         prompt = w.client.compute(prompt_of(5), 4)
         message = await refused(w.client.reserve(prompt, fingerprint="other"), Incompatible)
@@ -101,7 +101,7 @@ async def test_what_does_not_belong_here_is_refused(model_path: Path) -> None:
 async def test_a_full_pool_makes_reservations_wait_and_then_refuses_them(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as long as the call may take, but for a margin: all of it here. One that is cancelled gives up its place."""
+    """A reservation waits for the call's timeout less a margin. A cancelled one leaves the queue."""
     async with world(model_path, num_blocks=4) as w:
         first = w.client.compute(prompt_of(24), 4)
         await w.client.reserve(first)

@@ -1,4 +1,4 @@
-"""A decode worker and a real store: what gives way comes back with the same KV, and nobody waits for a dead store."""
+"""A preempted sequence returns from a real store with the same KV, and a store that is down delays no request."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.worker.parts import BLOCK_SIZE, TOKEN, endpoint_of, layout_of
 from transfer import TransferEngine
 from transfer.config import Patience
 
-NUM_BLOCKS = 10  # three sequences together outgrow them
+NUM_BLOCKS = 10  # too few for three sequences
 
 
 def costs_of(path: Path) -> KeepingCosts:
-    """Of a worker that takes a second for a token: no store is slower."""
+    """Returns costs of a worker that needs a second per token, so that any store is faster."""
     profile = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)
     return KeepingCosts(prefill=profile, block_bytes=layout_of(path).block_bytes, host=host_identity())
 
@@ -52,7 +52,7 @@ async def test_what_gave_way_is_read_from_the_store_and_says_the_same(
         counters = w.service.state.counters
         assert counters.kept_blocks >= counters.fetched_blocks
         assert counters.keep_failures == 0
-        # The last block of each was not full, and nothing else is computed again.
+        # Only the last block of each sequence, which is not full, is computed again.
         assert counters.recomputed_tokens <= BLOCK_SIZE * counters.num_preemptions
 
 
@@ -60,5 +60,5 @@ async def test_a_store_that_cannot_be_reached_costs_a_computation(model_path: Pa
     async with world(model_path, num_blocks=NUM_BLOCKS, keeping=costs_of(model_path)) as w:
         w.service.home_found(endpoint_of("store-0", f"127.0.0.1:{free_port()}"))
         await until_counted(w, "keep_failures")
-        # What was not put may still be in the pool, all of it where it gave way at a block's end.
+        # Blocks that were not put may still be in the pool: all blocks, if the preemption was at a block's end.
         await until_counted(w, "recomputed_tokens")

@@ -1,4 +1,4 @@
-"""Checksums of landed blocks, whole ones and those of which a pipeline's stages have some layers each."""
+"""Checksums of landed blocks: of whole blocks, and of blocks that pipeline stages sent in parts of some layers each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_BLOCKS = 3
 
 
 class Landed:
-    """Two blocks of a pool, of which one has a single valid token."""
+    """Two landed blocks in a pool. The second has one valid token."""
 
     def __init__(self) -> None:
         self.memory = bytearray(random.Random(0).randbytes(LAYOUT.pool_bytes(NUM_BLOCKS) + 5))
@@ -26,29 +26,29 @@ class Landed:
         ]
 
     def sum_of(self, block: int, num_tokens: int, layers: range = range(2)) -> int:
-        """By the definition: the valid bytes of the pieces K0 V0 K1 V1."""
+        """Returns a block's checksum by the definition: over the valid bytes of the pieces K0 V0 K1 V1."""
         length = num_tokens * LAYOUT.token_bytes
         pieces = range(2 * layers.start, 2 * layers.stop)
         offsets = [LAYOUT.pool_offset(NUM_BLOCKS, piece, block) for piece in pieces]
         return checksum(bytes(self.memory[at : at + length]) for at in offsets)
 
     def in_parts(self, one: LandedBlock, *layers: int) -> LandedBlock:
-        """With a checksum for each of so many layers, of the first layer and then of the second."""
+        """Returns the block in parts. Part i has the checksum of layer i and claims `layers[i]` layers."""
         sums = [self.sum_of(one.block, one.num_tokens, range(i, i + 1)) for i in range(len(layers))]
         return replace(one, checksum=join(sums), part_layers=layers)
 
     def flip(self, piece: int, token: int = 0) -> None:
-        """A byte of block 0."""
+        """Flips a bit in block 0."""
         at = LAYOUT.pool_offset(NUM_BLOCKS, piece, 0) + token * LAYOUT.token_bytes
         self.memory[at] ^= 1
 
 
 def test_any_changed_valid_byte_is_found_and_no_other() -> None:
-    """Of parts, the whole blocks' checksums follow: whoever gets a block from here needs those."""
+    """The verdict on blocks in parts also has the whole blocks' checksums, which later readers need."""
     landed = Landed()
     parts = [landed.in_parts(one, 1, 1) for one in landed.whole]
     known = tuple(one.checksum for one in landed.whole)
-    landed.flip(1, token=1)  # behind the valid tokens
+    landed.flip(1, token=1)  # after the valid tokens
     for blocks, told in ((landed.whole, ()), (parts, known)):
         verdict = landed.verifier.verdict(blocks)
         assert (verdict.corrupt, verdict.checksums) == ((), told)
@@ -60,7 +60,7 @@ def test_any_changed_valid_byte_is_found_and_no_other() -> None:
 
 
 def test_parts_that_leave_layers_out_match_nothing() -> None:
-    """Otherwise bytes that nobody vouched for would be decoded from."""
+    """Parts that do not cover all layers never match: their bytes would be used without a checksum."""
     landed = Landed()
     for layers in ((1,), (1, 2), (1, 0)):
         block = landed.in_parts(landed.whole[0], *layers)

@@ -1,4 +1,4 @@
-"""A decode worker's service over real sockets, real memory and a real (tiny) model, and what its gateway received."""
+"""Decode worker in the test's process, with real sockets, real memory and a tiny model, a client and a listener."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class World:
-    """A decode worker, a prefill client and a gateway's ears."""
+    """A decode worker, a prefill client and a gateway's event listener."""
 
     client: PrefillClient
     ears: Ears
     service: DecodeService
 
     async def tokens(self, prompt: Prompt) -> list[int]:
-        """All of a request's, once it has finished; the first one came from the client."""
+        """Returns all tokens of a request once it has finished. The first one is sampled by the client."""
         return [prompt.first_token_id, *await self.ears.all_tokens(prompt.name)]
 
     async def complete(self, prompt: Prompt) -> list[int]:
@@ -64,7 +64,7 @@ class World:
 
 @asynccontextmanager
 async def world(path: Path, *, kv_dtype: str = "auto", **options: Any) -> AsyncIterator[World]:
-    """`options`: the decode worker's."""
+    """Starts a decode worker with the given `options`, a client and a listener."""
     channels, ears = Channels(TOKEN), Ears()
     with TransferEngine(cluster_token=TOKEN) as sender:
         async with decoding(path, kv_dtype=kv_dtype, **options) as (endpoint, service):
@@ -75,8 +75,8 @@ async def world(path: Path, *, kv_dtype: str = "auto", **options: Any) -> AsyncI
 
 
 async def until_counted(w: World, counter: str) -> None:
-    """Three sequences in a pool that does not hold them say what they say alone. Whether they meet there is up to the
-    machine, so they come again."""
+    """Runs three sequences in a pool that is too small for them until `counter` is positive. Their tokens must equal
+    those of each sequence alone. Whether the sequences overlap depends on timing, so up to 20 rounds are run."""
     expected = {seed: w.expected(prompt_of(14, seed), 40) for seed in range(3)}
     for _ in range(20):
         prompts = {}
@@ -96,7 +96,7 @@ NUM_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Prompt:
-    """What this client computed for one request, in its own blocks from 0 on."""
+    """A request whose prompt the client has computed, in its own blocks from 0 on."""
 
     request: Request
     lease_id: LeaseId
@@ -108,7 +108,7 @@ class Prompt:
 
 
 class PrefillClient:
-    """One request at a time."""
+    """Prefill worker's side of a handoff, with one request at a time."""
 
     def __init__(
         self, path: Path, transfer: TransferEngine, channels: Channels, decode: Endpoint, kv_dtype: str = "auto"
@@ -127,7 +127,7 @@ class PrefillClient:
         return LandingClient(self.channels, fingerprint=known, ttl_s=30.0)
 
     def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: Any) -> Prompt:
-        """Fills own blocks with the prompt's KV and samples the first token."""
+        """Fills the client's own blocks with the prompt's KV and samples the first token."""
         fingerprint = self.engine.fingerprint
         request = make_request(
             new_id("req"), token_ids, max_tokens=max_tokens, block_size=BLOCK_SIZE, fingerprint=fingerprint
@@ -155,7 +155,7 @@ class PrefillClient:
         return await self._landings(fingerprint).reserve(wish)
 
     async def write(self, prompt: Prompt, landing: Landing) -> None:
-        """Writes the blocks that are not cached there, valid tokens only."""
+        """Writes the blocks that the decode worker does not have cached, valid tokens only."""
         first, end = landing.num_cached_blocks * BLOCK_SIZE, len(prompt.request.token_ids)
         if first < end:
             own = range(NUM_BLOCKS)[: len(landing.block_ids)]
@@ -165,7 +165,7 @@ class PrefillClient:
             await self.transfer.submit([write], deadline_s=PATIENCE_S)
 
     async def commit(self, prompt: Prompt, landing: Landing) -> tuple[int, ...]:
-        """Indexes of corrupt blocks."""
+        """Commits a handoff and returns the indexes of corrupt blocks."""
         verifier = BlockVerifier(self.memory.segment.buffer, self.layout, NUM_BLOCKS)
         num_tokens = len(prompt.request.token_ids)
         checksums = [
@@ -185,7 +185,7 @@ class PrefillClient:
         return await self._landings().commit(handoff)
 
     async def hand_off(self, prompt: Prompt) -> Landing:
-        """Reserve, write, commit."""
+        """Reserves a landing, writes the blocks and commits."""
         landing = await self.reserve(prompt)
         await self.write(prompt, landing)
         assert await self.commit(prompt, landing) == ()
@@ -203,7 +203,7 @@ class PrefillClient:
 
 
 def hold_steps(monkeypatch: pytest.MonkeyPatch) -> asyncio.Semaphore:
-    """Each `release` lets one step say what it computed."""
+    """Holds back the results of steps. Each `release` of the returned semaphore lets one through."""
     let_go, outcomes = asyncio.Semaphore(0), Stepping.outcomes
 
     async def held(stepping: Stepping) -> AsyncIterator[StepDone | StepFailed]:

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces, where they can be made."""
+"""Skips the tests of this folder where network namespaces cannot be created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links are as slow, as lossy and as one-sided as they are told to be, and nothing is left of them."""
+"""Simulated links have the configured delay, rate, loss and cuts, and their namespaces are removed at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def net() -> Iterator[Network]:
 
 
 def bound(net: Network, host: int) -> socket.socket:
-    """A datagram socket of the host's."""
+    """Returns a datagram socket in the host's namespace."""
 
     def make() -> socket.socket:
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -74,7 +74,7 @@ def test_links_are_as_slow_and_as_lossy_as_they_are_told_to_be(net: Network, soc
         sockets[0].sendto(b"x", there)
     until(lambda: net.counts(0).sent - before.sent >= PACKETS)
     lost = net.counts(0).lost - before.lost
-    assert 0.03 * PACKETS < lost < 0.08 * PACKETS  # six standard deviations
+    assert 0.03 * PACKETS < lost < 0.08 * PACKETS  # over four standard deviations below, six above
 
 
 def test_a_cut_is_of_one_direction_an_isolated_host_is_cut_off_and_both_heal(
@@ -94,7 +94,7 @@ def test_a_cut_is_of_one_direction_an_isolated_host_is_cut_off_and_both_heal(
     until(lambda: net.counts(0).cut > cut[0] and net.counts(1).cut > cut[1])
     net.rejoin(1)
     sockets[0].sendto(b"again", (net.address(1), PORT))
-    while (heard := sockets[1].recv(16)) != b"again":  # what an earlier test sent may come yet
+    while (heard := sockets[1].recv(16)) != b"again":  # packets of an earlier test may still arrive
         assert heard != b"lost"
 
 

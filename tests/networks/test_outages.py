@@ -1,5 +1,5 @@
-"""A cluster over three hosts: while they do not reach each other it serves or refuses, never a wrong token, and
-afterwards it serves as before. All outages, five times each: `python -m benchmarks.networks` (docs/networks.md)."""
+"""A cluster on three hosts serves right tokens or refuses during an outage, and serves as before afterwards.
+`python -m benchmarks.networks` runs all outages, five times each (docs/networks.md)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def known(cluster: HostsCluster) -> Mapping[str, str]:
 def test_no_token_is_wrong_and_the_cluster_comes_back(
     cluster: HostsCluster, known: Mapping[str, str], outage: Outage
 ) -> None:
-    report = play(cluster, outage, known, OUTAGE_S)  # raises unless it serves again
+    report = play(cluster, outage, known, OUTAGE_S)  # raises unless the cluster serves again
     assert report.outcomes["wrong"] == 0
     assert report.outcomes["cut"] == 0, "each request ends in an answer or in an error"
     assert sum(report.outcomes.values()) > 0

@@ -1,4 +1,4 @@
-"""Requests, placements and answers for tests of the prefill worker."""
+"""Builders of requests, placements and answers for tests of the prefill worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.events import Action, Event
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000
-PROFILE = PrefillProfile(c0=0.01, c1=0.01, c2=0.0)  # slower than any store at first
+PROFILE = PrefillProfile(c0=0.01, c1=0.01, c2=0.0)  # slower than the initial estimate of any store
 
 
 def endpoint(name: str, *, epoch: int = 1) -> Endpoint:
@@ -90,7 +90,7 @@ def make_state(
 
 
 def granted(action: act.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGranted:
-    """The decode worker's answer: block i lands in its block 100 + i."""
+    """Returns the decode worker's grant of a reservation: block i lands in its block 100 + i."""
     num_blocks = -(-action.num_tokens // BLOCK_SIZE)
     return ev.LandingGranted(
         request_id=action.request_id,
@@ -108,7 +108,7 @@ def granted(action: act.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGra
 
 
 def step_done(step: act.RunStep, *, token_id: int = 42) -> ev.StepDone:
-    """Every sampling slice gives `token_id`; the checksum of block i is 1000 + i."""
+    """Returns the result of a step. Each sampling slice yields `token_id`; the checksum of block i is 1000 + i."""
     for plan in step.plans:
         pretend(plan.slice)
     return ev.StepDone(
@@ -132,7 +132,7 @@ def all_of(actions: Iterable[Action], kind: type[A]) -> list[A]:
 
 
 def only(actions: Iterable[Action], kind: type[A]) -> A:
-    """The one action of a kind."""
+    """Returns the only action of the given kind. Fails if there is none or more than one."""
     found = all_of(actions, kind)
     assert len(found) == 1, f"expected one {kind.__name__} in {list(actions)}"
     return found[0]
@@ -143,13 +143,13 @@ def kinds(actions: Iterable[Action]) -> list[type]:
 
 
 def spans(actions: Iterable[Action]) -> list[tuple[str, int, int]]:
-    """What the steps among them compute."""
+    """Returns (request, start, end) of each slice in the RunStep actions among `actions`."""
     slices = [plan.slice for step in all_of(actions, act.RunStep) for plan in step.plans]
     return [(piece.request_id, piece.start, piece.end) for piece in slices]
 
 
 class Walk:
-    """Time is what the test says it is; the books are proven after every event."""
+    """Drives a `PrefillState` without I/O. The test sets the time, and the state is validated after every event."""
 
     def __init__(self, **options: Any) -> None:
         self.state = make_state(**options)
@@ -179,11 +179,11 @@ class Walk:
         return self.handle(submitted(request, **placed), at)
 
     def grant(self, actions: Iterable[Action], *, num_cached: int = 0, at: float | None = None) -> Sequence[Action]:
-        """The decode worker's answer to the reservation among these."""
+        """Handles the decode worker's grant of the one reservation among `actions`."""
         return self.handle(granted(only(actions, act.ReserveLanding), num_cached=num_cached), at)
 
     def start(self, name: str = "r", num_tokens: int = 6, *, num_cached: int = 0, **options: Any) -> act.RunStep:
-        """Submits a request and grants its landing; gives its first step."""
+        """Submits a request, grants its landing and returns its first step."""
         submission = self.submit(name, num_tokens, **options)
         return only(self.grant(submission, num_cached=num_cached), act.RunStep)
 
@@ -194,7 +194,7 @@ class Walk:
         return self.handle(ev.WritesDone(request_id=RequestId(name)), at)
 
     def commit(self, name: str = "r", num_tokens: int = 6) -> act.CommitHandoff:
-        """From a submission to the commit, in one step."""
+        """Takes a request from its submission to its commit. The prompt is computed in one step."""
         self.done(self.start(name, num_tokens))
         return only(self.written(name), act.CommitHandoff)
 

@@ -1,5 +1,5 @@
-"""A prefill worker over real sockets, memory and a real (tiny) model, with a real decode worker and the ears of a
-gateway. Gates hold it at the boundaries where a test wants to look or to cancel."""
+"""Prefill worker, decode worker and a gateway's event listener in the test's own process, with real sockets, real
+memory and a tiny model. Gates hold the prefill worker at boundaries where a test inspects or cancels a request."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ from transfer.scatter import LOCAL
 from worker.memory import KvMemory
 
 LANDING_TTL_S = 30.0
-# A slow engine: whatever a store holds is worth reading.
+# A slow engine, so that reading a stored prefix is always faster than computing it.
 PROFILE = PrefillProfile(c0=0.1, c1=0.1, c2=0.0)
 
 
 @dataclass
 class Placed:
-    """A prefill worker, a decode worker that it hands over to, and the ears of a gateway."""
+    """A prefill worker, the decode worker that it hands off to, and a gateway's event listener."""
 
     prefill: Endpoint
     decode: Endpoint
@@ -93,13 +93,13 @@ class Placed:
         return await status_of(self.channels, self.prefill)
 
     def expected(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """The coupled engine's answer."""
+        """Returns the tokens that the coupled engine generates for this prompt."""
         return coupled(self.reference, token_ids, max_tokens)
 
 
 @dataclass
 class Cluster(Placed):
-    """In one process, all of it."""
+    """A `Placed` whose processes all run in the test's own process."""
 
     service: PrefillService
     engine: GatedEngine
@@ -108,14 +108,14 @@ class Cluster(Placed):
     faults: FaultPlan
 
     async def cancel(self, name: str) -> None:
-        """At both workers, as a gateway does it."""
+        """Cancels a request at both workers, as a gateway does."""
         for endpoint in (self.prefill, self.decode):
             stub = worker_pb2_grpc.WorkerStub(self.channels.to(endpoint.rpc_address))
             request = worker_pb2.CancelRequest(request_id=name)
             await self.channels.call(stub.Cancel, request, timeout_s=PATIENCE_S)
 
     async def until_stored(self, store: Endpoint, keys: Sequence[BlockKey]) -> None:
-        """All of these blocks can be read there."""
+        """Waits until the store has all of the given blocks."""
 
         async def stored() -> bool:
             return all(await exists(self.stores, store, keys))
@@ -123,7 +123,7 @@ class Cluster(Placed):
         await answered(stored)
 
     async def assert_drained(self) -> None:
-        """No block is held on either side."""
+        """Waits until both workers are drained and checks that no block is held on either side."""
         async with asyncio.timeout(PATIENCE_S):
             await self.service.drained()
             await self.decoder.drained()
@@ -147,8 +147,8 @@ async def cluster(
     device: str = "cpu",
     **limits: Any,
 ) -> AsyncIterator[Cluster]:
-    """Everything in one process, torn down in reverse order. Landings are renewed as often as those of
-    `renewed_as_of_s` must be."""
+    """Starts a cluster and stops its parts in reverse order. Landing leases are renewed as often as a lease with a
+    time to live of `renewed_as_of_s` requires."""
     layout, faults = layout_of(path, kv_dtype), FaultPlan()
     computed: Any = {"kv_dtype": kv_dtype, "device": device}
     async with AsyncExitStack() as stack:
@@ -199,7 +199,7 @@ async def cluster(
 
 
 class Gate:
-    """Open unless closed; `reached` is set while somebody waits at it."""
+    """Barrier that is open unless a test closes it. `reached` is set once a caller has come to it."""
 
     def __init__(self) -> None:
         self._open, self.reached = asyncio.Event(), asyncio.Event()
@@ -212,7 +212,7 @@ class Gate:
 
 
 class GatedEngine:
-    """An engine whose steps a test can hold."""
+    """Engine whose steps a test can hold. `num_tokens` counts the computed tokens."""
 
     def __init__(self, thread: EngineThread) -> None:
         self.thread = thread
@@ -226,17 +226,17 @@ class GatedEngine:
 
 
 class GatedStores(BlockStores):
-    """A store client whose reads a test can hold, and which waits for a store for long: what a worker
-    reads is not to hang on how busy the machine is."""
+    """Store client whose reads a test can hold. It uses long timeouts, so that a busy machine does not change what a
+    worker reads."""
 
     def __init__(self, channels: PatientChannels, transfer: TransferEngine) -> None:
         super().__init__(channels, transfer)
         self.gate = Gate()
         self.turns = Gate()
-        """Of a prefix that is read layer by layer, behind the first turn."""
+        """Holds the turns of a layered read after the first `num_ungated_turns`."""
         self.num_turns, self.num_ungated_turns = 0, 1
         self.damaged_turns: set[int] = set()
-        """In these a byte of the last block comes out wrong."""
+        """Turns in which one byte of the last block is corrupted."""
 
     async def transfer(self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float) -> None:
         if self.num_turns >= self.num_ungated_turns:
@@ -258,13 +258,13 @@ class GatedStores(BlockStores):
 
 
 class GatedLandings(LandingClient):
-    """A landing client whose commits a test can hold, and whose renewals it can wait for."""
+    """Landing client whose commits a test can hold and whose renewals it can await."""
 
     def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:
         super().__init__(channels, fingerprint=fingerprint, ttl_s=ttl_s)
         self.gate = Gate()
         self.renewed: asyncio.Queue[LeaseId] = asyncio.Queue()
-        """Those that decode workers accepted."""
+        """Leases whose renewal a decode worker accepted."""
 
     async def renew(self, decode: Endpoint, lease_id: LeaseId) -> None:
         await super().renew(decode, lease_id)
@@ -285,14 +285,14 @@ def source_of(store: Endpoint, num_blocks: int = NUM_STORED, first: int = 0) -> 
 
 @asynccontextmanager
 async def store_node(c: Cluster, disk: str | None = None) -> AsyncIterator[Endpoint]:
-    """The product's store node, in the test's own process."""
+    """Starts a store node in the test's own process."""
     config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20, ssd=disk)
     async with serving(serve_store, config) as facts:
         yield await c.stores.locate(facts["rpc"])
 
 
 async def put_into(c: Cluster, store: Endpoint, prompts: Sequence[Sequence[int]]) -> None:
-    """Has the worker compute these prompts; their blocks follow to its home store."""
+    """Computes the given prompts and waits until their blocks are in the worker's home store."""
     c.service.home_found(store)
     for number, prompt in enumerate(prompts):
         await c.submit(f"w{number}", prompt, max_tokens=1)
@@ -302,7 +302,7 @@ async def put_into(c: Cluster, store: Endpoint, prompts: Sequence[Sequence[int]]
 
 @asynccontextmanager
 async def stored_prompt(path: Path) -> AsyncIterator[Endpoint]:
-    """A store node that has PROMPT."""
+    """Starts a store node that holds the blocks of PROMPT."""
     async with cluster(path, home_store="store-0") as writer, store_node(writer) as store:
         await put_into(writer, store, [PROMPT])
         yield store

@@ -1,4 +1,4 @@
-"""A step may begin before its prefix is there; what it computed counts only once the prefix is known to be good."""
+"""A step may begin before its prefix has arrived. Its results count only after the prefix is verified."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from worker.events import Event
 
 NAME = RequestId("r")
 LOST = PeerLost("gone")
-NUM_TOKENS = 4 * BLOCK_SIZE + 3  # four blocks are stored
-# A second for the three tokens that are left.
+NUM_TOKENS = 4 * BLOCK_SIZE + 3  # four stored blocks
+# Computing the other three tokens takes one second.
 PROFILE = PrefillProfile(c0=0.1, c1=0.3, c2=0.0)
 
 
@@ -26,7 +26,7 @@ def early() -> Walk:
 
 
 def load(walk: Walk, name: str = NAME, *, num_cached: int = 0, first: int = 0) -> None:
-    """Submits a prompt whose four leading blocks lie in a store, and grants its landing."""
+    """Submits a prompt whose first four blocks are in a store, and grants its landing."""
     actions = walk.submit(name, NUM_TOKENS, first=first, sources=[(HOME, 0, 4)])
     assert all_of(actions, act.LoadPrefix)
     walk.grant(actions, num_cached=num_cached)
@@ -48,13 +48,13 @@ def loaded(num_blocks: int = 4) -> ev.PrefixLoaded:
 
 
 def begin(walk: Walk, *, num_cached: int = 0) -> act.RunStep:
-    """The first step, which begins when the first layer is there."""
+    """Returns the first step, which begins when the first layer has arrived."""
     load(walk, num_cached=num_cached)
     return only(walk.handle(progress(1, seconds=0.1), 0.1), act.RunStep)
 
 
 def test_a_step_begins_when_what_is_missing_arrives_before_it_is_needed() -> None:
-    """Computing takes a second, so that three layers of four should come within three quarters of it."""
+    """Computing takes one second, so a step begins once the remaining layers arrive within 0.75 s."""
     walk = early()
     load(walk)
     assert not walk.handle(progress(1, seconds=0.3), 0.3), "0.9 s to come"
@@ -80,7 +80,7 @@ def test_nothing_counts_before_all_blocks_are_known_to_be_good() -> None:
 
 @pytest.mark.parametrize("waited_s", [0.0, 0.25])
 def test_a_prefix_that_is_good_before_the_step_ends_is_sent_at_once(waited_s: float) -> None:
-    """What the engine waited counts as loading."""
+    """The time that the engine waits for the prefix counts as loading."""
     walk = early()
     step = begin(walk, num_cached=1)
     sent = only(walk.handle(loaded(), 0.5), act.SendBlocks)
@@ -95,7 +95,7 @@ def test_a_prefix_that_is_good_before_the_step_ends_is_sent_at_once(waited_s: fl
 @pytest.mark.parametrize("load_ends_first", [True, False])
 @pytest.mark.parametrize("num_good", [0, 2])
 def test_behind_a_bad_block_all_is_computed_again(load_ends_first: bool, num_good: int) -> None:
-    """After the writes of the first attempt, which read the same blocks, have ended."""
+    """The second attempt starts after the writes of the first one, which read the same blocks, have ended."""
     walk = early()
     step = begin(walk)
     ends: list[Event] = [loaded(num_good), step_done(step, token_id=666)]
@@ -126,7 +126,7 @@ def test_a_step_that_was_given_up_begins_again_when_all_is_there_and_others_go_o
 
 
 def test_nobody_shares_a_step_that_waits() -> None:
-    """Neither prompts that are ready nor ones that load; the better rank goes first."""
+    """An early step has one member: neither ready nor loading prompts join it. The better rank goes first."""
     walk = early()
     load(walk)
     load(walk, "later", first=500)

@@ -1,4 +1,4 @@
-"""Any order of arrivals, answers, failures and cancellations keeps the books, and all blocks come back."""
+"""Any order of arrivals, answers, failures and cancellations keeps the state consistent and frees all blocks."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ GATEWAYS = ("gateway-0", "gateway-1")
 LOST = PeerLost("gone")
 
 Answer = Callable[[str], ev.Event]
-"""The event that answers an operation, well ("good") or in one of the bad ways."""
+"""Returns the event that ends an operation: "good" for success, "odd" for an anomaly, "bad" for failure."""
 
 
 @dataclass
 class Load:
-    """A prefix on its way."""
+    """A prefix that is being loaded."""
 
     num_blocks: int
-    num_layers: int = 0  # that have arrived
-    is_good: bool = False  # known at its end
+    num_layers: int = 0  # arrived
+    is_good: bool = False  # set at the end of the load
 
 
 class PrefillWorkers(RuleBasedStateMachine):
-    """Plays the world around one worker: each action waits in `under_way` until some rule answers it."""
+    """Simulates the environment of one worker. Each action waits in `under_way` until a rule answers it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.num_requests = 0
-        self.live: set[str] = set()  # neither a last token, a failure nor a handoff seen
+        self.live: set[str] = set()  # without a last token, a failure or a handoff
         self.gateway_of: dict[str, str] = {}
         self.first_tokens: dict[str, Token] = {}
         self.under_way: list[tuple[str, Answer]] = []
         self.steps: list[int] = []
         self.reserving: dict[str, act.ReserveLanding] = {}
-        self.loading: dict[str, Load] = {}  # layer by layer
-        self.early: dict[int, Load] = {}  # what a step was computed behind, by its token
+        self.loading: dict[str, Load] = {}  # layered loads in flight
+        self.early: dict[int, Load] = {}  # by sampled token: the load behind which its step ran
         self.state: PrefillState = make_state()
 
     @initialize(
@@ -215,7 +215,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         gateway: str = GATEWAYS[0],
         **wishes: Any,
     ) -> str:
-        """A new request."""
+        """Submits a new request and returns its name."""
         name = f"r{self.num_requests}"
         self.gateway_of[name] = gateway
         self.live.add(name)
@@ -245,7 +245,7 @@ class PrefillWorkers(RuleBasedStateMachine):
     @precondition(lambda self: self.num_requests)
     @rule(data=st.data(), own=st.integers(1, 24))
     def come_back(self, data: st.DataObject, own: int) -> None:
-        """A request that ended here is placed here again, under its old id."""
+        """Submits a request that has ended again, under its old id."""
         name = f"r{data.draw(st.integers(1, self.num_requests))}"
         if name not in self.live:
             self.live.add(name)
@@ -259,13 +259,13 @@ class PrefillWorkers(RuleBasedStateMachine):
         position = data.draw(st.integers(0, len(self.under_way) - 1))
         name, answer = self.under_way[position]
         if name == "step" and any(other == "step" for other, _ in self.under_way[:position]):
-            how = "bad"  # a pipeline's steps are done in order, but a later one can fail at an earlier stage
+            how = "bad"  # a pipeline's steps complete in order, but a later one may fail at an earlier stage
         del self.under_way[position]
         self.post(answer(how))
 
     @rule(own=st.integers(1, 12), stored=st.integers(1, 5), max_tokens=st.integers(1, 3))
     def submit_stored(self, own: int, stored: int, max_tokens: int) -> None:
-        """A prompt that can begin as soon as a layer of its prefix is there."""
+        """Submits a prompt that can start as soon as one layer of its prefix has arrived."""
         self.num_requests += 1
         first = 1000 * self.num_requests
         tokens = range(first, first + 4 * stored + own)
@@ -321,7 +321,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.state.validate()
 
     def teardown(self) -> None:
-        """When every operation is answered, everyone has heard the outcome and every block is free."""
+        """Ends all operations. Then every request has ended and every block is free."""
         while self.under_way:
             _, answer = self.under_way.pop(0)
             self.post(answer("good"))

@@ -1,4 +1,4 @@
-"""Which bytes go where, how long writes may take, and which peers they are withdrawn from."""
+"""Byte ranges, checksums and deadlines of a prefill worker's writes, and peers whose writes are withdrawn."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
 
 @dataclass
 class FakeEngine:
-    """Ends batches when the test says so."""
+    """Transfer engine whose batches end when the test settles them."""
 
     deadlines_s: list[float] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""Prefixes that are read layer by layer while the engine computes behind them: a real store process, which may fail in
-the middle, and a real (tiny) model."""
+"""Prefixes are read layer by layer while the engine computes behind them, with a real store, which may fail during the
+read, and a tiny model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.random_models import make_model
 from tests.worker.parts import TOKEN
 
 NUM_LAYERS = 4
-# So slow that a step may always begin: how fast the machine is decides nothing.
+# So slow that an early step may always begin, whatever the speed of the machine.
 PROFILE = PrefillProfile(c0=1000.0, c1=1000.0, c2=0.0)
 
 
@@ -48,7 +48,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def mortal_store(
     model_path: Path, transports: str, name: str = "store-0"
 ) -> AsyncIterator[tuple[Endpoint, subprocess.Popen[bytes]]]:
-    """A store node that has the prompt's blocks, in a process that can be killed."""
+    """Starts a store node with the blocks of PROMPT, in a process that a test can kill."""
     flags = ("--instance-id", name, "--dram", "4MiB", "--transports", transports)
     with running("kvstore", *flags, token=TOKEN) as (process, facts):
         async with cluster(model_path, home_store=name) as writer:
@@ -58,7 +58,7 @@ async def mortal_store(
 
 
 reading = partial(cluster, profile=PROFILE, layered_loads="always")
-"""A worker that reads every prefix layer by layer."""
+"""Starts a worker that reads every prefix layer by layer."""
 
 
 async def until_counted(c: Cluster, name: str) -> None:
@@ -70,7 +70,7 @@ async def until_counted(c: Cluster, name: str) -> None:
 
 
 async def held_in_an_early_step(c: Cluster, *sources: PrefixSource) -> None:
-    """The prompt's first layer is there, its step is under way and waits for the second."""
+    """Submits PROMPT and returns when its first layer has arrived and its step waits for the second."""
     c.stores.turns.close()
     await c.submit("r", PROMPT, sources=sources, max_tokens=5)
     await until_counted(c, "early_steps")
@@ -78,7 +78,7 @@ async def held_in_an_early_step(c: Cluster, *sources: PrefixSource) -> None:
 
 
 async def assert_right(c: Cluster, names: Sequence[str] = ("r",)) -> dict[str, int]:
-    """All tokens are those of the coupled engine, and nothing is held any more. Gives the counters."""
+    """Checks that all tokens equal the coupled engine's and no block is held. Returns the worker's counters."""
     for name in names:
         assert await c.ears.all_tokens(name) == c.expected(PROMPT, 5)
     await c.assert_drained()
@@ -87,8 +87,7 @@ async def assert_right(c: Cluster, names: Sequence[str] = ("r",)) -> dict[str, i
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-staged"])
 async def test_tokens_are_the_same_and_only_the_rest_is_computed(model_path: Path, device: str) -> None:
-    """Also where what arrives has to be loaded to a device, and what is computed to be stored. What was loaded serves
-    later prompts."""
+    """Holds also if blocks are copied to a device and from it. Loaded blocks serve later prompts."""
     async with stored_prompt(model_path) as store, reading(model_path, device=device) as c:
         await held_in_an_early_step(c, source_of(store))
         assert c.engine.num_tokens == 3
@@ -105,7 +104,7 @@ async def test_tokens_are_the_same_and_only_the_rest_is_computed(model_path: Pat
 
 @pytest.mark.parametrize("turn", [0, NUM_LAYERS - 1])
 async def test_a_corrupt_block_is_found_and_what_was_computed_behind_it_is_dropped(model_path: Path, turn: int) -> None:
-    """In one layer of the last block. The store's own copy is good, but the reader cannot know."""
+    """One layer of the last block is corrupted during the read; the store's own copy stays good."""
     async with stored_prompt(model_path) as store, reading(model_path) as c:
         c.stores.damaged_turns.add(turn)
         await held_in_an_early_step(c, source_of(store))
@@ -118,8 +117,8 @@ async def test_a_corrupt_block_is_found_and_what_was_computed_behind_it_is_dropp
 
 @pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
 async def test_a_store_that_is_killed_in_the_middle_costs_time_and_no_token(model_path: Path, transports: str) -> None:
-    """Over shm its memory stays mapped, and what had been verified by its writer is still right. Afterwards nobody is
-    there, which means computing."""
+    """With shm, the dead store's memory stays mapped and its verified contents are right. A later prompt is computed,
+    since the store is gone."""
     async with mortal_store(model_path, transports) as (store, process), reading(model_path) as c:
         await held_in_an_early_step(c, source_of(store))
         process.kill()
@@ -135,7 +134,7 @@ async def test_a_store_that_is_killed_in_the_middle_costs_time_and_no_token(mode
 
 
 async def test_what_another_store_gave_is_kept_when_one_is_killed(model_path: Path) -> None:
-    """The first two blocks come from a store that lives, the others from one that dies after its first turn."""
+    """The first two blocks come from a live store, the others from one that is killed after its first turn."""
     async with (
         stored_prompt(model_path) as good,
         mortal_store(model_path, "tcp", "store-1") as (bad, process),
@@ -152,7 +151,7 @@ async def test_what_another_store_gave_is_kept_when_one_is_killed(model_path: Pa
 
 
 async def test_a_store_that_stands_still_holds_nobody_else_up(model_path: Path) -> None:
-    """The step is given up, others run, and the prompt goes on once its prefix is there."""
+    """The step is given up, other prompts run, and the prompt continues once its prefix has arrived."""
     async with stored_prompt(model_path) as store, reading(model_path, spare_wait_s=0.0) as c:
         await held_in_an_early_step(c, source_of(store))
         other = [(7 * i) % 250 for i in range(13)]
@@ -188,7 +187,7 @@ async def test_a_store_that_has_lost_blocks_gives_the_others(model_path: Path) -
         assert c.engine.num_tokens == 2 * BLOCK_SIZE + 3
 
 
-# -- the engine's thread waits for layers, never without a bound, and hears when nothing more will come
+# -- waits of the engine's thread for layers: bounded, and ended when no more layers will arrive
 
 
 def test_the_bound_is_one_for_all_layers_and_what_is_there_is_not_waited_for() -> None:
@@ -206,7 +205,7 @@ def test_the_bound_is_one_for_all_layers_and_what_is_there_is_not_waited_for() -
 
 @contextmanager
 def waiting(gate: LayerGate) -> Iterator[Future[None]]:
-    """The engine's thread waits for the second layer."""
+    """Starts a thread that waits for the second layer, as the engine's thread does."""
     with ThreadPoolExecutor(1) as engine:
         yield engine.submit(BoundedWait(gate, 2 * PATIENCE_S).before, 1)
 

@@ -1,4 +1,4 @@
-"""A prefix is read where that is predicted to be faster, and computed where it clearly is not."""
+"""A prefix is read unless computing it is predicted to be clearly faster. Waiting requests' prefixes are prefetched."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def loads_of(layers: Layers, reads: str = "auto") -> PrefixLoads:
 
 
 def chosen(loads: PrefixLoads, num_blocks: int = 200, busy_s: float = 0.0) -> LoadChoice:
-    """Of a prefix at HOME that takes 0.2 ms a block to read at first, and fifty tokens behind it."""
+    """Returns the choice for a prefix at HOME that is followed by 50 tokens. A block takes 0.2 ms to read at first."""
     return loads.choose(
         [(HOME, num_blocks)],
         reader_host=HOME.host,
@@ -86,14 +86,14 @@ def test_what_is_not_there_and_what_fails_at_once_say_nothing_about_speed() -> N
 
 
 class Requests:
-    """Sends requests for a stored prefix one after another to an idle worker that caches nothing itself."""
+    """Sends requests with distinct stored prefixes, one after another, to an idle worker."""
 
     def __init__(self, **options: int) -> None:
         self.walk = Walk(home=None, **options)
         self.num_sent = 0
 
     def send(self, now: float, *, read_s: float, store: Endpoint = HOME) -> bool:
-        """Whether the prefix was read, which takes `read_s`."""
+        """Sends a request and completes it. Returns True if the prefix was read, which takes `read_s`."""
         self.num_sent += 1
         name, sources = f"r{self.num_sent}", [(store, 0, 2)]
         actions = self.walk.submit(name, NUM_TOKENS, first=1000 * self.num_sent, sources=sources, max_tokens=1, at=now)
@@ -149,11 +149,11 @@ def test_prometheus_sees_reads_predictions_and_skips_by_store() -> None:
     assert 'moonserve_prefix_load_latency_seconds{store="store-0"}' in text
 
 
-# -- layer by layer
+# -- layered loads
 
 
 def test_reading_layer_by_layer_gains_what_computing_hides_of_it() -> None:
-    """The formula of the module's docstring, less that of reading first."""
+    """The gain is the time of reading first less that of the formula in `load_or_compute`'s docstring."""
     layers = Layers(12)
     at_once = layers.at_once(96 << 20)
     assert at_once == 1
@@ -173,8 +173,8 @@ def test_reading_layer_by_layer_gains_what_computing_hides_of_it() -> None:
 def test_the_gain_is_that_of_a_pipeline_of_turns(
     read_s: float, first_s: float, rest_s: float, busy_s: float, num_turns: int
 ) -> None:
-    """Turn k of reading ends at k/g · L, turn k of the first step takes C1/g and begins when that and turn k − 1 have
-    ended."""
+    """With g turns, turn k of a read of L seconds ends at k/g · L. Turn k of the first step takes C1/g seconds. It
+    begins when that read turn and its own turn k − 1 have ended."""
     ends_s = busy_s
     for turn in range(1, num_turns + 1):
         ends_s = max(ends_s, read_s * turn / num_turns) + first_s / num_turns
@@ -209,11 +209,11 @@ def test_what_is_slow_to_read_is_computed_unless_told_otherwise(reads: str, seco
     assert chosen(loads).num_parts == num_parts
 
 
-# -- stores are asked to bring from disk what waiting requests will read: the head of the queue's, within a limit
+# -- prefetch: stores read prefixes of the first waiting requests from disk, within a limit
 
 
 def busy(*, max_prefetch_blocks: int = 8, policy: str = "fcfs") -> Walk:
-    """Its pool is taken, so whatever comes next waits."""
+    """Returns a walk whose pool is full, so that further requests wait."""
     walk = Walk(num_blocks=4, max_prefetch_blocks=max_prefetch_blocks, policy=policy, home=None)
     walk.submit("running", 16)
     return walk
@@ -224,7 +224,7 @@ def fetched(actions: Sequence[Action]) -> list[str]:
 
 
 def come(walk: Walk, number: int, *, num_blocks: int = 2, priority: int = 0) -> Sequence[Action]:
-    """A request of its own whose leading blocks are in the home store."""
+    """Submits an unrelated request whose first blocks are in the home store."""
     return walk.submit(
         f"r{number}", 4 * num_blocks + 1, first=1000 * number, sources=[(HOME, 0, num_blocks)], priority=priority
     )
@@ -257,7 +257,7 @@ def test_what_the_device_caches_is_not_fetched() -> None:
 
 @pytest.mark.parametrize(("max_blocks", "num_asked"), [(0, 0), (4, 2), (8, 4)])
 def test_of_a_long_queue_only_the_head_is_fetched(max_blocks: int, num_asked: int) -> None:
-    """A thousand prefixes would drive each other out of the store's memory. The next ones follow as the queue moves."""
+    """More prefixes would evict each other from the store's memory. The next ones follow as the queue advances."""
     walk = busy(max_prefetch_blocks=max_blocks)
     asked = [number for number in range(1, 101) if come(walk, number)]
     assert asked == list(range(1, num_asked + 1))
@@ -269,7 +269,7 @@ def test_an_admitted_request_makes_room_for_the_next() -> None:
     walk = busy(max_prefetch_blocks=2)
     come(walk, 1)
     assert come(walk, 2) == []
-    assert not fetched(walk.cancel("running"))  # it still has its blocks
+    assert not fetched(walk.cancel("running"))  # it still holds its blocks
     withdrawn = ev.LandingRefused(request_id=RequestId("running"), error=PeerLost("withdrawn"))
     actions = walk.handle(withdrawn)
     assert [load.request_id for load in all_of(actions, act.LoadPrefix)] == ["r1"]

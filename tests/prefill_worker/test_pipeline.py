@@ -1,4 +1,4 @@
-"""A prefill group in processes of its own: what it gives to clients, what it survives, how it ends."""
+"""Pipeline-parallel prefill group in separate processes: its tokens, its handling of faults, and its end."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Group(Placed):
-    """Several processes are the prefill worker."""
+    """A `Placed` whose prefill worker consists of several processes."""
 
     leader: subprocess.Popen[bytes]
 
     async def until_running(self) -> None:
-        """A step of some request is under way."""
+        """Waits until a request is running."""
 
         async def running() -> int:
             return (await self.status()).load.num_running
@@ -55,7 +55,7 @@ class Group(Placed):
         await answered(running)
 
     def followers(self) -> list[int]:
-        """Their process ids."""
+        """Returns the process ids of the followers."""
         pid = self.leader.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -84,8 +84,8 @@ PROMPTS = {"long": random_prompt(150, 1), "other": random_prompt(61, 2), "short"
 
 @pytest.mark.slow
 async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
-    """Prompts in chunks, several at once; then one whose beginning is cached, so that every stage sends its layers of
-    blocks that nobody computes."""
+    """Holds for concurrent prompts in chunks, and for a prompt with a cached prefix, of whose blocks every stage sends
+    its layers without computing them."""
     async with group(model_path, size=2) as made:
         for name, prompt in PROMPTS.items():
             await made.submit(name, prompt, max_tokens=MAX_TOKENS)
@@ -99,7 +99,7 @@ async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
             counters = dict((await made.status()).counters)
             return counters if counters.get("handed_off_requests") == 4 else None
 
-        # The decode worker's tokens may come before its word to the leader that it has the request.
+        # The decode worker's tokens may arrive before the leader has its answer to the commit.
         counters = await answered(counters_behind_the_last_handoff)
         assert counters["device_hit_blocks"] == 120 // BLOCK_SIZE
         assert made.decoder.state.counters.integrity_failures == 0
@@ -112,8 +112,8 @@ async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_corrupt_bytes_of_any_stage_are_found(model_path: Path) -> None:
-    """Over tcp, three stages, a byte flipped in each one's first write of KV: the decode worker finds it, and all
-    stages compute those blocks again. No wrong token."""
+    """With three stages over TCP and a corrupt first write of each, the decode worker detects the corruption and all
+    stages compute those blocks again. No token is wrong."""
     flags = ("--transports", "tcp", "--fault-corrupt-writes", "1")
     async with group(model_path, *flags, size=3) as made:
         for seed, name in enumerate(("first", "second")):
@@ -126,7 +126,7 @@ async def test_corrupt_bytes_of_any_stage_are_found(model_path: Path) -> None:
 
 @contextmanager
 def stages(longest_wait_s: float = PATIENCE_S) -> Iterator[tuple[HiddenOutbox, HiddenInbox]]:
-    """The way between two stages; rows of 16 bytes, no more than 8."""
+    """Yields the outbox and inbox between two stages, with two slots of up to eight rows of 16 bytes."""
     with TransferEngine(cluster_token=TOKEN) as maker, TransferEngine(cluster_token=TOKEN) as taker:
         outbox = HiddenOutbox(maker, row_bytes=16, slot_rows=8, num_slots=2)
         inbox = HiddenInbox(taker, outbox.source, row_bytes=16, patience=Patience(), longest_wait_s=longest_wait_s)
@@ -134,7 +134,7 @@ def stages(longest_wait_s: float = PATIENCE_S) -> Iterator[tuple[HiddenOutbox, H
 
 
 def test_hidden_states_that_are_not_what_their_maker_had_are_refused() -> None:
-    """Whatever happened to them on the way or before."""
+    """Any change after the maker has published them is detected."""
     with stages() as (outbox, inbox):
         for step in (1, 2, 3):
             outbox.rows(step)[: 5 * 16] = bytes([step]) * (5 * 16)
@@ -146,7 +146,7 @@ def test_hidden_states_that_are_not_what_their_maker_had_are_refused() -> None:
 
 
 def test_a_stage_waits_for_the_hidden_states_of_its_step() -> None:
-    """Not for those of the step that had the slot before."""
+    """Hidden states of the earlier step in the same slot are not taken for them."""
     with stages() as (outbox, inbox), ThreadPoolExecutor(1) as other:
         outbox.leave(1, 8)
         waiting = other.submit(lambda: bytes(inbox.fetch(3, 2)))
@@ -169,8 +169,8 @@ def test_a_stage_does_not_wait_for_ever() -> None:
 
 @pytest.mark.slow
 async def test_a_lost_stage_fails_what_is_under_way_and_ends_the_group(model_path: Path) -> None:
-    """The request that waits for the stage ends in an error after which another worker is tried; the leader ends, so
-    that whoever watches it starts a whole group again."""
+    """A request that waits for the stage fails with a retryable error. The leader exits, so that its supervisor can
+    restart the whole group."""
     async with group(model_path, size=2) as made:
         [follower] = made.followers()
         stop(follower)

@@ -1,4 +1,4 @@
-"""The prefill worker with real sockets, real memory, a real (tiny) model, a real decode worker and a real store."""
+"""Prefill worker's service with real sockets, real memory, a tiny model, a decode worker and a store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.worker.parts import layout_of
 
 
 def gone(c: Cluster) -> Endpoint:
-    """A place where nobody is."""
+    """Returns the endpoint of an unreachable process."""
     return dataclasses.replace(c.decode, instance_id="store-0", rpc_address="127.0.0.1:1")
 
 
@@ -53,8 +53,8 @@ async def at(gate: Gate) -> None:
     ],
 )
 async def test_tokens_are_those_of_the_coupled_engine(model_path: Path, kv_dtype: str, device: str) -> None:
-    """Prompts around block and chunk borders, several at once; then two that begin alike: what they share is computed
-    once and sent once."""
+    """Holds for concurrent prompts with lengths around block and chunk boundaries. A prefix that two prompts share is
+    computed once and sent once."""
     async with cluster(model_path, kv_dtype=kv_dtype, device=device) as c:
         lengths = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 20, 29, 41, 64)
         for length in lengths:
@@ -92,7 +92,7 @@ async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(
 
 
 async def test_a_block_that_went_bad_in_the_device_cache_is_not_blessed(model_path: Path) -> None:
-    """The writer's checksum, not one made anew, goes with a cached block."""
+    """A cached block is handed off with its writer's checksum, not with a new one."""
     async with cluster(model_path) as c:
         prompt = prompt_of(3 * BLOCK_SIZE + 2)
         await c.submit("first", prompt, max_tokens=1)
@@ -132,7 +132,7 @@ async def test_what_cannot_be_handed_off_fails_and_frees_its_blocks(
 
 
 async def test_a_lease_is_renewed_again_and_again_while_a_request_waits(model_path: Path) -> None:
-    """As often as leases much shorter than this one would need."""
+    """The interval is that of a lease of 0.03 s, so that the test is short."""
     async with cluster(model_path, renewed_as_of_s=0.03) as c:
         c.engine.gate.close()
         await c.submit("r", prompt_of(20), max_tokens=4)
@@ -170,7 +170,7 @@ async def test_malformed_submissions_are_refused_before_they_become_requests(mod
 
 @pytest.mark.parametrize("phase", ["queued", "reserving", "loading", "running", "committing"])
 async def test_a_request_is_cancelled_wherever_it_is_held(model_path: Path, phase: str) -> None:
-    """Waiting for blocks, for a landing that a full decode worker does not grant, for a store, a step or a commit."""
+    """Holds while it waits for blocks, for a landing at a full decode worker, for a store, a step or a commit."""
     full = {"queued": {"num_blocks": 4}, "reserving": {"decode_blocks": 4}}.get(phase, {})
     async with cluster(model_path, **full) as c:
         gates = {"loading": c.stores.gate, "committing": c.landings.gate}
@@ -180,13 +180,13 @@ async def test_a_request_is_cancelled_wherever_it_is_held(model_path: Path, phas
             await c.submit("big", prompt_of(30), max_tokens=2)
             await at(gate)
         sources = [source_of(gone(c))] if phase == "loading" else []
-        # Without a landing, whose grant might be on its way, where the load is to be the only thing that is waited for.
+        # One token needs no landing, so that the load is the only operation in flight.
         max_tokens = 1 if phase == "loading" else 8
         length = 20 if full else 60
         await c.submit("r", prompt_of(length), sources=sources, max_tokens=max_tokens)
         await at(gate)
         await c.cancel("r")
-        if phase != "committing":  # the decode worker may have it
+        if phase != "committing":  # the decode worker may have taken it over
             assert (await c.ears.failure("r")).code == "cancelled"
         assert (await c.status()).counters[f"cancelled_{phase}"] == 1
         gate.open()
@@ -204,7 +204,7 @@ async def test_a_request_is_cancelled_wherever_it_is_held(model_path: Path, phas
 async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
     model_path: Path, tmp_path: Path, waits: bool
 ) -> None:
-    """From a store that was restarted. A request that waits for an earlier one's step finds its prefix in memory."""
+    """The prefix is on the disk of a restarted store. For a request that waits for an earlier one, it is prefetched."""
     async with cluster(model_path, home_store="store-0") as writer:
         disk = f"{tmp_path}:64MiB"
         async with store_node(writer, disk) as store:
@@ -251,7 +251,7 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four KV heads, for four ranks."""
+    """Path of a model with four KV heads, for up to four ranks."""
     path = tmp_path_factory.mktemp("model")
     make_model("llama", path, num_key_value_heads=4)
     return path
@@ -259,7 +259,7 @@ def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)])
 async def test_any_sizes_give_the_tokens_of_one_engine(prefill_ranks: int, decode_ranks: int, wide_path: Path) -> None:
-    """What one computed, the other takes over in the middle: the same layout, the same fingerprint, verified blocks."""
+    """Prefill and decode workers of any tensor-parallel sizes have equal layouts and fingerprints."""
     sizes = {"prefill_ranks": prefill_ranks, "decode_ranks": decode_ranks}
     async with cluster(wide_path, **sizes) as c:  # type: ignore[arg-type]
         for name, prompt in PROMPTS.items():
@@ -271,7 +271,7 @@ async def test_any_sizes_give_the_tokens_of_one_engine(prefill_ranks: int, decod
 
 @pytest.mark.parametrize(("writing", "reading"), [(2, 1), (1, 2), (4, 2)])
 async def test_a_store_does_not_know_how_many_ranks_made_a_block(writing: int, reading: int, wide_path: Path) -> None:
-    """Put by a worker of one size, read and computed on by one of another."""
+    """Blocks put by a worker of one size serve a worker of another size."""
     async with (
         cluster(wide_path, home_store="store-0", prefill_ranks=writing) as writer,
         store_node(writer) as store,

@@ -1,4 +1,4 @@
-"""Events in, actions out: the prefill worker's automaton, from a request's arrival to its end, when all goes well."""
+"""Prefill worker's state machine without failures, from a request's arrival to its end, tested without I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.profile import PrefillProfile
 from protocol.request import FinishReason
 from tests.prefill_worker.builders import HOME, Walk, all_of, endpoint, kinds, make_placement, make_request, only, spans
 
-# Of which c0 is worth five tokens.
+# c0 equals the time of five tokens.
 PROFILE = PrefillProfile(c0=0.005, c1=0.001, c2=0.0)
 R = RequestId("r")
 
@@ -61,10 +61,10 @@ def test_a_long_prompt_runs_in_chunks_that_send_only_their_own_tokens() -> None:
 @pytest.mark.parametrize(
     ("lengths", "in_step"),
     [
-        ([6, 2], "bc"),  # 6 tokens fill six of the step's eight, and two more delay little
-        ([6, 3], "b"),  # the third is left over: a step that a prompt ends with is not filled up
-        ([2, 4, 2], "bcd"),  # 4 · c1 for one that ends, 2 · c1 for two: at most c0 for each
-        ([2, 6], "b"),  # 6 · c1 is more than the 5 · c1 that one step costs before its first token
+        ([6, 2], "bc"),  # both fit into the step's eight tokens, and two more tokens delay little
+        ([6, 3], "b"),  # "c" does not fit: a step in which a prompt ends is not filled up with part of another
+        ([2, 4, 2], "bcd"),  # delays of 4 · c1 for one prompt and 2 · c1 for two: at most c0 each
+        ([2, 6], "b"),  # a delay of 6 · c1 is more than the c0 = 5 · c1 of a separate step
     ],
 )
 def test_short_prompts_share_a_step_where_that_is_less_waiting_in_all(lengths: list[int], in_step: str) -> None:
@@ -78,7 +78,7 @@ def test_short_prompts_share_a_step_where_that_is_less_waiting_in_all(lengths: l
 
 
 def test_a_prompt_reports_its_share_of_a_shared_step_and_the_rest_as_queueing() -> None:
-    """The three times add up to the time since the submission; those of one step add up to the step."""
+    """Queueing, loading and computing add up to the time since the submission, and shares of a step to its duration."""
     walk = Walk(budget=8, num_blocks=64, profile=PROFILE)
     first = walk.start("a", 4)
     for name, length in (("b", 2), ("c", 3)):
@@ -92,7 +92,7 @@ def test_a_prompt_reports_its_share_of_a_shared_step_and_the_rest_as_queueing() 
 
 
 def test_only_so_many_requests_are_prepared_ahead_while_a_step_runs() -> None:
-    """Reserving and loading overlap it."""
+    """While a step runs, requests reserve and load until there are `lookahead` of them with a step's tokens in all."""
     walk = Walk(num_blocks=64, lookahead=2, budget=8)
     walk.start("a")
     prepared = [kinds(walk.submit(name, 8, first=50, sources=[(HOME, 0, 2)])) for name in "bcd"]
@@ -103,7 +103,7 @@ def test_only_so_many_requests_are_prepared_ahead_while_a_step_runs() -> None:
 
 def test_prefix_blocks_come_from_the_stores_that_the_placement_names() -> None:
     walk, far = Walk(), endpoint("store-1")
-    # Three usable blocks: the last token is computed.
+    # Three blocks are usable, since the last token must be computed.
     actions = walk.submit("r", 16, sources=[(HOME, 0, 2), (far, 2, 2)])
     load = only(actions, act.LoadPrefix)
     assert [(part.store, len(part.keys)) for part in load.parts] == [(HOME, 2), (far, 1)]
@@ -149,7 +149,7 @@ def test_blocks_computed_while_a_request_waited_are_found_before_it_runs() -> No
 
 @pytest.mark.parametrize(("num_tokens", "num_cached"), [(10, 1), (8, 2)])
 def test_blocks_that_the_target_already_has_are_not_sent(num_tokens: int, num_cached: int) -> None:
-    """Where it has all of them, the commit follows at once."""
+    """If the target has all blocks, the commit follows at once."""
     walk = Walk(budget=16)
     step = walk.start(num_tokens=num_tokens, num_cached=num_cached)
     [plan] = step.plans
@@ -178,7 +178,7 @@ def test_a_request_that_stops_with_its_first_token_gives_its_landing_back_after_
     step = walk.start(stop_token_ids=frozenset({42}))
     first = only(walk.done(step), act.SendFirstToken)
     assert first.token.finish_reason is FinishReason.STOP
-    assert walk.state.num_held_blocks == 2  # still being read
+    assert walk.state.num_held_blocks == 2  # still read by the writes
     assert only(walk.written(), act.ReleaseLanding).lease_id == "lease-1"
     walk.assert_drained()
 
@@ -251,21 +251,21 @@ def test_puts_are_bounded_and_what_is_too_much_is_dropped_and_counted() -> None:
 
 
 def test_only_what_others_share_is_hot_and_what_was_evicted_begins_anew() -> None:
-    """Its count is forgotten with it, so counts take no memory of their own."""
+    """A block's use count is lost when the block is evicted, so that counts need no memory of their own."""
     walk = Walk(num_blocks=3, store_writes="hot")
     walk.handle(ev.StoreFound(store=HOME))
     shared = [0, 1, 2, 3]
     assert put_behind(walk, "a", [*shared, *range(100, 105)]) == []
     keys = make_request("b", shared).block_keys
     assert put_behind(walk, "b", [*shared, *range(200, 205)]) == list(keys)
-    assert put_behind(walk, "c", range(50, 62)) == []  # takes all blocks
+    assert put_behind(walk, "c", range(50, 62)) == []  # evicts all blocks
     assert put_behind(walk, "d", range(9)) == []
     assert len(put_behind(walk, "e", range(9))) == 2
     walk.assert_drained()
 
 
 def put_behind(walk: Walk, name: str, tokens: abc.Sequence[int]) -> list[BlockKey]:
-    """Computes the whole prompt; the keys that are put behind it, which the store takes."""
+    """Computes a whole prompt and returns the keys of the blocks that are put afterwards."""
     keys: list[BlockKey] = []
     actions = list(walk.request(make_request(name, tokens, max_tokens=1)))
     while actions:

@@ -1,4 +1,4 @@
-"""Events in, actions out: requests that fail, are corrupt, lost, cancelled or come twice, in each phase."""
+"""Prefill worker's state machine with failures, corrupt blocks, cancellations and repeated requests in each phase."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_a_decode_worker_refuses_fails_the_request_for_another_placement(
 
 
 def test_a_cancellation_that_the_decode_worker_heard_first_is_one_here_too() -> None:
-    """Its reservation is refused then; that nobody wants it any more is no failure."""
+    """The decode worker refuses the reservation with Cancelled, which is not reported as a failure."""
     walk = Walk()
     walk.submit()
     gone = ev.LandingRefused(request_id=R, error=Cancelled("the client left"))
@@ -109,7 +109,7 @@ def test_three_corrupt_handoffs_fail_the_request() -> None:
 
 
 def test_a_request_over_its_time_limit_fails_but_for_a_commit_under_way() -> None:
-    """Whose answer looks at the time."""
+    """The deadline of a request with a commit in flight is checked when the answer arrives."""
     walk = Walk()
     step = walk.start()
     assert walk.state.wake_at == 600.0
@@ -196,7 +196,7 @@ def committing(answer: Event) -> Callable[[Walk], list[Event]]:
 def test_a_cancelled_request_lets_go_when_the_last_operation_has_ended(
     phase: str, reach: Callable[[Walk], list[Event]], told: list[type[Action]], released: list[type[Action]]
 ) -> None:
-    """No further step runs, whatever the answers."""
+    """No further step runs, whatever the results of the operations in flight."""
     walk = Walk(home=None, num_blocks=16, budget=16)
     ends = reach(walk)
     assert kinds(walk.cancel()) == told

@@ -1,4 +1,4 @@
-"""Which steps run: of prompts in order of arrival and rank, by the stages of a pipeline, and with log-probabilities."""
+"""Composition of prefill steps: pipeline stages, order of arrival and rank, and prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.scores import is_whole, pretend
 
 
 def test_consecutive_chunks_of_a_prompt_are_under_way_together() -> None:
-    """Chunk i + 1 begins while chunk i is at a later stage; no more than there are stages; the last one samples."""
+    """Chunk i + 1 begins while chunk i is at a later stage. At most one chunk per stage is in flight."""
     walk = Walk(num_stages=2)
     first, second = all_of(walk.submit("r", 20, max_tokens=1), act.RunStep)
     third = only(walk.done(first, 1.0), act.RunStep)
@@ -44,14 +44,14 @@ def test_consecutive_chunks_of_a_prompt_are_under_way_together() -> None:
 
 
 def test_the_next_prompt_follows_behind_the_last_chunk() -> None:
-    """A pipeline is kept full across prompts."""
+    """The free stages of a pipeline take up the next prompt."""
     walk = Walk(num_stages=3)
     walk.submit("r", 10, max_tokens=1)
     assert spans(walk.submit("s", 12, first=50, max_tokens=1)) == [("s", 0, 8)]
 
 
 def test_a_prompt_that_would_be_one_step_is_shared_by_the_stages() -> None:
-    """As long as nobody else keeps them busy; a few tokens are not worth a chunk of their own."""
+    """Without other prompts, a prompt is cut into one chunk per stage, unless the chunks would be too small."""
     walk = Walk(num_stages=2, budget=128, num_blocks=64)
     steps = all_of(walk.submit("r", 101, max_tokens=1), act.RunStep)
     assert spans(steps) == [("r", 0, 51), ("r", 51, 101)]
@@ -61,7 +61,7 @@ def test_a_prompt_that_would_be_one_step_is_shared_by_the_stages() -> None:
 
 
 def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
-    """Two prompts at two stages are done sooner than four halves."""
+    """Waiting prompts are not cut: two whole prompts at two stages end sooner than four halves."""
     walk = Walk(num_stages=2, budget=128, num_blocks=64)
     waiting = [walk.submit("q", 90, first=200), walk.submit("r", 100)]
     filler = all_of(walk.submit("s", 40, first=300, max_tokens=1), act.RunStep)
@@ -72,7 +72,7 @@ def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
 
 
 def test_what_is_computed_behind_a_failed_chunk_is_never_shared() -> None:
-    """A later chunk that was under way looked at blocks of which nobody knows what they hold."""
+    """Blocks of a later chunk in flight are not published: it read blocks whose content is undefined."""
     walk = Walk(num_stages=2)
     first, second = all_of(walk.grant(walk.submit("q", 20)), act.RunStep)
     failed = ev.StepFailed(error=PeerLost("a stage is gone"), step_id=first.step_id)
@@ -85,7 +85,7 @@ def test_what_is_computed_behind_a_failed_chunk_is_never_shared() -> None:
 
 
 def test_blocks_stay_held_until_all_of_a_cancelled_prompts_steps_are_done() -> None:
-    """A later stage may still write to them."""
+    """Blocks stay held while any step of the prompt is in flight, since a later stage may still write them."""
     walk = Walk(num_stages=2)
     first, second = all_of(walk.submit("r", 20, max_tokens=1), act.RunStep)
     walk.cancel()
@@ -96,14 +96,14 @@ def test_blocks_stay_held_until_all_of_a_cancelled_prompts_steps_are_done() -> N
 
 
 def test_a_group_computes_what_stores_hold() -> None:
-    """A stored block is all layers at one place, and no stage has all layers."""
+    """A pipeline group reads no stored blocks: they have all layers, and no stage has all layers."""
     actions = Walk(num_stages=2).submit("r", 20, sources=[(HOME, 0, 4)], max_tokens=1)
     assert kinds(actions) == [act.RunStep, act.RunStep]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 20.0)), max_size=30))
 def test_nobody_is_passed_by_what_arrives_later_than_its_rank(arrivals: list[tuple[float, float]]) -> None:
-    """Gaps before arrivals, and ranks."""
+    """A request runs before all that arrive later than its arrival plus its rank. `arrivals` has gaps and ranks."""
     queue, now = RequestQueue(), 0.0
     came: dict[str, tuple[float, float]] = {}
     for number, (gap_s, rank) in enumerate(arrivals):
@@ -128,7 +128,7 @@ def test_nobody_is_passed_by_what_arrives_later_than_its_rank(arrivals: list[tup
 
 
 def test_what_a_request_overtakes_does_not_keep_it_from_being_prepared() -> None:
-    """Two are prepared, as many as look ahead; a third of their kind waits, one that goes before them does not."""
+    """With a lookahead of two, a third long request waits, but one of better rank is prepared at once."""
     walk = Walk(lookahead=2, budget=4, num_blocks=64, home=None)
     prepared = [
         bool(all_of(walk.submit(f"long{n}", 16, first=100 * n, rank=100.0), act.ReserveLanding)) for n in range(3)
@@ -139,7 +139,7 @@ def test_what_a_request_overtakes_does_not_keep_it_from_being_prepared() -> None
 
 
 def test_a_request_of_lower_rank_runs_before_the_rest_of_one_that_runs() -> None:
-    """Between two steps, so that a long prompt's chunks do not hold up a short one."""
+    """A short prompt of lower rank runs between two chunks of a long one."""
     walk = Walk(budget=4, num_blocks=64, home=None)
     step = walk.start("long", 16, rank=100.0)
     walk.grant(walk.submit("short", 4, first=900, at=1.0))
@@ -158,7 +158,7 @@ def first_step(walk: Walk, request: Request) -> act.RunStep:
 
 
 def with_cached_prompt() -> Walk:
-    """Its pool has the blocks of a prompt of ten tokens."""
+    """Returns a walk whose pool has the cached blocks of a prompt of ten tokens."""
     walk = Walk(home=None, budget=16)
     walk.commit("earlier", 10)
     walk.accept("earlier")
@@ -207,7 +207,7 @@ def test_corrupt_blocks_are_recomputed_without_scoring_again() -> None:
 
 
 def test_the_last_stage_of_a_pipeline_scores_for_its_leader() -> None:
-    """What it found is put into the scores of the leader's own slice."""
+    """The last stage's scores are merged into the scores of the leader's slice."""
     walk = Walk(home=None, budget=6)
     step = first_step(walk, scored(10))
     while True:

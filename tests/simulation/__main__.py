@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seeds N [--first S]`: worlds one after the other; `--seed S` tells one's history."""
+"""`python -m tests.simulation --seeds N [--first S]` runs simulated worlds; `--seed S` prints the history of one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--calm", action="store_true", help="nothing befalls them")
     parser.add_argument("--keep-going", action="store_true")
     options = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # the order of sets is part of the seed
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # equal seeds need an equal order of sets
         os.environ["PYTHONHASHSEED"] = HASH_SEED
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
     logging.disable(logging.WARNING)
@@ -35,8 +35,8 @@ def run(first: int, count: int, options: argparse.Namespace) -> int:
     outcomes: Counter[str] = Counter()
     failed: list[int] = []
     began_at = time.monotonic()
-    gc.disable()  # a world is one heap of cycles: it goes as a whole
-    gc.freeze()  # modules stay
+    gc.disable()  # a world is full of reference cycles and is collected as a whole
+    gc.freeze()  # modules are never collected
     for seed in range(first, first + count):
         if seed % 10 == 0:
             gc.collect()

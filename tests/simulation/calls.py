@@ -1,8 +1,8 @@
-"""gRPC over the simulated network, for the product's generated stubs and servicers, in bytes.
+"""Simulated gRPC transport for the product's generated stubs and servicers. Messages are serialized to bytes.
 
-It fails as gRPC does: a refused or broken connection is UNAVAILABLE, silence ends at the call's deadline or, where a
-link stays cut or (but for lean) a peer stopped, by keepalive; a server learns of a caller that went away and cancels
-its handler. A unary call is late, lost, doubled, or answered by a connection that then breaks.
+It fails as gRPC does. A refused or broken connection is UNAVAILABLE. A call without an answer ends at its deadline, or
+by keepalive if a link stays cut or, except for lean calls, a peer stays stopped. A server cancels the handler of a
+caller that has gone away. A unary call may be late, lost or duplicated, or its answer may be lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REDIAL_S = 0.2
 
 
 class SimulatedChannels(Channels):
-    """The product's, over a simulated network."""
+    """The product's `Channels` over the simulated network."""
 
     def __init__(self, network: Network, life: Life) -> None:
         super().__init__("token")
@@ -33,7 +33,7 @@ class SimulatedChannels(Channels):
 
 
 class _Channel:
-    """What generated stubs need of one."""
+    """The part of a gRPC channel that generated stubs use."""
 
     def __init__(self, *way: Any) -> None:
         """`way`: a network, the caller's life and an address."""
@@ -57,12 +57,12 @@ class _Channel:
         return call
 
     async def close(self, grace: float | None = None) -> None:
-        """Calls end by themselves here."""
+        """Does nothing: each call ends by itself."""
 
 
 class _Exchange:
-    """A request on its way, and its handler at the server. Subclasses `handle` it there, and `deliver` at the caller
-    what comes back."""
+    """A request and its handler at the server. Subclasses implement `handle`, which runs at the server, and `deliver`,
+    which takes the result at the caller."""
 
     def __init__(self, network: Network, caller: Life, address: str, path: str, data: bytes) -> None:
         self._network, self._loop = network, network.loop
@@ -79,7 +79,7 @@ class _Exchange:
         self._loop.call_later(self._network.latency(), self.deliver, error, context=OUTSIDE)
 
     def _connect(self, server: Server) -> Connection:
-        is_lean = self._network.rng.random() < 0.5  # where the way is known
+        is_lean = self._network.rng.random() < 0.5  # a caller that knows the lean address uses it
         connection = Connection(self._caller, server.life, lambda: self._broken(connection), is_lean)
         return connection
 
@@ -91,32 +91,32 @@ class _Exchange:
         self._network.send(self._caller, server.life, arrive, after_s)
 
     def _serve(self, server: Server, connection: Connection) -> None:
-        """At the server."""
+        """Starts the handler at the server."""
         if not connection.is_over:
             connection.task = server.life.spawn(self.handle(server, connection))
 
     def _broken(self, connection: Connection) -> None:
-        """Both ends that live learn it."""
+        """Breaks the connection. Both ends that are alive are notified."""
         if not connection.is_over:
             self._network.closed(connection)
             self.deliver(rpc_error(UNAVAILABLE, "Socket closed"))
             connection.end_handler()
 
     def _abandon(self, connection: Connection) -> None:
-        """The caller does not wait any more; the server hears of it."""
+        """Ends the exchange at the caller and notifies the server."""
         if not connection.is_over:
             self._network.closed(connection)
             self._network.send(self._caller, connection.server, connection.end_handler)
 
 
 class Call(_Exchange):
-    """A unary call, from its begin to its answer."""
+    """A unary call."""
 
     def __init__(self, network: Network, caller: Life, address: str, path: str, data: bytes, timeout_s: float) -> None:
         super().__init__(network, caller, address, path, data)
         self._ends_at = self._loop.time() + timeout_s
         self._answer: asyncio.Future[bytes] = self._loop.create_future()
-        self._connections: list[Connection] = []  # but for those of copies
+        self._connections: list[Connection] = []  # without those of duplicates
         self._loses_answer = False
 
     async def answer(self, wait_for_ready: bool) -> bytes:
@@ -147,18 +147,18 @@ class Call(_Exchange):
             if server is None:
                 self._refused()
                 return
-            if network.rng.random() < 0.5:  # what has no connection yet gets none
+            if network.rng.random() < 0.5:  # there is no connection yet, and it cannot be opened
                 network.unanswered.append(self.deliver)
                 return
         is_lost = network.loses()
         how = network.rng.randrange(3) if is_lost else None
-        if how == 0:  # the connection breaks before it arrives
+        if how == 0:  # the connection breaks before the request arrives
             self._refused("Connection reset by peer")
             return
-        if how == 2:  # or nobody ever answers
+        if how == 2:  # no answer ever comes
             network.unanswered.append(self.deliver)
             return
-        self._loses_answer = is_lost  # or it breaks before the answer does
+        self._loses_answer = is_lost  # the connection breaks before the answer arrives
         connection = self._connect(server)
         network.opened(connection)
         self._connections.append(connection)
@@ -199,7 +199,7 @@ class Call(_Exchange):
 
 
 class Stream(_Exchange):
-    """A server's stream at its caller. Its messages keep their order; what is on its way when it breaks is lost."""
+    """A server's stream at its caller. Messages keep their order; those in flight when the stream breaks are lost."""
 
     def __init__(
         self, network: Network, caller: Life, address: str, path: str, data: bytes, deserialize: Callable[[bytes], Any]
@@ -252,7 +252,7 @@ class Stream(_Exchange):
         self._push(connection, ended)
 
     def _push(self, connection: Connection, item: bytes | Exception) -> None:
-        """At the server: the message leaves; it may also be the moment at which the connection breaks."""
+        """Sends a message from the server, or breaks the connection instead."""
         network = self._network
         if network.loses():
             network.send(connection.server, connection.caller, connection.break_off)
@@ -260,7 +260,7 @@ class Stream(_Exchange):
         self._on_its_way.append(item)
 
         def arrive() -> None:
-            """Of what is on its way the first."""
+            """Delivers the oldest message in flight."""
             if not connection.is_over:
                 self.deliver(self._on_its_way.popleft())
 

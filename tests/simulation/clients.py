@@ -1,7 +1,7 @@
-"""Clients who know their tokens in advance: what they ask for, and what became of it.
+"""Simulated clients, which know the expected tokens of their requests and record the outcomes.
 
-A request ends exactly once: with all its tokens and the right reason, in an error of the tree, by its own wish, or with
-its gateway. No token it was given may differ from the undisturbed run's.
+A request ends exactly once: with all its tokens and the right finish reason, in a `MoonserveError`, by its client's
+cancellation, or with its gateway. No token may differ from those of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ FINISHED, LEFT, GATEWAY_DIED = "finished", "left", "gateway died"
 
 @dataclass(eq=False)
 class Asked:
-    """One request of one client."""
+    """A request of a client, its expected tokens and its outcome."""
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    leaves_after: int | None  # tokens; None = it stays
+    leaves_after: int | None  # cancels after this many tokens; None = never
     tokens: list[int] = field(default_factory=list)
     asked_at: float = 0.0
     ended_at: float = 0.0
-    outcome: str = ""  # empty = under way
+    outcome: str = ""  # empty = running
     error: MoonserveError | None = None
     problem: str = ""
 
@@ -39,7 +39,7 @@ class Asked:
 
     @classmethod
     def draw(cls, number: int, rng: random.Random, max_model_len: int) -> Asked:
-        """Prompts share beginnings, so that blocks are shared."""
+        """Draws a random request. Prompts share prefixes, so that blocks are shared."""
         family = rng.randrange(3)
         shared = [(family * 7 + position) % VOCABULARY for position in range(rng.randint(0, 16))]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
@@ -58,7 +58,7 @@ class Asked:
         return Wish(request_id=self.request_id, choices=(choice,), arrived_at=arrived_at)
 
     async def run(self, front: Front, loop: VirtualLoop) -> None:
-        """In the gateway's life, as its HTTP server is."""
+        """Runs the request in the gateway's life, as its HTTP server does."""
         self.asked_at = loop.time()
         try:
             answer = front.gateway.ask(self.wish(self.asked_at))

@@ -1,6 +1,6 @@
-"""A pool node's disk in virtual time: the product's `DiskTier` over a medium that outlasts the process.
+"""Simulated disk of a pool node: implements the product's `DiskTier` over a medium that outlives the process.
 
-What is written while its process dies is there or not, though nobody was told; a medium that fails comes back empty.
+A write during which its process dies may or may not be on the medium. A medium that fails comes back empty.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from protocol.checksum import checksum
 from protocol.keys import BlockKey
 from tests.kvstore.hardware import Disk
 
-PIECE = 8  # objects that recovery gives at once
+PIECE = 8  # objects per batch of recovery
 BAD_WRITES, BAD_READS = 0.02, 0.01
 
 
 @dataclass
 class Medium(Disk):
-    """What lies on it, and what may not come back."""
+    """Contents of a disk, and the objects that must not reappear."""
 
     contents: dict[Place, bytes] = field(default_factory=dict)
-    forgotten: dict[BlockKey, int] = field(default_factory=dict)  # up to these generations
+    forgotten: dict[BlockKey, int] = field(default_factory=dict)  # by key: latest forgotten generation
 
     def put(self, write: DiskWrite) -> Place:
         place = self.write(write.object)
@@ -33,7 +33,7 @@ class Medium(Disk):
         return place
 
     def sweep(self) -> None:
-        """Nothing is found again that was forgotten."""
+        """Drops forgotten objects, so that recovery does not find them."""
         for place, about in list(self.kept.items()):
             if about.generation <= self.forgotten.get(about.key, -1):
                 del self.kept[place]
@@ -44,14 +44,14 @@ class Medium(Disk):
 
 
 class SimulatedDisk:
-    """`DiskTier` of one life of a node."""
+    """`DiskTier` of one life of a node. Operations take random times; a few fail."""
 
     def __init__(self, medium: Medium, rng: random.Random, moved: Moved, health_changed: HealthChanged) -> None:
         self.medium = medium
         self.health = Health.GOOD
         self.counters: dict[str, int] = {}
         self._unanswered: set[Place | None] = set()
-        """Nothing moves of which its writer does not know yet where it is."""
+        """Places whose writers have no answer yet. Compaction does not move them."""
         self._rng = rng
         self._moved = moved
         self._health_changed = health_changed
@@ -72,7 +72,7 @@ class SimulatedDisk:
         return DiskUsage(capacity=limit, live=live, dead=0, free=limit - live)
 
     def fail(self) -> None:
-        """Everything on it is gone."""
+        """Loses all contents and reports the failure."""
         if self.health is Health.GOOD:
             self.health = Health.FAILED
             self.medium.lose()
@@ -99,7 +99,7 @@ class SimulatedDisk:
             return None
         place = self.medium.put(write)
         self._unanswered.add(place)
-        await self._late()  # it is there, and nobody knows yet
+        await self._late()  # it is written but not yet acknowledged
         return place
 
     async def read(self, reads: Sequence[DiskRead]) -> list[bool]:
@@ -133,7 +133,7 @@ class SimulatedDisk:
         await self._late()
 
     async def compact(self) -> None:
-        """Now and then, for ever: reclaims what was released, and moves some of the rest."""
+        """Compacts from time to time, without end: reclaims released places and moves some of the others."""
         while True:
             await asyncio.sleep(self._rng.uniform(0.2, 1.5))
             medium = self.medium
@@ -145,7 +145,7 @@ class SimulatedDisk:
                 medium.moved(old, new, wanted=self._moved(about, old, new))
 
     async def close(self) -> None:
-        """Nothing of it is under way."""
+        """Does nothing: no operation is in flight."""
 
     async def _late(self) -> None:
         await asyncio.sleep(self._rng.expovariate(50))

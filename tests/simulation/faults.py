@@ -1,4 +1,4 @@
-"""What befalls a world: crashes, stops, successors of the living, cut links, bad links, bad memory. Seeded."""
+"""Seeded faults of a world: crashes, stops, successors of live processes, cut and bad links, corrupted memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 FIRST_S, LAST_S = 0.8, 7.0
-RESTART_S = (0.05, 3.0)  # of a crashed process
+RESTART_S = (0.05, 3.0)  # until a crashed process restarts
 SHORT_S, LONG_S = (0.05, 8.0), (8.0, 28.0)
-"""Of stops and cuts."""
+"""Durations of stops and cuts."""
 
 
 class Faults:
-    """Of one world; all of them are over when `calm` returns."""
+    """Faults of one world. All of them have ended when `calm` returns."""
 
     def __init__(self, cluster: World, rng: random.Random, *, is_long: bool) -> None:
-        """`is_long`: stops and cuts outlast everybody's patience."""
+        """With `is_long`, stops and cuts outlast all timeouts."""
         self._lasting_s = LONG_S if is_long else SHORT_S
         self._cluster = cluster
         self._rng = rng
@@ -43,7 +43,7 @@ class Faults:
             cluster.loop.call_later(rng.uniform(FIRST_S, LAST_S), self._strike, context=OUTSIDE)
 
     def calm(self) -> None:
-        """From now on all is well."""
+        """Ends all faults and starts no more."""
         self._is_calm = True
         for undo in self._undone:
             undo()
@@ -61,7 +61,7 @@ class Faults:
         self._rng.choice(kinds)()
 
     def _until(self, seconds: tuple[float, float], undo: Callable[[], None]) -> None:
-        """Once, then or when it is calm."""
+        """Calls `undo` once: after a random time, or when the world becomes calm if that is earlier."""
         pending = [undo]
 
         def undo_once() -> None:
@@ -90,7 +90,7 @@ class Faults:
         self._cluster.drain(self._victim())
 
     def _succeed(self) -> None:
-        """Somebody takes a stopped process for dead and starts it again elsewhere; then it goes on."""
+        """Stops a process, starts a successor as if it were dead, and later continues it."""
         name = self._rng.choice([n for n in self._cluster.names if not n.startswith("gateway")])
         if name == "conductor":
             return

@@ -1,8 +1,8 @@
-"""An asyncio event loop in virtual time, on which the processes of a whole cluster live, are stopped and die.
+"""Event loop in virtual time that runs all processes of a simulated cluster.
 
-Nothing waits for a clock: when nothing is ready, time is the next timer's. What belongs to which life of which process
-is in the context of every task and callback (`LIFE`), so that a stopped process's callbacks wait and a dead one's are
-dropped, wherever they come from. Knows nothing of what the processes do.
+The loop never waits: when nothing is ready, time advances to the next timer. The context of every task and callback
+names the process life it belongs to (`LIFE`), so that callbacks of a stopped process are held and those of a dead one
+are dropped, whatever their origin. It does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 
 class Life:
-    """One run of a process, from its start to its death."""
+    """One run of a process, from its start to its death. It can be stopped and continued."""
 
     def __init__(self, name: str, epoch: int, rng: random.Random, loop: VirtualLoop) -> None:
         self.name = name
@@ -41,29 +41,29 @@ class Life:
         return f"{self.name}#{self.epoch}"
 
     def clock(self) -> float:
-        """Its own monotonic seconds: no process knows another's."""
+        """Returns the process's own monotonic time in seconds. Offset and rate differ between processes."""
         return self._ahead_s + self._rate * self._loop.time()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self.context)
 
     def soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """In this life; not while it is stopped, and not when it is over."""
+        """Schedules a callback in this life. It is held while the process is stopped and dropped once it is dead."""
         self._loop.call_soon(callback, *args, context=self.context)
 
     def stop(self) -> None:
-        """As SIGSTOP does."""
+        """Stops the process, as SIGSTOP does."""
         self.is_stopped = True
 
     def go_on(self) -> None:
-        """As SIGCONT does: what came meanwhile happens now, in its order."""
+        """Continues the process, as SIGCONT does. Held callbacks run now, in their order."""
         self.is_stopped = False
         held, self.held = self.held, []
         for handle in held:
             self._loop.again(handle)
 
     def die(self) -> None:
-        """As SIGKILL does."""
+        """Kills the process, as SIGKILL does."""
         self.is_alive = False
         self.held.clear()
         for end in self.ends:
@@ -73,11 +73,11 @@ class Life:
 LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
 
 OUTSIDE = contextvars.Context()
-"""Of what belongs to no process: links, clients, faults."""
+"""Context of callbacks that belong to no process: links, clients and faults."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """What asyncio's own tasks, futures, events, timeouts and queues need of a loop, and `run_in_executor`."""
+    """Event loop with what asyncio's tasks, futures, events, timeouts and queues use, and `run_in_executor`."""
 
     def __init__(self, rng: random.Random, on_problem: Callable[[str, BaseException | None], None]) -> None:
         self._now = 0.0
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []
         self._is_closed = False
 
-    # -- what asyncio asks
+    # -- interface used by asyncio
 
     def time(self) -> float:
         return self._now
@@ -115,11 +115,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
-        self._tasks.append(task)  # a dead process's must not end by being collected
+        self._tasks.append(task)  # keeps a dead process's task from being garbage-collected
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
-        """A thread's work happens at once, a little later."""
+        """Runs the function in the loop after a short random delay."""
         future = self.create_future()
 
         def work() -> None:
@@ -147,12 +147,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._on_problem(str(context.get("message")), context.get("exception"))
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is skipped when its time comes."""
+        """Does nothing: a cancelled timer is skipped when it is due."""
 
     # -- running
 
     def again(self, handle: asyncio.Handle) -> None:
-        """A handle that was held back."""
+        """Schedules a handle that was held while its process was stopped."""
         self._ready.append(handle)
 
     def run_until(self, at: float) -> None:
@@ -180,7 +180,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             life.held.append(handle)
 
     def close(self) -> None:
-        """The world is over: whatever still waits ends without having its say."""
+        """Closes the loop and all unfinished tasks. Their logging and warnings are suppressed."""
         self._is_closed = True
         self._ready.clear()
         self._timers.clear()
@@ -189,7 +189,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         logging.disable(logging.CRITICAL)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what they begin in their last moment
+                warnings.simplefilter("ignore")  # coroutines that they create while they are closed
                 for task in self._tasks:
                     _end(task)
         finally:
@@ -203,7 +203,7 @@ def _end(task: asyncio.Task[Any]) -> None:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         coroutine: Any = task.get_coro()
         if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == "CORO_CREATED":
-            # What it was to await, too: since Python 3.13 that lives on in it, and complains when it is collected.
+            # Coroutines in its arguments are closed too: since Python 3.13 they warn when they are collected.
             for held in filter(inspect.iscoroutine, coroutine.cr_frame.f_locals.values()):
                 held.close()
         with contextlib.suppress(BaseException):

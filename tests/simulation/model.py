@@ -1,7 +1,7 @@
-"""A model whose KV is a running hash of the tokens, and whose next token is a hash of that, the seed and the position.
+"""Simulated model. Its KV is a running hash of the tokens; the next token is a hash of it, the seed and the position.
 
-It computes from the very bytes that lie in the pool, as an engine does, and looks at every one of them: KV that is
-another sequence's, stale, torn or missing is told as a problem at the step that uses it, not only by a wrong token.
+It reads the KV bytes in the pool, as an engine does, and checks every one. KV that is stale, torn, missing or another
+sequence's is reported as a problem by the step that reads it, not only through a wrong token.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def mix(state: int, value: int) -> int:
 
 
 def next_token(state: int, sampling: SamplingParams, position: int) -> int:
-    """The token at `position`, behind tokens whose running hash is `state`."""
+    """Returns the token at `position`, which follows tokens whose running hash is `state`."""
     return (mix(state ^ sampling.seed, position) >> 20) % VOCABULARY
 
 
 def undisturbed(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], str]:
-    """The tokens and the finish reason that a client of this prompt must get."""
+    """Returns the tokens and the finish reason that a client of this prompt must receive."""
     state, tokens = _EMPTY, list(prompt)
     for token in prompt:
         state = mix(state, token)
@@ -52,7 +52,7 @@ def undisturbed(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[i
 
 
 class _Sequence:
-    """What the KV of one request's tokens must be, as far as it was ever computed."""
+    """Expected KV of one request's tokens, as far as it has been computed."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -61,7 +61,7 @@ class _Sequence:
         self.values = bytearray()
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Grows to these tokens; begins anew where they are others."""
+        """Extends the sequence to these tokens. Starts anew if they do not continue it."""
         if self.tokens != list(tokens[: len(self.tokens)]):
             del self.tokens[:], self.states[:], self.keys[:], self.values[:]
         state = self.states[-1] if self.states else _EMPTY
@@ -74,7 +74,7 @@ class _Sequence:
 
 
 class Engine:
-    """`engine.runtime.EngineThread` over this model and a worker's KV memory, as both kinds of worker use it."""
+    """Replacement of `engine.runtime.EngineThread` that computes this model in a worker's KV memory."""
 
     def __init__(
         self,
@@ -84,15 +84,15 @@ class Engine:
         failures: Callable[[], float],
         problem: Callable[[str], None],
     ) -> None:
-        """`failures`: share of steps that raise now."""
+        """`failures` returns the current probability that a step raises."""
         self._keys = memory[: num_blocks * _PIECE]
         self._values = memory[num_blocks * _PIECE :]
         self._sequences: dict[str, _Sequence] = {}  # by request
         self._rng = rng
         self._failures = failures
         self._problem = problem
-        self._last: dict[str, int] = {}  # what the latest step sampled
-        self._lost: set[str] = set()  # whose latest step failed: what follows it is of no use
+        self._last: dict[str, int] = {}  # by request: token that the latest step sampled
+        self._lost: set[str] = set()  # requests of a failed latest step; steps that follow it yield garbage
 
     async def execute(
         self,
@@ -108,11 +108,11 @@ class Engine:
         return sampled
 
     async def begin(self, slices: Sequence[Slice]) -> Sequence[Slice]:
-        """What is computed at its end is computed as late as it may be."""
+        """Returns the slices. They are computed in `end`, as late as possible."""
         return slices
 
     async def end(self, slices: Sequence[Slice]) -> list[Sampled | None]:
-        """It takes more time than the decode worker computes in its loop, where time could not pass."""
+        """Computes after a delay too long for the decode worker to compute inline, where no virtual time would pass."""
         await asyncio.sleep(self._rng.uniform(0.025, 0.06))
         return self.execute_here(slices)
 
@@ -135,7 +135,7 @@ class Engine:
         return Sampled(request_id=piece.request_id, token_id=token)
 
     def _compute(self, piece: Slice) -> int:
-        """Reads the KV before the slice and writes the slice's; gives the running hash at its end."""
+        """Checks the KV before the slice, writes the slice's KV and returns the running hash at its end."""
         tokens = list(piece.token_ids[: piece.end])
         if len(tokens) < piece.end:
             tokens.append(self._last[piece.request_id])
@@ -151,7 +151,7 @@ class Engine:
 
 
 def _runs(piece: Slice, start: int, end: int) -> Iterator[tuple[slice, slice]]:
-    """Where in the pool, and where in the sequence, the bytes of these positions are; block by block."""
+    """Yields, block by block, where the bytes of these positions are in the pool and in the sequence."""
     while start < end:
         stop = min(end, (start // _SIZE + 1) * _SIZE)
         at = piece.block_table[start // _SIZE] * _PIECE + start % _SIZE * _TOKEN

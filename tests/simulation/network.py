@@ -1,7 +1,7 @@
-"""Links between the lives of processes: who listens where, what is late, cut or lost, and who hears that a peer died.
+"""Simulated network between the lives of processes: addresses, latency, cuts, losses and broken connections.
 
-A message is never altered: that is TCP's business. Between two of them there is no order. Knows nothing of calls but
-that they are connections.
+Messages are never altered, as over TCP. Two messages may arrive in any order. Of calls, it knows only their
+connections.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc.aio
 from tests.simulation.loop import OUTSIDE, Life, VirtualLoop
 
 KEEPALIVE_S = 15.0
-"""What `protocol.rpc`'s options add up to."""
+"""Time until keepalive breaks a silent connection, with the options of `protocol.rpc`."""
 Deliver = Callable[[], None]
 
 
@@ -31,14 +31,14 @@ UNAVAILABLE, TOO_LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EX
 
 @dataclass(slots=True, kw_only=True)
 class Weather:
-    """How links are now: probabilities per message, and seconds."""
+    """Current state of all links: probabilities per message, and seconds."""
 
     loss: float = 0.0
     duplication: float = 0.0
-    stalls: float = 0.0  # of messages that take up to `stall_s`
+    stalls: float = 0.0  # messages that take up to `stall_s`
     stall_s: float = 3.0
-    corruption: float = 0.0  # of a transfer's bytes, where no checksum of the wire sees it
-    engine_failures: float = 0.0  # of steps
+    corruption: float = 0.0  # transfers with a bit flip that no checksum of the wire detects
+    engine_failures: float = 0.0  # per step
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +48,9 @@ class Connection:
     caller: Life
     server: Life
     break_off: Deliver
-    is_lean: bool  # its kernels keep it alive, also where a process is stopped; gRPC's pings are answered by processes
+    is_lean: bool  # kept alive by the kernel even while a process is stopped; gRPC's pings need a running process
     silent_since: float | None = None
-    task: asyncio.Task[Any] | None = None  # the handler's
+    task: asyncio.Task[Any] | None = None  # the handler
     is_over: bool = False
 
     def end_handler(self) -> None:
@@ -59,14 +59,14 @@ class Connection:
 
 
 class Network:
-    """Who listens where, which links are cut, and what is on its way."""
+    """Servers by address, cut links and messages in flight."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
         self.loop = loop
         self.rng = rng
         self.weather = Weather()
         self.servers: dict[str, Server] = {}  # by address
-        self.unanswered: list[Callable[[Exception], None]] = []  # calls
+        self.unanswered: list[Callable[[Exception], None]] = []  # calls that never get an answer
         self._cuts: set[tuple[str, str]] = set()
         self._held: dict[tuple[str, str], list[Deliver]] = {}
         self._connections: dict[Connection, None] = {}
@@ -75,13 +75,13 @@ class Network:
     # -- links
 
     def latency(self) -> float:
-        """Mostly a fraction of a millisecond."""
+        """Draws a latency in seconds: up to `stall_s` for a stalled message, else about half a millisecond."""
         if self.rng.random() < self.weather.stalls:
             return self.rng.uniform(0.0, self.weather.stall_s)
         return self.rng.expovariate(2000)
 
     def cut(self, source: str, target: str) -> None:
-        """Nothing arrives in this direction until it heals; then what is still wanted does."""
+        """Cuts a link in one direction. Its messages are held until the link heals."""
         self._cuts.add((source, target))
 
     def heal(self, source: str, target: str) -> None:
@@ -90,7 +90,7 @@ class Network:
             self.loop.call_later(self.latency(), deliver, context=OUTSIDE)
 
     def heal_all(self) -> None:
-        """What would wait for an answer in vain learns it."""
+        """Heals all links, and fails calls that would never get an answer."""
         for source, target in sorted(self._cuts):
             self.heal(source, target)
         for settle in self.unanswered:
@@ -98,11 +98,11 @@ class Network:
         self.unanswered.clear()
 
     def is_cut(self, one: Life, other: Life) -> bool:
-        """In either direction: what needs answers has none."""
+        """True if the link is cut in either direction."""
         return (one.name, other.name) in self._cuts or (other.name, one.name) in self._cuts
 
     def send(self, source: Life, target: Life, deliver: Deliver, after_s: float = 0.0) -> None:
-        """`deliver` happens outside of any process, when the message has come to the target's host."""
+        """Calls `deliver` when the message arrives at the target's host, outside of any process."""
         link = (source.name, target.name)
 
         def arrive() -> None:
@@ -123,13 +123,13 @@ class Network:
         self._connections.pop(connection, None)
 
     def died(self, life: Life) -> None:
-        """Its kernel ends its connections: the others hear of it, unless the link is cut."""
+        """Breaks all connections of a dead process, as its kernel does. A peer behind a cut link is notified later."""
         for connection in [c for c in self._connections if life in (c.caller, c.server)]:
             other = connection.server if connection.caller is life else connection.caller
             self.send(life, other, connection.break_off)
 
     def _sweep(self) -> None:
-        """Keepalive, of all at once."""
+        """Simulates keepalive: once a second, breaks connections that have been silent for too long."""
         now = self.loop.time()
         for connection in list(self._connections):
             caller, server = connection.caller, connection.server
@@ -151,14 +151,14 @@ class Network:
 
 
 class Server:
-    """What `grpc.aio.server` is to the generated code."""
+    """The part of `grpc.aio.server` that generated code uses."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
         self.handlers: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """The same as below, for older gRPC."""
+        """Does nothing. Generated code also calls `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         self.handlers.update({f"/{service}/{name}": each for name, each in handlers.items()})
@@ -166,7 +166,7 @@ class Server:
 
 @dataclass(slots=True)
 class Context:
-    """A servicer's."""
+    """The part of a servicer's context that servicers use."""
 
     loop: VirtualLoop
     ends_at: float | None = None
@@ -180,6 +180,6 @@ class Context:
         raise grpc.aio.AbortError
 
     def error(self) -> grpc.aio.AioRpcError:
-        """What the caller gets after that."""
+        """Returns the error that the caller receives after `abort`."""
         assert self.failure is not None
         return rpc_error(*self.failure)

@@ -1,4 +1,4 @@
-"""A pool's clients: they write, read with and without a lease, remove, copy and hint, and believe nothing wrong."""
+"""Simulated clients of a pool: write, read with and without a lease, remove, copy and hint, and verify each value."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 NUM_CHAINS, DEPTH = 10, 6
-ROOM = 3 * ALIGNMENT  # of the largest value
-PER_S = 25.0  # operations of one client
+ROOM = 3 * ALIGNMENT  # size of the largest value
+PER_S = 25.0  # operations per second of one client
 PROBES = 3
 CALL_S, LEASE_S, RESERVED_S = 1.0, 2.0, 5.0
 RATES = 0.98
-"""How much of a lease may be relied upon: clocks of two processes do not run equally fast."""
+"""Share of a lease's duration in which it is certainly valid: the clocks of two processes run at different rates."""
 _Slot = kvstore_pb2.StoreReserveReply.Slot
 _PINS = (kvstore_pb2.STORE_PIN_NONE, kvstore_pb2.STORE_PIN_SOFT, kvstore_pb2.STORE_PIN_HARD)
 
@@ -44,7 +44,7 @@ def key_of(chain: int, depth: int) -> BlockKey:
 
 
 class PoolClient:
-    """One process that uses a pool, until all is calm."""
+    """A process that uses a pool at random until the world is calm. `outcomes` counts what it met."""
 
     def __init__(self, world: World, name: str) -> None:
         self._world = world
@@ -81,14 +81,14 @@ class PoolClient:
             self.outcomes[error.code] += 1
 
     def probe(self) -> None:
-        """The pool serves as if nothing had been: what is put can be had."""
+        """Checks that the pool serves after the faults: what is put can be read."""
         self.task = self._life.spawn(self._probe())
 
     async def _probe(self) -> None:
         for node in self._world.pool_nodes():
             key = BlockKey(self._life.name.encode().ljust(16))
             try:
-                for _ in range(PROBES):  # memory may be in pieces while some of it is on its way to disk
+                for _ in range(PROBES):  # memory may be fragmented while objects are being written to disk
                     if await self._write(node, [key], tenant=""):
                         break
                     await asyncio.sleep(LEASE_S)
@@ -102,7 +102,7 @@ class PoolClient:
         self._world.problem(f"{self._life!r}: {what}")
 
     async def _call(self, node: PoolNode, method: str, request: Any, *, tries: int = 3) -> Any:
-        """With the same arguments, ids included, until it is answered. Raises what the node raises, PeerLost."""
+        """Calls a node, with the same arguments on each retry. Raises the node's errors, and PeerLost."""
         stub = kvstore_pb2_grpc.KvStoreStub(self._channels.to(node.address))
         for left in reversed(range(tries)):
             try:
@@ -113,7 +113,7 @@ class PoolClient:
         raise AssertionError
 
     def _chain(self) -> list[BlockKey]:
-        """The head of one; some are asked for more than others."""
+        """Returns the head of a random chain. Some chains are drawn more often than others."""
         chain = int(NUM_CHAINS * self._rng.random() ** 2)
         return [key_of(chain, depth) for depth in range(self._rng.randint(1, DEPTH))]
 
@@ -123,7 +123,7 @@ class PoolClient:
         await self._write(node, self._chain(), tenant=self._rng.choice(["", "", "limited"]))
 
     async def _write(self, node: PoolNode, keys: Sequence[BlockKey], *, tenant: str) -> int:
-        """How many of them are stored now, or were."""
+        """Writes random values and returns how many of the keys are stored, now or before."""
         rng, truth = self._rng, self._world.truth
         values = [truth.new_value(key, rng.randint(SMALLEST, ROOM)) for key in keys]
         request = kvstore_pb2.StoreReserveRequest(reservation_id=new_id("put"), ttl_s=RESERVED_S)
@@ -153,7 +153,7 @@ class PoolClient:
         return there + len(granted) - corrupt
 
     async def _gives_up(self, node: PoolNode, request: kvstore_pb2.StoreReserveRequest) -> bool:
-        """It dies and leaves its reservation behind, or thinks better of it."""
+        """Returns True if the client abandons its reservation, with an abort or, as if it had died, without."""
         chance = self._rng.random()
         if chance < 0.05:
             abort = kvstore_pb2.StoreAbortRequest(reservation_id=request.reservation_id)
@@ -201,7 +201,7 @@ class PoolClient:
         self.outcomes[how] += 1
 
     async def _peek(self, node: PoolNode) -> None:
-        """Without a lease, in the node's own memory: the entry, the bytes in two halves, and the entry again."""
+        """Reads without a lease in the node's own memory: the entry, the bytes in two halves, and the entry again."""
         key, index = self._chain()[-1], node.index
         memory = index.memory
         slots = memory[HEADER.size : index.geometry.nbytes]
@@ -238,7 +238,7 @@ class PoolClient:
         self._world.truth.removed_at(node.life.name, key, until)
 
     async def _remove_everywhere(self, _: PoolNode) -> None:
-        """At all nodes that can be reached."""
+        """Removes a key at all nodes that are reachable."""
         [key], removal_id = self._chain()[-1:], self._rng.getrandbits(63) | 1
         self._world.truth.removing(key, removal_id)
         request = kvstore_pb2.StoreRemoveRequest(keys=[key], removal_id=removal_id)

@@ -1,4 +1,4 @@
-"""What a seed's cluster is like: small enough that everything runs short now and then."""
+"""Configuration of a seed's cluster. It is so small that every resource runs short from time to time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 
 class Terms:
-    """Of one world. Blocks are of four tokens; times in virtual seconds."""
+    """Configuration of one world. Blocks have four tokens; times are virtual seconds."""
 
     max_model_len = 48
     landing_ttl_s = 6.0
@@ -19,12 +19,12 @@ class Terms:
         self.num_decode = rng.choice((1, 2, 2))
         self.num_gateways = rng.choice((1, 1, 2))
         self.has_store = rng.random() < 0.7
-        # Store nodes with disks, a directory and their clients, in place of a serving cluster.
+        # A pool of store nodes with disks, a directory and clients, instead of a serving cluster.
         self.is_pool = rng.random() < 0.2
         self.prefill_blocks = rng.randint(12, 24)
         self.decode_blocks = rng.randint(13, 24)
         self.store_blocks = rng.randint(6, 40)
-        self.prefill_tokens = rng.choice((4, 8, 16))  # per step
+        self.prefill_tokens = rng.choice((4, 8, 16))  # max. tokens per step
         self.max_num_seqs = rng.choice((2, 4))
         self.runs_ahead = rng.random() < 0.3
         self.policy = rng.choice(("moonserve", "global-cache-aware", "random"))

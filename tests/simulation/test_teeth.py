@@ -1,4 +1,4 @@
-"""What the simulation is for: a product that is broken on purpose is found out within a few worlds."""
+"""The simulation finds deliberate defects of the product within MOST_WORLDS seeds."""
 
 from __future__ import annotations
 

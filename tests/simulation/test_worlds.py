@@ -1,8 +1,8 @@
-"""Small clusters that are crashed, stopped, cut apart and flooded; each must come out whole. CI has a thousand of them
-(`make simulate`), this suite the first.
+"""Small simulated clusters survive crashes, stops, cut links and overload. This suite runs the first seeds; CI runs a
+thousand (`make simulate`).
 
-In a process of its own, where the order of sets is the seed's, too: `python -m tests.simulation --seed S` shows what
-happened in a world that failed here.
+The worlds run in a separate process, in which the order of sets is deterministic. `python -m tests.simulation --seed S`
+prints the history of a world that failed here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.thoroughness import examples
 
-# Seeds that found bugs. Each bug has a test of its own where it was, too: a seed's world changes with the product.
+# Seeds that found bugs. Each bug also has its own test next to the fix, since a seed's world changes with the product.
 FOUND = {
     45: "the last tokens of a request went into a stream that its gateway had given up: it waited for its time limit",
     180: "a restarted conductor that knew nobody yet ended a request at its first token in an internal error",
@@ -29,7 +29,7 @@ MET = (
 
 
 def simulate(*arguments: str) -> str:
-    """What it printed; fails with that."""
+    """Runs the simulation and returns its output. Fails with the output if a world had a problem."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.simulation", *arguments],
         env={**os.environ, "PYTHONHASHSEED": "0"},
@@ -51,7 +51,7 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_stays_behind(
 
 
 def test_a_pool_gives_what_was_committed_or_a_miss(first_worlds: str) -> None:
-    """What it must have met to prove anything."""
+    """The pool worlds, which verify every value they read, have met all outcomes in MET."""
     missed = [met for met in MET if f"'{met}': " not in first_worlds]
     assert not missed
 
@@ -62,7 +62,7 @@ def test_where_nothing_befalls_a_cluster_every_request_is_served() -> None:
 
 def test_equal_seeds_have_equal_histories() -> None:
     first, second = (simulate("--seed", "11").splitlines()[:-1] for _ in range(2))
-    assert first == second  # but for how long it took
+    assert first == second  # the last line, which has the duration, is cut off
 
 
 @pytest.mark.parametrize("seed", sorted(FOUND))

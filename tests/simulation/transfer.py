@@ -1,9 +1,9 @@
-"""One-sided writes and reads between the memories of simulated processes, with the transfer engine's promises.
+"""Simulated one-sided writes and reads between the memories of processes, with the transfer engine's guarantees.
 
-A WRITE is stored by its target, while it lives, runs and has the window open; a READ is served by the owner of the
-memory. Both happen in two parts with time in between, and may break off after the first. When a batch is done no byte
-of it moves any more, except that what a target had already received when its initiator gave up may still be stored as
-long as the window is open.
+A WRITE is stored by its target while the target is alive, runs and has the window open. A READ is served by the owner
+of the memory. Both happen in two parts at different times, and may break off after the first. After a batch is done,
+none of its bytes are transferred, with one exception: bytes that a target had received when the initiator gave up may
+still be stored while the window is open.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PATIENT_POLL_S = 0.05
 
 
 class SimulatedTransfer:
-    """`transfer.TransferEngine`, as far as workers and stores use it."""
+    """The part of `transfer.TransferEngine` that workers and stores use."""
 
     def __init__(self, network: Network, life: Life, engines: dict[str, SimulatedTransfer]) -> None:
         self.address = f"kv:{life!r}"
         self.life = life
-        self.windows: set[int] = set()  # open ones
+        self.windows: set[int] = set()  # open windows
         self.num_damaged = 0
         self.network = network
         self.loop = network.loop
@@ -57,7 +57,7 @@ class SimulatedTransfer:
         self.windows.discard(window_id)
 
     def close_window_if_idle(self, window_id: int) -> bool:
-        """Now and then somebody is writing."""
+        """Closes a window. One time in ten, returns False instead, as if a write were in progress."""
         if self.network.rng.random() < 0.1:
             return False
         was_open = window_id in self.windows
@@ -67,7 +67,7 @@ class SimulatedTransfer:
     # -- batches
 
     def submit(self, transfers: Sequence[ScatterTransfer], *, deadline_s: float) -> Batch:
-        [transfer] = transfers  # all that workers submit
+        [transfer] = transfers  # workers submit one transfer at a time
         moving = _Moving(self, transfer, self.loop.time() + deadline_s)
         self.under_way[moving] = None
         moving.begin()
@@ -77,10 +77,10 @@ class SimulatedTransfer:
         for moving in [m for m in self.under_way if m.transfer.remote.address == address]:
             moving.settle(PeerLost("its peer has a successor"))
 
-    # -- as a peer of others
+    # -- target side
 
     def store(self, write: ScatterTransfer, rows: Rows, data: Sequence[bytes]) -> None:
-        """Raises StaleLease or InvalidRequest."""
+        """Stores a write through its window. Raises StaleLease or InvalidRequest if the window does not allow it."""
         window = self._window_table.find(write.window_id or 0, write.remote.segment_id)
         window.require_inside(np.array(rows, np.int64).reshape(-1, 3))
         memory = window.segment.buffer
@@ -93,7 +93,7 @@ class SimulatedTransfer:
         return bytes(self._segments.find(segment_id).buffer[offset : offset + length])
 
     def damage(self, memory: memoryview, rows: Rows, side: int) -> None:
-        """Now and then memory is bad."""
+        """Flips a bit in one of the rows, with the probability `weather.corruption`."""
         if rows and self.network.rng.random() < self.network.weather.corruption:
             row = self.network.rng.choice(rows)
             memory[row[side] + self.network.rng.randrange(row[2])] ^= 1 << self.network.rng.randrange(8)
@@ -101,11 +101,11 @@ class SimulatedTransfer:
 
 
 Rows = list[tuple[int, int, int]]
-"""Remote offset, local offset, length."""
+"""Rows of remote offset, local offset and length."""
 
 
 class _Moving:
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def __init__(self, engine: SimulatedTransfer, transfer: ScatterTransfer, ends_at: float) -> None:
         self.transfer = transfer
@@ -116,7 +116,7 @@ class _Moving:
         rows: Rows = [tuple(row) for row in transfer.rows.tolist()]  # type: ignore[misc]
         cut = engine.network.rng.randint(0, len(rows))
         self._parts = [rows[:cut], rows[cut:]]
-        self._breaks_off = False  # and then it is never done
+        self._breaks_off = False  # it ends with an error, never successfully
 
     def begin(self) -> None:
         network = self._engine.network
@@ -134,7 +134,7 @@ class _Moving:
         self._engine.loop.call_later(self._engine.network.latency(), self._step)
 
     def _step(self) -> None:
-        """In the initiator's life: its threads stop with it."""
+        """Carries the next part or ends. Runs in the initiator's life, since its threads stop with it."""
         if self.batch.done:
             return
         engine, peer, now = self._engine, self._peer, self._engine.loop.time()
@@ -172,7 +172,7 @@ class _Moving:
         self._engine.damage(memory, rows, 1)
 
     def _give_up(self) -> None:
-        """What the target has in its buffers may still be stored when it goes on."""
+        """Ends the transfer with PeerLost. Bytes in the target's buffers may still be stored when it continues."""
         network = self._engine.network
         if self.transfer.op is Op.WRITE and self._parts and network.rng.random() < 0.5:
             rows = self._parts[0]
@@ -187,7 +187,7 @@ class _Moving:
             try:
                 peer.store(self.transfer, rows, data)
             except MoonserveError:
-                return  # fenced off
+                return  # the window is closed
 
         return lambda: peer.life.soon(store) if peer.life.is_alive else None
 

@@ -1,6 +1,6 @@
-"""What is true of a pool's values, whatever its nodes say: which there are, and which may not be there any more.
+"""Reference record of a pool's values, independent of its nodes: which were committed, and which were removed.
 
-Every value says whose it is, and no two are equal. Instants are the world's.
+Every value begins with its key, and no two are equal. Times are the world's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SMALLEST = _BEGIN.size
 
 
 class Truth:
-    """Of one world."""
+    """Values of one world's pool."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._numbers = itertools.count(1)
-        self._stored_at: dict[int, float] = {}  # by checksum: when it was first visible anywhere
-        self._removed_at: dict[tuple[BlockKey, int], float] = {}  # when that began, by id
-        self._gone: dict[tuple[str, BlockKey], int] = {}  # by node: generations up to this one
+        self._stored_at: dict[int, float] = {}  # by checksum: time at which the value was first visible on any node
+        self._removed_at: dict[tuple[BlockKey, int], float] = {}  # by key and removal id: begin of the removal
+        self._gone: dict[tuple[str, BlockKey], int] = {}  # by node and key: generations up to this one are removed
 
     def new_value(self, key: BlockKey, length: int) -> bytes:
         return _BEGIN.pack(key, next(self._numbers)).ljust(length, b"\5")
@@ -34,25 +34,25 @@ class Truth:
         self._stored_at.setdefault(found.checksum, self._now())
 
     def wrong(self, key: BlockKey, value: bytes) -> str:
-        """Why a reader may not believe that this is the value of `key`; empty when it may."""
+        """Returns why a read value of `key` is wrong; empty if it is right."""
         if value[:KEY_BYTES] != key:
             return "another key's value"
         return "" if checksum([value]) in self._stored_at else "a value that was never committed"
 
     def removing(self, key: BlockKey, removal_id: int) -> None:
-        """Everywhere."""
+        """Records that a removal of `key` on all nodes begins."""
         self._removed_at[key, removal_id] = self._now()
 
     def removed_at(self, node: str, key: BlockKey, generation: int) -> None:
-        """One node has answered that it holds nothing of `key` up to this generation any more."""
+        """Records that a node has confirmed the removal of `key` up to this generation."""
         self._gone[node, key] = max(generation, self._gone.get((node, key), 0))
 
     def came_back(self, node: str, found: StoredObject) -> bool:
-        """Whether a restart found what had been removed."""
+        """Returns True if the object had been removed from this node before."""
         return found.generation <= self._gone.get((node, found.key), 0)
 
     def leftovers(self, known: set[tuple[BlockKey, int]], objects: Iterable[StoredObject]) -> list[str]:
-        """Objects that were there before a removal of which somebody knows."""
+        """Returns a problem for each object that is older than a removal in `known`."""
         last: dict[BlockKey, float] = {}
         for key, removal_id in known:
             last[key] = max(last.get(key, 0.0), self._removed_at[key, removal_id])
@@ -64,7 +64,7 @@ class Truth:
 
 
 class Shown:
-    """`stored.Announcements` of one life of a node, on their way to its log: what it says must be what there is."""
+    """Checks the `stored.Announcements` of one life of a node and passes them on to its event log."""
 
     def __init__(
         self, node: str, truth: Truth, find: Callable[[BlockKey], StoredObject | None], log: Announcements

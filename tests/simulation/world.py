@@ -1,6 +1,6 @@
-"""One seed's cluster in virtual time: processes, clients, faults, then calm; and what must be true at the end.
+"""Simulated cluster of one seed in virtual time: processes, clients and faults, then calm, then the final checks.
 
-Deterministic: equal seeds give equal worlds, given PYTHONHASHSEED (sets of strings have an order, too).
+Deterministic: equal seeds give equal worlds if PYTHONHASHSEED is equal, since it sets the order of sets of strings.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.truth import Truth
 
 NUM_REQUESTS = 7
-NUM_NODES, NUM_CLIENTS = 3, 4  # of a pool
+NUM_NODES, NUM_CLIENTS = 3, 4  # store nodes and clients of a pool
 FIRST_ARRIVAL_S = 0.5
 SHORT_S, LONG_S = 8.0, 35.0
-"""Until all is calm. In some worlds cuts and stops outlast keepalive."""
+"""Time until all faults end. In worlds with the long time, cuts and stops outlast keepalive."""
 LONG_SHARE = 0.15
-# Stops and cuts are over by then, and each attempt has had its time; whoever still waits is not waited for.
+# A request that has not ended this long after the last fault counts as hung: every attempt has timed out by then.
 HUNG_AFTER_S = 60.0
 REJOIN_S = 12.0
 PROBE_S = 30.0
-LATE_S = 2.0  # until the last copies of messages have come
-SETTLE_S = 40.0  # leases, graces of streams and keepalive: whoever holds something then has lost it
+LATE_S = 2.0  # until the last duplicates of messages have arrived
+SETTLE_S = 40.0  # longer than leases, stream grace and keepalive: a resource still held then is leaked
 BOOT_S = 0.2
 LOOK_S = 0.2
-RESPAWN_S = 0.3  # by the launcher, of a process that ended itself
+RESPAWN_S = 0.3  # until the launcher restarts a process that ended itself
 
 _WELL_KNOWN = {"conductor": CONDUCTOR, "directory": DIRECTORY}
 
@@ -57,23 +57,23 @@ log = logging.getLogger()
 
 
 class World:
-    """`run` it once; `problems` is empty when all went well."""
+    """Cluster of one seed. Call `run` once; afterwards `problems` is empty if all checks passed."""
 
     def __init__(self, seed: int, *, is_calm: bool = False) -> None:
-        """`is_calm`: nothing befalls it."""
+        """With `is_calm`, no fault is injected."""
         self.rng = random.Random(seed)
         self.problems: list[str] = []
-        self.history: list[str] = []  # what happened, for people
+        self.history: list[str] = []  # readable log of events
         self._digest = hashlib.blake2b(digest_size=8)
         self.terms = Terms(seed, self.rng)
         self.loop = VirtualLoop(self.rng, self._loop_problem)
         self.network = Network(self.loop, self.rng)
         self.engines: dict[str, SimulatedTransfer] = {}
-        self.processes: dict[str, Process] = {}  # the latest life of each
+        self.processes: dict[str, Process] = {}  # by name: the latest life
         self._zombies: dict[str, list[Life]] = {}
         self._epochs: Counter[str] = Counter()
         self.asked: list[Asked] = []
-        self.folder = Path()  # of a pool, while it runs
+        self.folder = Path()  # of a pool's disks, while the world runs
         self.truth = Truth(self.loop.time)
         self.is_pool, self.is_calm = self.terms.is_pool, False
         self.num_requests = 0 if self.is_pool else NUM_REQUESTS
@@ -107,14 +107,14 @@ class World:
     # -- processes
 
     def start(self, name: str) -> None:
-        """A new life, unless it has one."""
+        """Starts a new life of a process, unless the current one is alive."""
         known = self.processes.get(name)
         if known is not None and known.life.is_alive:
             return
         self._epochs[name] += 1
         life = Life(name, self._epochs[name], self.rng, self.loop)
-        # A restarted process often has the address of its earlier life, with messages for that still on their way; not
-        # while one that is stopped holds its port, or will take it.
+        # A restarted process often reuses the address of its earlier life, to which messages are still in flight. It
+        # does not while a stopped earlier life holds the port.
         is_again = self.rng.random() < 0.5 and not self._zombies.get(name)
         port = 1 if is_again else life.epoch + 1
         address = _WELL_KNOWN.get(name, f"{name}:{port}")
@@ -128,12 +128,12 @@ class World:
             task.add_done_callback(lambda done: self._ended(process, done), context=OUTSIDE)
 
     def _ended(self, process: Process, task: Any) -> None:
-        """A process that ends itself is started again."""
+        """Restarts a process that has ended itself."""
         if task.cancelled() or not process.life.is_alive:
             return
         error = task.exception()
         self.note(f"{process.life!r} ends itself: {error!r}")
-        if not isinstance(error, StaleLease):  # which tells who has a successor
+        if not isinstance(error, StaleLease):  # raised in a process that has a successor
             self.problem(f"{process.life!r} ended itself: {error!r}")
         self._end(process.life)
         self.loop.call_later(RESPAWN_S, self.start, process.life.name, context=OUTSIDE)
@@ -147,7 +147,7 @@ class World:
             self.network.died(life)
 
     def drain(self, name: str) -> None:
-        """As SIGTERM does; its successor comes when it has ended."""
+        """Drains a process, as SIGTERM does. Its next life starts when it has drained."""
         process = self.processes[name]
         if process.is_up and process.life.is_alive and not process.is_draining:
             process.is_draining = True
@@ -179,7 +179,7 @@ class World:
                 life.go_on()
 
     def succeed(self, name: str) -> None:
-        """Another life begins while the earlier one is stopped."""
+        """Starts another life of a process while the earlier one is stopped."""
         life = self.processes.pop(name).life
         self._zombies.setdefault(name, []).append(life)
         self.start(name)
@@ -199,10 +199,10 @@ class World:
         front.life.spawn(asked.run(front, self.loop))
 
     def pool_nodes(self) -> list[PoolNode]:
-        """Those that have begun to serve, dead or alive."""
+        """Returns the pool nodes that have started to serve, including dead ones."""
         return [p for p in self.processes.values() if isinstance(p, PoolNode) and p.is_up]
 
-    # -- from beginning to end
+    # -- phases of a run
 
     def run(self) -> None:
         with self._watched(), tempfile.TemporaryDirectory(prefix="moonserve-world-") as folder:
@@ -238,10 +238,10 @@ class World:
         return all(client.task.done() for client in self.clients)
 
     def _probe(self) -> None:
-        """The cluster serves as if nothing had been."""
+        """Checks that the cluster serves new requests after the faults."""
         self._wait(REJOIN_S, self._is_complete)
         if self.is_pool:
-            # A node that stood still takes reservations in when it goes on, of clients that have given up.
+            # A node that was stopped grants reservations of clients that have given up, once it continues.
             self.loop.run_until(self.loop.time() + RESERVED_S)
             for client in self.clients:
                 if not client.task.done():
@@ -261,7 +261,7 @@ class World:
                 self.problem(f"after all is well: {probe.request_id} {probe.outcome} {probe.error}")
 
     def _is_complete(self) -> bool:
-        """All are up, and members."""
+        """Returns True if all processes are up and registered."""
         if not all(process.serves for process in self.processes.values()):
             return False
         if self.is_pool:
@@ -284,7 +284,7 @@ class World:
         return directory
 
     def _pool_problems(self) -> list[str]:
-        """What the directory does not know, and what is still there though it was removed everywhere."""
+        """Returns differences between the directory and the nodes, and objects that are left after a global removal."""
         nodes = self.pool_nodes()
         removals = [each for node in nodes for each in node.service.remembering.removals.all()]
         known = {(each.key, each.removal_id) for each in removals}
@@ -317,7 +317,7 @@ class World:
         for problem in self._pool_problems() if self.is_pool else ():
             self.problem(problem)
 
-    # -- what is told
+    # -- reports
 
     def note(self, what: str) -> None:
         line = f"{self.loop.time():9.4f} {what}"
@@ -329,7 +329,7 @@ class World:
         self.problems.append(what)
 
     def digest(self) -> str:
-        """Of all that was noted and of every client's tokens: equal for equal worlds."""
+        """Returns a digest of all notes and of the outcome of every request. Equal worlds have equal digests."""
         for asked in self.asked:
             self._digest.update(repr((asked.request_id, asked.outcome, asked.ended_at)).encode())
         self._digest.update(repr(sorted(self.outcomes().items())).encode())
@@ -340,17 +340,17 @@ class World:
         return sum((client.outcomes for client in self.clients), outcomes)
 
     def _loop_problem(self, message: str, error: BaseException | None) -> None:
-        if not isinstance(error, StaleLease):  # told by `_ended`
+        if not isinstance(error, StaleLease):  # `_ended` handles it
             self.problem(f"{message}: {error!r}")
 
     def _stamp(self) -> Stamp:
-        """All processes of a world are on one machine that never boots again."""
+        """Returns the current `Stamp`. All processes of a world are on one machine, which never reboots."""
         now = self.loop.time()
         return Stamp(boot="simulated", boot_s=now, wall_s=now)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Chance is the seed's; what is logged as an error of ours is a problem."""
+        """Draws random numbers of the product from the seed, and reports logged errors as problems."""
         listener = _Listener(self)
         log.addHandler(listener)
         try:
@@ -365,7 +365,7 @@ class World:
 
 
 class _Listener(logging.Handler):
-    """Tells errors that were caught and logged: each would be somebody's request."""
+    """Reports errors that the product caught and logged, except injected engine failures, as problems."""
 
     def __init__(self, world: World) -> None:
         super().__init__(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Parts of a cluster over real sockets, memory and a real (tiny) model: a decode worker, and the ears of a gateway."""
+"""Parts of an in-process cluster with real sockets and a tiny model: a decode worker and a gateway's event listener."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLOCK_SIZE = 8
 
 @dataclass
 class Ears:
-    """What a gateway heard from all workers."""
+    """Event listener of a gateway. Records the events of all workers."""
 
     tokens: dict[str, dict[int, int]] = field(default_factory=dict)
     reports: dict[str, worker_pb2.PrefillReport] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Ears:
             await self.changed.wait_for(holds)
 
     async def all_tokens(self, name: str) -> list[int]:
-        """Once it has finished."""
+        """Returns all tokens of a request once it has finished. Fails if the request failed or tokens are missing."""
         await self.until(lambda: name in self.finished or name in self.failures)
         assert name not in self.failures, self.failures[name]
         indexes = sorted(self.tokens[name])
@@ -89,7 +89,7 @@ class Ears:
 
 @asynccontextmanager
 async def listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> AsyncIterator[None]:
-    """From the first moment on: a worker gives up the requests of a gateway that stays away for seconds."""
+    """Listens to a worker during the block. Workers fail the requests of a gateway that is disconnected for seconds."""
     stands = asyncio.Event()
     task = asyncio.create_task(ears.listen(channels, endpoint.rpc_address, stands))
     try:
@@ -103,7 +103,7 @@ async def listening(ears: Ears, channels: Channels, endpoint: Endpoint) -> Async
 async def submit(
     channels: Channels, request: Request, prefill: Endpoint, decode: Endpoint, sources: Sequence[PrefixSource] = ()
 ) -> None:
-    """As a gateway does it once the request is placed."""
+    """Submits a placed request to its prefill worker, as a gateway does."""
     placement = Placement(request_id=request.request_id, prefill=prefill, decode=decode, prefix_sources=tuple(sources))
     stub = worker_pb2_grpc.WorkerStub(channels.to(prefill.rpc_address))
     message = submission_to_wire(request, placement)
@@ -131,8 +131,8 @@ def layout_of(path: Path, kv_dtype: str = "auto") -> KvLayout:
 def load_engine(
     path: Path, num_blocks: int = 64, memory: memoryview | None = None, *, kv_dtype: str = "auto", device: str = "cpu"
 ) -> Engine:
-    """Computes in float32, and, where KV is quantised, with native kernels: there a row's bits do not depend on its
-    batch, and so codes do not either."""
+    """Loads an engine that computes in float32. With quantised KV it uses native kernels, whose results do not depend
+    on the batch, so that the codes do not either."""
     layout = layout_of(path, kv_dtype)
     return Engine.load(
         path,
@@ -147,7 +147,7 @@ def load_engine(
 
 
 def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The reference: greedy tokens of one sequence alone in one engine. Overwrites the engine's pool."""
+    """Returns the reference: greedy tokens of one sequence alone in one engine. Overwrites the engine's pool."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
     (generation,) = generate(engine, [prompt], sampling)
     return list(generation.token_ids)
@@ -157,7 +157,7 @@ def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]
 def computing(
     path: Path, num_blocks: int, memory: memoryview, *, ranks: int = 1, **options: str
 ) -> Iterator[EngineThread]:
-    """An engine of one rank or several over this memory."""
+    """Starts an engine of one or more ranks over the given memory."""
     with ExitStack() as stack:
         if ranks == 1:
             engine = load_engine(path, num_blocks, memory, **options)
@@ -178,7 +178,7 @@ async def decoding(
     keeping: KeepingCosts | None = None,
     **limits: int | bool,
 ) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
-    """The product's decode worker, without its process."""
+    """Starts a decode worker's service and server in the test's own process."""
     layout = layout_of(path, kv_dtype)
     pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
     bounds = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 1000, **limits}

@@ -1,4 +1,4 @@
-"""Workers of both roles from start to stop: they join the cluster, serve, find their home store, drain and leave."""
+"""Workers of both roles join a cluster, find their home store, serve, drain and leave."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, listening, submit
 
 
 class RecordedLifecycle(ReportedLifecycle):
-    """Remembers what takes time before a worker is ready."""
+    """Lifecycle that records the startup stages of a worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class RecordedLifecycle(ReportedLifecycle):
 
 @dataclass
 class Cluster:
-    """A conductor, a store and a worker of each role, in the test's own process."""
+    """A conductor, a store and a worker of each role, all in the test's own process."""
 
     conductor: str
     channels: Channels = field(default_factory=lambda: Channels(TOKEN))
@@ -59,7 +59,7 @@ class Cluster:
     lifecycles: dict[str, RecordedLifecycle] = field(default_factory=dict)
 
     async def member(self, name: str, num_blocks: int = 0) -> conductor_pb2.InstanceView:
-        """As the conductor knows it, once it has so many blocks."""
+        """Returns the conductor's view of an instance, once it has indexed at least `num_blocks` blocks."""
         return await answered(lambda: self._find(name, num_blocks))
 
     async def _find(self, name: str, num_blocks: int) -> conductor_pb2.InstanceView | None:
@@ -73,7 +73,7 @@ class Cluster:
         return view
 
     async def submit(self, name: str, first: int, max_tokens: int) -> None:
-        """A prompt of twenty tokens."""
+        """Submits a prompt of 20 tokens, beginning with `first`."""
         prefill, decode = [
             endpoint_from_wire((await self.member(worker)).endpoint) for worker in ("prefill-0", "decode-0")
         ]
@@ -96,7 +96,7 @@ class Cluster:
     async def running(
         self, serve: Callable[[Any, Any], Awaitable[None]], config: DecodeConfig | PrefillConfig
     ) -> AsyncIterator[None]:
-        """A worker that a gateway listens to; its lifecycle ends with the block, or before."""
+        """Runs a worker with a gateway's event listener. The worker stops when the block ends, or before."""
         lifecycle = self.lifecycles[config.instance_id] = RecordedLifecycle()
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(serve(config, lifecycle))  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ async def test_workers_join_serve_store_and_leave(model_path: Path) -> None:
         assert "measuring" in c.lifecycles["prefill-0"].stages
         await c.submit("r", 0, 6)
         assert len(await c.ears.all_tokens("r")) == 6
-        # Full blocks, which both have; one put them into the store that the conductor knows, and the other its answer.
+        # The full blocks. The prefill worker puts the prompt's into the home store, the decode worker the answer's.
         for name, num_blocks in (("prefill-0", 2), ("decode-0", 3), ("store-0", 3)):
             await c.member(name, num_blocks)
         metrics = await asyncio.to_thread(scrape, c.metrics_port)
@@ -154,9 +154,9 @@ async def test_workers_join_serve_store_and_leave(model_path: Path) -> None:
 async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefill worker by command, which is taken back, and a decode worker that is told to stop."""
+    """Holds for a prefill worker that is drained by command and resumed, and for a decode worker that is stopped."""
     steps = hold_steps(monkeypatch)
-    monkeypatch.setattr("worker.process.STOP_GRACE_S", PATIENCE_S)  # for the last token
+    monkeypatch.setattr("worker.process.STOP_GRACE_S", PATIENCE_S)  # time to send the last token
     async with cluster(model_path) as c:
         await c.set_draining("prefill-0", True)
         with pytest.raises(NoWorker):

@@ -1,5 +1,5 @@
-"""The cluster's processes, put together as their own entry points do, over simulated network, memory, model and time.
+"""Processes of a simulated cluster, assembled as by their entry points, over simulated network, memory, model and time.
 
-Everything that decides or awaits is the product's: states, services, servicers, clients, membership. Each process is
-one `Life`; `validate` runs after every event of its state.
+States, services, servicers, clients and membership are the product's own. Each process runs in one `Life`; `validate`
+runs after events of its state.
 """

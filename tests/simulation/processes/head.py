@@ -1,4 +1,4 @@
-"""Who places and who answers: the conductor and the gateways of a simulated cluster."""
+"""Conductor and gateways of a simulated cluster."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.simulation.processes.members import CONDUCTOR
 from tests.simulation.processes.process import Process, until
 
 CHARACTERS = tuple(bytes([0x40 + token]) for token in range(VOCABULARY))
-# One of each for all worlds: they are only added to.
+# Shared by all worlds, since metrics are only added to.
 SCHEDULER_METRICS = SchedulerMetrics(CollectorRegistry())
 REQUEST_METRICS = RequestMetrics(CollectorRegistry(), "model", "gateway", PHASES)
 
 
 class Conductor(Process):
-    """Alone in its cluster; it forgets everything when it dies."""
+    """The only conductor of a cluster. It loses all state when it dies."""
 
     async def start(self) -> None:
         terms = self.world.terms
         limits = Limits(ttft_slo_s=1e6, tbt_slo_s=1e6, placement_ttl_s=60.0, num_decisions=64)
         policy = make_policy(terms.policy, 1.5, terms.seed)
-        # Its books are many arrays: proving them after each heartbeat would take most of the time.
+        # Its state has many arrays: validating them after each heartbeat would take most of the run's time.
         self.state = self.checked(ConductorState(policy, limits), seldom=(Heartbeat, Tick))
         self.service = ConductorService(self.state, SCHEDULER_METRICS, self.life.clock, away_after_s=limits.lease_s / 2)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, self.server)
@@ -49,14 +49,14 @@ class Conductor(Process):
 
 
 class SpelledOut:
-    """A tokenizer whose tokens are characters."""
+    """Tokenizer whose tokens are single characters."""
 
     def decoder(self, *, skip_special_tokens: bool = True) -> ByteDecoder:
         return ByteDecoder(CHARACTERS)
 
 
 class Front(Process):
-    """A gateway without its HTTP."""
+    """A gateway without its HTTP server."""
 
     async def start(self) -> None:
         config = GatewayConfig(
@@ -67,7 +67,7 @@ class Front(Process):
 
     @property
     def is_ready(self) -> bool:
-        """As its /ready says, whoever asks."""
+        """True if the gateway's /ready would succeed. Can be read outside of the running loop."""
         asyncio._set_running_loop(self.world.network.loop)
         try:
             return self.gateway.is_ready

@@ -1,4 +1,4 @@
-"""Processes that register with the conductor: both kinds of worker, and what a store has in common with them."""
+"""Simulated processes that register with the conductor: prefill and decode workers, and the base class of stores."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ CONDUCTOR = "conductor:1"
 STOP_GRACE_S = 0.5
 PREFILL = PrefillProfile(c0=0.03, c1=0.002, c2=0.0)
 DECODE = DecodeProfile(c0=0.03, c1=0.0, c2=0.0)
-# So dear that the store is nearly always worth it.
+# So expensive that reading from the store is nearly always faster.
 DEAR = PrefillProfile(c0=0.03, c1=1.0, c2=0.0)
 
 
 class Member(Process):
-    """A process that registers. Subclasses have a `state` and a `service`."""
+    """A process that registers with the conductor. Subclasses set `state` and `service`."""
 
     role: Role
     blocks: BlockLog
@@ -49,7 +49,7 @@ class Member(Process):
         return conductor_pb2.RegisterRequest(endpoint=endpoint, role=role_to_wire(self.role))
 
     def watched(self) -> list[asyncio.Future[Any]]:
-        """What ends the process when it fails."""
+        """Returns futures whose failure ends the process."""
         return []
 
     async def serve(self) -> None:
@@ -59,7 +59,7 @@ class Member(Process):
         await until_one_fails([self._belonging, *self.watched()])
 
     async def leave(self) -> None:
-        """Says good-bye and listens no more."""
+        """Leaves the cluster and stops accepting calls."""
         self._belonging.cancel()
         await self.membership.leave()
         self.world.network.servers.pop(self.address, None)
@@ -70,7 +70,7 @@ class Member(Process):
 
 
 class Worker(Member):
-    """What both kinds have in common."""
+    """Base class of prefill and decode workers."""
 
     async def start(self) -> None:
         terms, world = self.world.terms, self.world
@@ -93,7 +93,7 @@ class Worker(Member):
         self.finder = HomeFinder(self.channels, CONDUCTOR, self.home, self.service.home_found) if self.home else None
 
     def make_service(self) -> Any:
-        """And its state and servicers."""
+        """Creates the service, its state and its servicers."""
         raise NotImplementedError
 
     def removed(self, key: BlockKey) -> None:
@@ -111,7 +111,7 @@ class Worker(Member):
         await self.finish()
 
     async def finish(self) -> None:
-        """When it has drained."""
+        """Leaves the cluster after the drain."""
         raise NotImplementedError
 
     def registration(self) -> conductor_pb2.RegisterRequest:

@@ -1,4 +1,4 @@
-"""One life of one process: it is started, serves, drains and dies, and its books are proven after every event."""
+"""Base class of simulated processes: start, serve, drain, and validation of the state after events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAIN_S = 6.0
 
 
 class Process:
-    """One life of one process. Subclasses build themselves in `start`, in the event loop and in their life."""
+    """One life of one process. Subclasses create their parts in `start`, which runs in the event loop and life."""
 
     role: Role | None = None
 
@@ -39,11 +39,11 @@ class Process:
 
     @property
     def serves(self) -> bool:
-        """Whether it is there for what is new."""
+        """True if the process accepts new work."""
         return self.is_up and self.life.is_alive and not self.is_draining
 
     async def run(self) -> None:
-        """Until it dies. Raises what ends it."""
+        """Starts and serves until the process dies. Raises the error that ends it."""
         await self.start()
         self.world.network.servers[self.address] = self.server
         self.is_up = True
@@ -56,13 +56,13 @@ class Process:
         raise NotImplementedError
 
     async def drain(self) -> None:
-        """As after SIGTERM: returns when what is under way has ended, or has had its time."""
+        """Drains, as after SIGTERM. Returns when the work in flight has ended or has timed out."""
 
     def validate(self) -> None:
-        """Raises AssertionError."""
+        """Raises AssertionError if the process's state is inconsistent."""
 
     def unrest(self) -> str:
-        """What it still holds though nobody wants anything of it; empty when all is well."""
+        """Returns a description of the resources that an idle process still holds; empty if there are none."""
         return ""
 
     def make_transfer(self) -> None:
@@ -75,8 +75,8 @@ class Process:
         )
 
     def checked(self, state: Any, *, seldom: tuple[type, ...] = ()) -> Any:
-        """Its `handle` proves the state's books after every event, and tells of whatever it raises. `seldom`: events
-        after which it does so now and then."""
+        """Wraps a state's `handle` to validate the state after every event and to report unexpected errors. After
+        events of the types `seldom`, it validates only one time in SELDOM."""
         handle: Callable[[Any, float], Any] = state.handle
         numbers = itertools.count()
 
@@ -98,7 +98,7 @@ class Process:
 
 
 async def until_one_fails(parts: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:
-    """All of them; what has ended or was cancelled is not missed."""
+    """Runs all parts until one raises. Parts that return or are cancelled do not end it."""
     watched = [asyncio.ensure_future(part) for part in parts]
     while watched:
         done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -106,11 +106,11 @@ async def until_one_fails(parts: Iterable[Coroutine[Any, Any, Any] | asyncio.Fut
             if not future.cancelled():
                 future.result()
         watched = [future for future in watched if not future.done()]
-    await asyncio.get_running_loop().create_future()  # it has drained and is about to end
+    await asyncio.get_running_loop().create_future()  # all parts have ended: the process has drained and ends soon
 
 
 async def until(idle: Coroutine[Any, Any, Any]) -> None:
-    """Or until a drain has taken too long."""
+    """Awaits `idle`, for at most DRAIN_S."""
     try:
         async with asyncio.timeout(DRAIN_S):
             await idle

@@ -1,4 +1,4 @@
-"""Store nodes: a cluster's, in memory only, and a pool's, with disks, with its directory and registry."""
+"""Simulated store nodes: a cluster's, in memory only, and a pool's, with disks, a directory and a registry."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from tests.simulation.truth import Shown
 
 DIRECTORY = "directory:1"
 MEMORY_UNITS, DISK_UNITS, QUOTA_UNITS = 40, 90, 24
-PROVE_EVERY = 8  # changes of a pool's node
+PROVE_EVERY = 8  # a pool node is validated after this many changes
 FLUSH_S = 3.0
 
 
 class Node(Process):
-    """What both kinds have in common. Its books are proven after its changes."""
+    """Base class of store nodes. The state is validated after every `prove_every` changes."""
 
     def make_service(
         self, catalog: Catalog, memory: Any, events: EventLog, indexes: Any, prove_every: int, **options: Any
     ) -> None:
-        """`options` are fields of `StoreConfig`."""
+        """Creates the store's state and service. `options` are fields of `StoreConfig`."""
         self.state = StoreState(catalog)
         config = StoreConfig(instance_id=self.life.name, cluster_token="token", **options)
         transfer, endpoint, clock = self.transfer, self.endpoint(), self.life.clock
@@ -101,7 +101,7 @@ class Store(Node, Member):
 
 
 class PoolDirectory(Process):
-    """Who is there, and who holds what; it forgets everything when it dies."""
+    """Registry and block directory of a pool. It loses all state when it dies."""
 
     async def start(self) -> None:
         self.index = Directory()
@@ -113,7 +113,7 @@ class PoolDirectory(Process):
         await self._following.run(self.registry)
 
     def knows(self, nodes: list[PoolNode]) -> bool:
-        """All of them are members, and followed without a gap."""
+        """Returns True if all nodes are members and their event logs are followed without a gap."""
         followers = self._following.followers
         return all(
             (follower := followers.get(InstanceId(node.life.name))) is not None
@@ -127,7 +127,7 @@ class PoolDirectory(Process):
         self.index.validate()
 
     def differs_from(self, nodes: list[PoolNode]) -> str:
-        """Where it does not say exactly what the nodes hold."""
+        """Returns the first difference between the directory and the nodes' contents; empty if there is none."""
         held: dict[BlockKey, set[str]] = {}
         for node in nodes:
             for key in node.shown.expected:
@@ -142,7 +142,7 @@ class PoolDirectory(Process):
 
 
 class PoolNode(Node):
-    """A store node of a pool, with a disk. Whoever holds its id keeps its folder."""
+    """A store node of a pool, with a disk. Its folder belongs to its name and outlives its lives."""
 
     async def start(self) -> None:
         name, rng = self.life.name, self.world.network.rng
@@ -190,7 +190,7 @@ class PoolNode(Node):
         await self.disk.compact()
 
     async def drain(self) -> None:
-        """An orderly stop: a restart finds everything again."""
+        """Flushes memory to disk, so that a restart finds all objects again."""
         await self.service.mover.flush(FLUSH_S)
 
     @property
@@ -213,6 +213,6 @@ class PoolNode(Node):
 
     def unrest(self) -> str:
         places = {o.place for o in self.state.catalog.objects() if o.place is not None}
-        # What was being written while a disk was lost is nobody's, and of no use.
+        # Writes in flight when a disk is lost leave places that belong to no object; they are ignored.
         nobodys = sorted(self.disk.medium.live - places) if self.disk.health is Health.GOOD else []
         return super().unrest() or (f"{nobodys} places that nobody has" if nobodys else "")
