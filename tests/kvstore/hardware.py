@@ -1,7 +1,7 @@
-"""The memory and the disk of a node that is only simulated: which content lies where, in place of its bytes.
+"""Simulates the memory and the disk of a node: they record which content lies where, in place of its bytes.
 
-A content is a number that stands for the bytes of one object; it serves as their checksum too. Whoever is given space
-overwrites what lay there, so that every stale offset or place shows as wrong content.
+A content is a number that stands for the bytes of one object; it serves as their checksum too. A write overwrites the
+earlier content of its space, so that every stale offset or place shows as wrong content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOTHING = 0
 
 
 class Memory:
-    """A segment: one content per unit of space."""
+    """A memory segment with one content per unit of space."""
 
     def __init__(self, num_units: int) -> None:
         self._units = [NOTHING] * num_units
@@ -30,7 +30,7 @@ class Memory:
         self._units[units] = [content] * (units.stop - units.start)
 
     def read(self, offset: int, length: int) -> int:
-        """What lies there; `NOTHING` where it is not one object."""
+        """Returns the content of this range; `NOTHING` if the range holds more than one content."""
         found = set(self._units[self._range(offset, length)])
         return found.pop() if len(found) == 1 else NOTHING
 
@@ -41,13 +41,13 @@ class Memory:
 
 @dataclass
 class Disk:
-    """`kvstore.disk.base.DiskSpace`, and what of it survives a restart."""
+    """A `kvstore.disk.base.DiskSpace` that records which objects survive a restart."""
 
     live_limit: int
     kept: dict[Place, DiskObject] = field(default_factory=dict)
-    """What lies on the medium, released or not: a restart finds it."""
+    """Objects on the medium, released or not: a restart finds them."""
     live: set[Place] = field(default_factory=set)
-    """Places that were given and not released."""
+    """Places that were allocated and not released."""
     num_given: int = 0
 
     def space(self, length: int) -> int:
@@ -67,14 +67,14 @@ class Disk:
         self.live.remove(place)
 
     def forget(self, removed: Iterable[DiskObject]) -> None:
-        """These objects and earlier ones of their keys."""
+        """Deletes these objects and earlier ones of their keys."""
         last = {o.key: o.generation for o in removed}
         for place, o in list(self.kept.items()):
             if o.generation <= last.get(o.key, -1):
                 del self.kept[place]
 
     def move(self, place: Place) -> Place:
-        """The tier makes a copy elsewhere; `moved` tells which one is to stay."""
+        """Copies an object to a new place, as compaction does; `moved` then drops one of the two copies."""
         return self.write(self.kept[place])
 
     def moved(self, old: Place, new: Place, *, wanted: bool) -> None:
@@ -83,10 +83,10 @@ class Disk:
         self.kept.pop(dropped, None)
 
     def compact(self) -> None:
-        """Reclaims what was released."""
+        """Reclaims released places."""
         self.kept = {place: o for place, o in self.kept.items() if place in self.live}
 
     def recover(self) -> list[tuple[DiskObject, Place]]:
-        """What a restart finds, each place taken until it is released."""
+        """Returns the objects that a restart finds; each place is live until it is released."""
         self.live = set(self.kept)
         return [(o, place) for place, o in self.kept.items()]

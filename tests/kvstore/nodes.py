@@ -1,4 +1,4 @@
-"""Real store nodes for tests: processes of their own, found by their ready report."""
+"""Runs real store nodes for tests, each in its own process; their ready report gives their address."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Node:
         stop(self.process)
 
     def flip_byte(self, offset: int, segment_bytes: int) -> None:
-        """Damages one byte of the node's segment behind its back."""
+        """Inverts a bit of the node's segment without the node's knowledge."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text()
         for match in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:moonserve:objects", maps, re.MULTILINE):
             start, end = (int(text, 16) for text in match.groups())
@@ -55,7 +55,7 @@ class Node:
 
 @contextlib.contextmanager
 def running_node(*flags: str, instance_id: str = "store-0") -> Iterator[Node]:
-    """A node that is ready; ended by SIGTERM, with exit code 0, unless the test ended it."""
+    """Runs a node; yields it once it is ready. SIGTERM must end it with exit code 0, unless the test has ended it."""
     named = ("--instance-id", instance_id, "--log-level", "error")
     with running("kvstore", *named, *flags, token=TOKEN) as (process, facts):
         yield Node(process, facts["rpc"])
@@ -65,7 +65,7 @@ def running_node(*flags: str, instance_id: str = "store-0") -> Iterator[Node]:
 async def connected(
     rpc_address: str, transport: str = "shm", *, faults: FaultPlan | None = None, attaches: bool = True
 ) -> AsyncIterator[tuple[BlockStores, TransferEngine, Endpoint]]:
-    """A client of a node over one transport."""
+    """Connects a client to a node over one transport."""
     channels = Channels(TOKEN)
     with TransferEngine(
         cluster_token=TOKEN, options=TransferOptions(transports=(transport,)), faults=faults
@@ -84,7 +84,7 @@ async def stats_of(client: BlockStores, store: Endpoint) -> kvstore_pb2.StoreSta
 
 
 async def exists(client: BlockStores, store: Endpoint, keys: Sequence[BlockKey]) -> list[bool]:
-    """Whether each of the keys can be read now."""
+    """Returns for each key whether it can be read now."""
     reply = await client.ask(store, "Exists", kvstore_pb2.StoreExistsRequest(keys=keys))
     return list(reply.present)
 
@@ -96,7 +96,7 @@ async def remove(client: BlockStores, store: Endpoint, keys: Sequence[BlockKey])
 async def until_stats(
     client: BlockStores, store: Endpoint, holds: Callable[[kvstore_pb2.StoreStatsReply], bool]
 ) -> kvstore_pb2.StoreStatsReply:
-    """The first statistics for which `holds`."""
+    """Waits for statistics for which `holds` is true and returns them."""
 
     async def ask() -> kvstore_pb2.StoreStatsReply | None:
         told = await stats_of(client, store)
@@ -106,11 +106,11 @@ async def until_stats(
 
 
 def key(number: int) -> BlockKey:
-    return BlockKey((number + 1).to_bytes(16, "little"))  # zeros are no key
+    return BlockKey((number + 1).to_bytes(16, "little"))  # an all-zero key is invalid
 
 
 def chain_of(local: Segment, numbers: range, length: int, *, pieces: int = 1) -> tuple[list[PutObject], Spots]:
-    """A chain of objects whose bytes lie back to back in `local`, each in `pieces` pieces in reverse order."""
+    """Returns a chain of objects that lie back to back in `local`, each in `pieces` pieces in reverse order."""
     size = length // pieces
     offsets = [[index * length + n * size for n in reversed(range(pieces))] for index in range(len(numbers))]
     spots = Spots.scattered(local, offsets, size)

@@ -1,5 +1,5 @@
-"""Pure nodes for tests: a state over a catalog over an index in memory, and what may happen to its visible objects
-without a client's wish, checked at each announcement."""
+"""Builds pure nodes for tests: a state over a catalog over an index in memory. Each announcement is checked against the
+rules for what may happen to a visible object without a client's request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NO_TRIM = Watermarks(evict_above=1.0)
 
 @dataclass
 class Law:
-    """What the node says is visible, and what may happen to it without a client's wish."""
+    """Tracks the objects that the node announces as visible, and asserts that none is evicted or demoted wrongly."""
 
     tiers: dict[BlockKey, Tier] = field(default_factory=dict)
     parents: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
     pins: dict[BlockKey, Pin] = field(default_factory=dict)
     leased: set[BlockKey] = field(default_factory=set)
     is_leaving: Callable[[BlockKey], bool] = lambda block: False  # being written to leave memory
-    no_eviction: bool = False  # a client removes, or the disk loses
+    no_eviction: bool = False  # the change is a client's removal or a loss of the disk: the rules do not apply
 
     def added(self, block: BlockKey, parent: BlockKey | None, tier: Tier) -> None:
         assert block not in self.tiers
@@ -56,7 +56,7 @@ class Law:
 
 @dataclass
 class Heard(Law):
-    """Collects what a state announces, whoever wished for it."""
+    """Collects a state's announcements without checking them against the eviction rules."""
 
     no_eviction: bool = True
 
@@ -70,7 +70,7 @@ def make_state(
     index: KeyIndex | None = None,
     **more: Any,
 ) -> StoreState:
-    """`more`: as `Catalog` takes it."""
+    """Builds a node's state. `more` is passed on to `Catalog`."""
     return StoreState(
         Catalog(
             nbytes,

@@ -1,4 +1,4 @@
-"""The allocator never overlaps, never loses a byte, and finds whatever fits."""
+"""The allocator never returns overlapping extents, never loses a byte, and allocates every length that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wall clock that jumps ends no right and no membership, and makes no value older: nothing asks for it."""
+"""A jump of the wall clock ends no lease or membership and ages no value: only `ALLOWED` code reads the wall clock."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
-    "kvstore/removal_file.py": 1,  # how long a node was away, where the time since boot does not say
-    "protocol/membership.py": 1,  # the epoch of a member of a conductor's cluster
+    "kvstore/removal_file.py": 1,  # a node's absence, if the time since boot does not tell
+    "protocol/membership.py": 1,  # epochs of members of a conductor's cluster
     "protocol/registry/embedded.py": 1,  # epochs of an embedded registry's lives
     "protocol/logs.py": 1,
     "protocol/tracing.py": 1,
@@ -20,7 +20,7 @@ WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
 
 @pytest.mark.parametrize("package", ["kvstore", "protocol", "transfer"])
 def test_nothing_but_what_is_named_here_asks_for_the_wall_clock(package: str) -> None:
-    """Rights, generations and leases at a registry follow monotonic clocks and counts."""
+    """Leases, reservations, generations and memberships use monotonic clocks and counts, except for `ALLOWED` calls."""
     found: dict[str, int] = {}
     for path in (ROOT / package).rglob("*.py"):
         name = str(path.relative_to(ROOT))

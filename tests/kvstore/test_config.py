@@ -1,4 +1,4 @@
-"""What a store node and the directory refuse before they start, such as more memory than the machine has left."""
+"""Settings that a store node and the directory refuse at start, such as more memory than the machine has available."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nonsense_is_refused(flags: list[str]) -> None:
     ],
 )
 def test_a_directory_is_not_told_to_follow_itself(registry: str, is_own: bool) -> None:
-    """Which the variable that kvctl reads would do, in the shell that a directory is started from."""
+    """A directory refuses its own address as registry, which its shell may set in MOONSERVE_REGISTRY for kvctl."""
     own = ("--instance-id", "directory", "--port", "7100")
     environ = {"MOONSERVE_CLUSTER_TOKEN": "token", "MOONSERVE_REGISTRY": registry}
     with pytest.raises(ConfigError, match="MOONSERVE_REGISTRY") if is_own else contextlib.nullcontext():
@@ -75,7 +75,7 @@ def test_the_smaller_of_the_machines_and_the_groups_counts(
 
 
 def test_a_node_with_more_memory_than_there_is_ends_before_it_takes_any() -> None:
-    """It would be ended by the kernel, or others in its place."""
+    """A node with more DRAM than is available exits with an error, before the kernel kills it or other processes."""
     ended = subprocess.run(
         [sys.executable, "-m", "kvstore", "--instance-id", "huge", "--dram", "100TiB"],
         env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": "token"},

@@ -1,4 +1,4 @@
-"""A node that takes copies from a real one, while something else happens to their keys."""
+"""A node that copies objects from a real node while their keys are removed or written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.patience import NEVER_S, PATIENCE_S
 from transfer import TransferEngine, TransferOptions
 
 SIZE = 4096
-NOBODY = cast(Context, None)  # these calls do not look at who asks
+NOBODY = cast(Context, None)  # these calls do not use the context
 
 Hook = Callable[[], Awaitable[object]]
 
@@ -39,7 +39,7 @@ def source() -> Iterator[Node]:
 
 @dataclass
 class Target:
-    """The node that takes a copy of one object, in this process."""
+    """The target of a copy of one object: a node's service in this process."""
 
     service: StoreService
     state: StoreState
@@ -57,7 +57,7 @@ class Target:
 
 @asynccontextmanager
 async def target_beside(source: Node) -> AsyncIterator[Target]:
-    """The source has an object."""
+    """Stores one object at the source and yields a target for its copy."""
     options = TransferOptions(transports=("shm",))
     async with connected(source.rpc_address) as (client, transfer, store):
         local = transfer.allocate(SIZE)
@@ -79,7 +79,7 @@ async def target_beside(source: Node) -> AsyncIterator[Target]:
 
 
 def after(monkeypatch: pytest.MonkeyPatch, target: Target, method: str, happens: Hook) -> None:
-    """Lets something happen when a call to the source has been answered, and its caller does not know yet."""
+    """Runs `happens` after the source has answered a call and before the target gets the answer."""
     call = getattr(target.service._client, method)
 
     @wraps(call)
@@ -94,7 +94,7 @@ def after(monkeypatch: pytest.MonkeyPatch, target: Target, method: str, happens:
 async def test_what_is_removed_before_it_is_known_whether_the_source_knows_is_not_copied(
     source: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source has not heard of it, so what it has may be what was removed."""
+    """A key removed while the source is queried for removals is not copied: the source may hold the removed object."""
     async with target_beside(source) as target:
         remembering = target.service.remembering
         after(monkeypatch, target, "ask", lambda: remembering.remove([key(0)], 7))
@@ -111,7 +111,7 @@ async def test_a_writer_that_waits_for_a_copy_of_its_key_is_answered_when_that_h
 
         async def another_writes() -> None:
             waiting.append(asyncio.create_task(target.reserve()))
-            await asyncio.sleep(0)  # it has been told that it has to wait
+            await asyncio.sleep(0)  # it now waits
 
         after(monkeypatch, target, "read_leased", another_writes)
         assert (await target.copy()).copied == 1

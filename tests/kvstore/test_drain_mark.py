@@ -1,4 +1,4 @@
-"""Whether a node is draining, as its next life finds it."""
+"""The drain mark, a file that tells a node's next life that the node is draining."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_what_is_asked_for_while_the_disk_takes_its_time_comes_behind_it(
     first = asyncio.create_task(mark.keep(True))
     await asyncio.to_thread(begun.wait)
     second = asyncio.create_task(mark.keep(False))
-    await asyncio.wait({second}, timeout=0.05)  # it ends where it does not wait
+    await asyncio.wait({second}, timeout=0.05)  # ends early if it wrongly does not wait
     going_on.set()
     await asyncio.gather(first, second)
     assert not mark.is_set()

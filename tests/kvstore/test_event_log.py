@@ -1,4 +1,4 @@
-"""What followers of a node are told: all of it, in order, or that they have missed some."""
+"""The event log: followers of a node get all events in order, or are notified that they have missed some."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def note(log: EventLog, *numbers: int) -> None:
 
 def test_each_follower_gets_all_events_and_reads_after_its_place_and_is_woken() -> None:
     log = EventLog()
-    note(log, 7)  # nobody follows, so nobody can have it later
+    note(log, 7)  # without followers the event is not kept
     assert [log.missed(log.follow(seq)) for seq in (0, 1, 2, 3)] == [True, True, False, True]
     first = log.follow(2)
     woken: list[int] = []
@@ -94,7 +94,7 @@ async def test_an_inventory_that_the_log_outran_is_followed_by_another() -> None
     log = EventLog()
     request = kvstore_pb2.StoreSubscribeRequest()
     async with aclosing(follow(log, make_state(256, log), EPOCH, request)) as messages:  # type: ignore[type-var]
-        note(log, 99)  # so that the first inventory is due
+        note(log, 99)  # makes the first inventory due
         first = await anext(messages)
         note(log, *range(KEPT_EVENTS + 1))
         second = await anext(messages)
@@ -103,7 +103,7 @@ async def test_an_inventory_that_the_log_outran_is_followed_by_another() -> None
 
 
 def test_a_message_says_of_each_key_what_its_last_event_says() -> None:
-    """An object that came again does not inherit the parent that it had."""
+    """A message has only each key's last event: an object that was added again does not keep its earlier parent."""
     events = [Event(key(1), key(9)), Event(key(2)), Event(key(2), left=True)]
     events += [Event(key(3), key(9)), Event(key(3), left=True), Event(key(3))]
     message = message_of(EPOCH, 1, events, snapshot=False, more=False)

@@ -1,4 +1,4 @@
-"""What every eviction policy promises, and the order of each."""
+"""The contract of all eviction policies, and the eviction order of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key_of(record: Record) -> BlockKey:
 
 
 def make_with(name: str, records: Iterable[Record]) -> EvictionPolicy:
-    """All of them on offer, each a chain of its own."""
+    """Builds a policy in which all records are offered, each without a parent."""
     policy = eviction.make(name)
     for record in records:
         add(policy, record)
@@ -52,7 +52,7 @@ def drain(policy: EvictionPolicy) -> list[Record]:
 
 
 class Contract(RuleBasedStateMachine):
-    """Any sequence of calls that the catalog may make."""
+    """Checks a policy over any sequence of calls that the catalog may make."""
 
     policy_name: str
     records = st.sampled_from(RECORDS)
@@ -160,7 +160,7 @@ def test_no_policy_remembers_blocks_that_are_gone(name: str, evicted: bool) -> N
 
 
 def fill(policy: EvictionPolicy, count: int, generation: int = 0) -> None:
-    """Chains of ten that were read once, under keys that only this generation has."""
+    """Adds chains of ten records that are read once, under keys unique to this generation."""
     for record in range(count):
         key = BlockKey((generation * count + record).to_bytes(16, "big"))
         policy.added(record, key, record - 1 if record % 10 else NO_RECORD)
@@ -207,7 +207,7 @@ def test_a_withdrawn_block_keeps_its_age_when_it_returns(name: str) -> None:
 
 
 def play(policy: EvictionPolicy, steps: list[str]) -> None:
-    """Each step is what happens, and to which records: `3/1` is 3, whose parent is 1; `evict` names who has to go."""
+    """Runs steps, each a call and its records: `3/1` is 3 with parent 1. `evict` names the expected victims."""
     for what, *records in map(str.split, steps):
         for record, _, parent in (each.partition("/") for each in records):
             if what == "add":
@@ -224,18 +224,18 @@ def play(policy: EvictionPolicy, steps: list[str]) -> None:
         pytest.param("lru", ["add 0 1 2 3", "used 0"], [1, 2, 3, 0], id="lru: used longest ago"),
         pytest.param("fifo", ["add 0 1 2", "used 0"], [0, 1, 2], id="fifo: uses do not count"),
         pytest.param("lfu", ["add 0 1 2 3", "used 0 0 1 2"], [3, 1, 2, 0], id="lfu: used least, then lru"),
-        # Read once is not enough, and being read later does not help.
+        # One read is not enough, and a later read does not help.
         pytest.param("s3-fifo", ["add 0 1 2", "used 0 0 2 1"], [1, 2, 0], id="s3-fifo: read twice"),
         pytest.param("s3-fifo", ["add 0 1 2", "evict 0", "add 0 3"], [1, 2, 3, 0], id="s3-fifo: a ghost into main"),
-        pytest.param(  # 0 and 1 are in the main queue when the others have gone
+        pytest.param(  # 0 and 1 are in the main queue after the evictions
             "s3-fifo", ["add 0 1 2 3", "used 0 0 1 1", "evict 2 3", "used 0 0 1"], [1, 0], id="s3-fifo: round main"
         ),
         pytest.param("s3-fifo", ["add 0 1 2 3", "used 0 0 0 1 1", "evict 2 3"], [0, 1], id="s3-fifo: counts anew"),
-        pytest.param(  # as the head of a chain is
+        pytest.param(  # as happens to the head of a chain
             "s3-fifo", ["add 0 1 2", "withdraw 0", "evict 1", "offer 0"], [0, 2], id="s3-fifo: judged when offered"
         ),
         pytest.param("length-aware", ["add 0 1/0 2 3/1", "used 3"], [1, 0, 2, 3], id="deeper first"),
-        # A parent that is not here makes no chain.
+        # An absent parent makes no chain.
         pytest.param("length-aware", ["add 0/9 1/0 2/1 3"], [2, 1, 0, 3], id="from what is here"),
     ],
 )
@@ -254,13 +254,13 @@ def test_lfu_lets_go_in_the_end_of_what_was_popular_once() -> None:
     for record in newcomers:
         add(policy, record)
         gone.append(evict(policy))
-    assert gone[:3] == newcomers[:3]  # plain counts would go on like this for ever
+    assert gone[:3] == newcomers[:3]  # plain counts would do this for ever
     assert 0 in gone
 
 
 @pytest.fixture
 def with_lifetime() -> EvictionPolicy:
-    """reuse-credit, after one block of age 1000 was evicted; as many are resident, so that short runs owe little."""
+    """reuse-credit after the eviction of a block of age 1000; 1000 are resident, so that short runs owe little."""
     policy = eviction.make("reuse-credit")
     for record in range(10_000, 11_001):
         policy.added(record, key_of(record), NO_RECORD)

@@ -1,4 +1,4 @@
-"""The page of promises names tests that exist."""
+"""Every guarantee on the store's documentation page names existing tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_promise_names_tests_that_exist() -> None:
 
 
 def names_in(path: str) -> set[str]:
-    """By the page's rule of where they lie."""
+    """Returns the functions of a test file; as on the page, its path is relative to tests/kvstore or to tests."""
     beside = ROOT / "tests" / "kvstore" / path
     file = beside if beside.exists() else ROOT / "tests" / path
     tree = ast.parse(file.read_text())

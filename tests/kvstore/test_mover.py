@@ -1,4 +1,4 @@
-"""What a node's disk is asked to do, over a real disk."""
+"""The mover over a real disk: demotion, loads, removals, recovery, and a disk that hangs or fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def value(number: int) -> bytes:
 
 
 class Node:
-    """A pure node, its memory, and a mover between that and a folder."""
+    """A pure node, its memory, and a mover between its memory and a disk."""
 
     def __init__(self) -> None:
         marks = Watermarks(evict_above=0.5, evict_share=0.25)
@@ -50,7 +50,7 @@ class Node:
         self.mover = Mover(self.state, self.memory, lambda: None)
 
     def put(self, number: int, content: bytes | None = None, *, second_hand: bool = False) -> None:
-        """Its own value, unless another is given."""
+        """Stores the number's own value, unless `content` is given."""
         content = value(number) if content is None else content
         name = f"r{number} {content[:4].hex()}"
         wish = Wish(key=key(number), parent=None, length=len(content), second_hand=second_hand)
@@ -61,7 +61,7 @@ class Node:
         self.state.writers.verified(name, [], 0.0)
 
     async def get(self, number: int) -> bytes:
-        """What is only on disk."""
+        """Loads an object that is only on disk and returns its bytes."""
         lease = self.state.readers.lease("l", [key(number)], 10.0, 0.0)
         self.mover.load(lease.loads)
         await self.mover.loaded(lease)
@@ -76,11 +76,11 @@ class Node:
 
 
 def ignore(*_: object) -> None:
-    """Neither health nor progress matters here."""
+    """Callback for recovery progress that does nothing."""
 
 
 async def with_disk(folder: Path, options: DiskOptions | None = None) -> tuple[Node, SsdTier]:
-    """What is on it is not known yet."""
+    """Returns a node with a disk that is not yet recovered."""
     node = Node()
     moved, health_changed = node.state.moves.relocated, node.mover.health_changed
     disk = await SsdTier.open(folder, DISK, options or DiskOptions(), moved, health_changed)
@@ -116,7 +116,7 @@ async def test_what_is_cold_goes_to_disk_and_all_of_it_is_found_again(tmp_path: 
 async def test_a_stop_says_how_many_objects_are_missing_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Nothing is written to a disk before it was read."""
+    """A flush at stop returns the number of objects missing on disk. Nothing is written to a disk not yet recovered."""
     async with node_on(tmp_path) as node:
         if why == "disk is not read yet":
             assert node.mover.disk is not None
@@ -134,7 +134,7 @@ async def test_a_stop_does_not_wait_for_what_is_gone_when_the_disk_is_asked_agai
         node.put(1)
         node.mover._rest()
         flushing = asyncio.create_task(node.mover.flush(NEVER_S))
-        await asyncio.sleep(0)  # it waits for the disk
+        await asyncio.sleep(0)  # the flush waits for the disk
         node.state.remove([key(1)], corrupt=False)
         assert await asyncio.wait_for(flushing, PATIENCE_S) == 0
 
@@ -147,7 +147,7 @@ async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before
         evicted = node.state.catalog.find(key(3))
         assert evicted is not None
         assert evicted.place is not None
-        node.state.remove([key(3)], corrupt=False)  # as an eviction does: the disk is told nothing
+        node.state.remove([key(3)], corrupt=False)  # like an eviction, without notifying the disk
         removed = [key(3), key(4)]
         node.state.remove(removed, corrupt=False)
         await node.mover.forget(dict.fromkeys(removed, node.state.catalog.latest_generation))
@@ -159,12 +159,12 @@ async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before
 async def test_a_value_that_was_evicted_does_not_come_back_in_place_of_a_later_one(
     tmp_path: Path, removed: bool
 ) -> None:
-    """If its key was removed before the later one was stored, though that is lost with the memory; or if that is on
-    disk too."""
+    """An evicted value does not come back if its key was removed before a later value was stored, even if the later one
+    is lost with the memory, or if the later one is on disk, too."""
     async with node_on(tmp_path) as node:
         node.put(1)
         await node.mover.flush(10.0)
-        node.state.remove([key(1)], corrupt=False)  # as an eviction does: the disk is told nothing
+        node.state.remove([key(1)], corrupt=False)  # like an eviction, without notifying the disk
         if removed:
             await node.mover.forget({key(1): node.state.catalog.latest_generation})
         node.put(1, value(99))
@@ -184,7 +184,7 @@ async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_
         later = node.state.catalog.latest_generation + 1
     early, disk = await with_disk(tmp_path)
     recovering = asyncio.create_task(early.mover.recover(disk, ignore))
-    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # recovery has started
     await early.mover.forget({key(1): later})
     await recovering
     assert early.present(range(3)) == [2]
@@ -196,17 +196,17 @@ async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_
 async def test_an_earlier_value_of_an_outdated_object_goes_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk forgets both."""
+    """If a found object is outdated, the disk also forgets its earlier value."""
     async with node_on(tmp_path) as node:
         for content in (value(1), value(2)):
             node.put(1, content)
             await node.mover.flush(10.0)
             stored = node.state.catalog.find(key(1))
             assert stored is not None
-            node.state.catalog.remove(stored)  # evicted: the disk is not told
+            node.state.catalog.remove(stored)  # evicted, without notifying the disk
 
     class Elsewhere:
-        """Another node has the earlier value."""
+        """Reports only the latest value as outdated."""
 
         async def begin(self) -> bool:
             return True
@@ -253,14 +253,14 @@ async def test_a_copy_that_is_dropped_while_the_disk_moves_it_can_be_made_again(
         assert again.present(range(3)) == [1]
 
 
-# A disk that does not answer: readers get a miss, memory is kept, and the node can be stopped
+# A hanging disk: readers get a miss, the memory of reads is kept, and the node can be stopped
 
 LIMIT_S = DiskOptions().time_limit_s
 
 
 @asynccontextmanager
 async def hanging_read(folder: Path) -> AsyncIterator[tuple[Node, SsdTier, Lease, Clock]]:
-    """A reader waits for an object that is on disk only, as are most of sixty, and the disk hangs."""
+    """Yields a node whose disk hangs while a reader waits for one of its 60 objects, most of which are only on disk."""
     calls, clock = FaultyCalls("read"), Clock()
     node, disk = await with_disk(folder, DiskOptions(calls=calls, clock=clock, sleep=for_ever, ring=False))
     await node.mover.recover(disk, ignore)
@@ -302,7 +302,7 @@ async def test_a_node_stops_although_its_disk_hangs(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Path) -> None:
-    """What is on it was forgotten here. A removal that it did not take is made up for."""
+    """A disk that recovers is not used before the next start, but catches up on a removal that it did not take."""
     calls = FaultyCalls()
     node, disk = await with_disk(tmp_path, DiskOptions(calls=calls, ring=False))
     await node.mover.recover(disk, ignore)
@@ -322,7 +322,7 @@ async def test_a_disk_that_heals_is_left_alone_until_the_next_start(tmp_path: Pa
 
 
 async def test_what_is_stored_in_place_of_a_rotten_object_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "PIECE_BYTES", 0)  # all of them are compared in threads
+    monkeypatch.setattr(verification, "PIECE_BYTES", 0)  # compares all objects in threads
     node, checked = Node(), 0
     node.put(1)
     node.put(2)
@@ -331,7 +331,7 @@ async def test_what_is_stored_in_place_of_a_rotten_object_stays(monkeypatch: pyt
     async def in_thread(work: Callable[[], bool]) -> bool:
         nonlocal checked
         checked += 1
-        if checked == 2:  # a reader has found it, too, and it was stored anew
+        if checked == 2:  # a reader found the damage, too, and the object was stored anew
             node.state.remove([key(1)], corrupt=True)
             node.put(1, value(4))
         return work()

@@ -1,4 +1,4 @@
-"""A real node process: what it promises to writers and readers, whatever they do. Ways to it are in client/."""
+"""A real node process: its guarantees for writers and readers, also misbehaving ones. client/ tests the transports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOCK = 64 * 1024
 
 @pytest.fixture(scope="module")
 def shared_node() -> Iterator[Node]:
-    """For tests that leave no trace but objects of their own."""
+    """A node shared by tests that leave nothing but their own objects behind."""
     with running_node("--dram", str(DRAM)) as node:
         yield node
 
@@ -65,7 +65,7 @@ async def test_a_lost_lease_is_not_mistaken_for_corruption(shared_node: Node) ->
 
 
 async def reserve(client: BlockStores, store: Endpoint, name: str, ttl_s: float, number: int) -> StoreReserveReply:
-    """As a writer does that may misbehave."""
+    """Reserves space for one object by a raw call, so that a test can misbehave afterwards."""
     request = kvstore_pb2.StoreReserveRequest(reservation_id=name, ttl_s=ttl_s)
     request.wishes.add(key=key(number), length=BLOCK)
     reply: StoreReserveReply = await client.ask(store, "Reserve", request, timeout_s=PATIENCE_S)
@@ -147,14 +147,14 @@ async def test_a_node_that_hangs_costs_no_more_than_the_deadline(shared_node: No
 
 
 async def test_a_node_announces_its_blocks_and_its_next_life_announces_none() -> None:
-    """To the real conductor's service, in this process."""
+    """A node announces its blocks to the conductor's service, which runs here; after a crash it announces none."""
     state = ConductorState(make_policy(PUBLISHED_POLICY, 1.25), Limits(heartbeat_interval_s=0.2))
     service, server = ConductorService(state, SchedulerMetrics(CollectorRegistry())), RpcServer(TOKEN)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
     flags = ("--dram", "1MiB", "--conductor", await server.start("127.0.0.1", 0))
 
     async def known(num_blocks: int) -> Endpoint:
-        """Once the only member is a store that has announced so many."""
+        """Waits until the only member is a store with `num_blocks` announced blocks. Returns its endpoint."""
 
         async def ask() -> list[Endpoint]:
             members = state.cluster(time.monotonic()).instances

@@ -1,8 +1,8 @@
-"""A removal counts as executed once what it removed cannot come back: over a real folder and disk, also when the
-registry had forgotten a node that runs.
+"""Removals count as executed once the removed objects cannot come back: tests over a real folder and disk, also with a
+running node that the registry had forgotten.
 
-A disk whose objects are still being found takes no removals down, and so holds each of them where a life may end. What
-a life leaves that is killed there is a copy of its folder.
+A disk in recovery records no removals, so each removal waits at a point where the node may be killed. A copy of the
+folder at this point stands for a killed node.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REMOVAL = 7
 
 @dataclass
 class Life:
-    """Of a node in a folder. It knows what its disk holds once it was told to `recover`."""
+    """One life of a node in a folder. Its disk is not recovered before `recover` is called."""
 
     node: Node
     disk: SsdTier
@@ -55,7 +55,7 @@ class Life:
         return await self.remembering.remove([key(number)], REMOVAL)
 
     async def at_rest(self) -> None:
-        """What can be written without the disk has been written."""
+        """Waits until everything that does not depend on the disk is written."""
         await asyncio.sleep(0)
         await self.remembering.note_presence()
 
@@ -75,7 +75,7 @@ async def life_in(folder: Path) -> AsyncIterator[Life]:
 
 @pytest.fixture
 async def folder(tmp_path: Path) -> Path:
-    """Of a node that had objects 0 to 3 on its disk."""
+    """The folder of a stopped node with objects 0 to 3 on its disk."""
     async with node_on(tmp_path / "node") as node:
         for number in range(4):
             node.put(number)
@@ -84,12 +84,12 @@ async def folder(tmp_path: Path) -> Path:
 
 
 def killed(folder: Path) -> Path:
-    """What is left of a life that ended now."""
+    """Returns a copy of the folder, as if the node were killed now."""
     return Path(shutil.copytree(folder, folder.with_name("killed")))
 
 
 def kept(folder: Path) -> set[int]:
-    """Removals that the next life takes for executed."""
+    """Returns the ids of the removals that the next life treats as executed."""
     return {record.removal_id for record in RemovalFile(folder).load()}
 
 
@@ -122,7 +122,7 @@ async def test_a_removal_just_before_its_object_is_found_takes_it(folder: Path) 
         async def found(progress: Callable[[float], None]) -> AsyncIterator[Found]:
             async for batch in recover(progress):
                 removals.append(asyncio.create_task(life.remove(1)))
-                await asyncio.sleep(0)  # executed, while the object is not known yet
+                await asyncio.sleep(0)  # executed before the object is known
                 yield batch
 
         with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +172,7 @@ async def test_what_another_node_tells_is_saved_once_the_disk_knows(folder: Path
 
 
 async def test_the_file_is_written_anew_without_what_the_disk_does_not_know(folder: Path) -> None:
-    """As after a record that could not be appended."""
+    """A rewrite of the file, as after a failed append, omits removals that the disk has not recorded."""
     async with life_in(folder) as life:
         life.remembering.removals.execute([key(2)], 5, 0.0)
         removing = asyncio.create_task(life.remove(1))
@@ -188,13 +188,13 @@ async def test_the_file_is_written_anew_without_what_the_disk_does_not_know(fold
 async def test_a_copy_made_after_a_removal_that_is_heard_of_late_does_not_come_back(
     tmp_path: Path, evicted: bool
 ) -> None:
-    """Its generation is later than the removal, as is that of what was stored since, which stays."""
+    """A removal learned late removes a copy made since, although its generation is later; a new object stays."""
     async with life_in(tmp_path) as life:
         await life.recover()
         life.node.put(1, second_hand=True)
         life.node.put(2)
         assert await life.node.mover.flush(10.0) == 0
-        if evicted:  # the disk is told nothing
+        if evicted:  # without notifying the disk
             life.node.state.remove([key(1)], corrupt=False)
         removed = [Heard(key(number), REMOVAL, 10.0) for number in (1, 2)]
         assert await life.remembering.learn(removed) == (not evicted)
@@ -222,12 +222,12 @@ async def test_what_was_about_to_follow_a_torn_record_does_not_hide_it(
     assert kept(tmp_path) == {1, 2, 3}
 
 
-# What a running node does with what it has when the registry had forgotten it
+# A running node that rejoins after the registry had forgotten it
 
 
 class Alone(CatchingUp):
-    """No other node is a member, so nobody has removals to tell. Who is asked what is stored there is a test's; the
-    second answer takes until `answering`."""
+    """Catches up without other members, so that there are no removals to learn. The test answers which objects were
+    replaced elsewhere; the second answer waits for `answering`."""
 
     def __init__(self, node: Node) -> None:
         remembering = Remembering(node.state, node.mover, Removals(1, 0.0), None, lambda: 1.0, lambda: None)
@@ -267,7 +267,7 @@ async def test_what_was_compared_before_another_absence_is_compared_again(monkey
 
 
 class Ignorant(CatchingUp):
-    """Nobody knows what was removed meanwhile."""
+    """Catches up with members that do not know the removals of the absence."""
 
     rounds = 0
 
@@ -280,7 +280,7 @@ class Ignorant(CatchingUp):
 
 
 async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too(tmp_path: Path) -> None:
-    """The node was away while it still read its disk, all of which could have stayed before."""
+    """Objects found after an absence with unknown removals are dropped, even if all could have stayed before it."""
     async with node_on(tmp_path) as node:
         node.put(1)
         await node.mover.flush(10.0)
@@ -299,7 +299,7 @@ async def test_what_is_found_on_disk_after_nobody_knew_what_was_removed_goes_too
 async def test_who_begins_empty_is_not_noted_as_present_before_the_disk_has_forgotten_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next life would have been away for a moment only, and would take in what nobody could vouch for."""
+    """A node that starts empty records no presence until its disk has forgotten all, lest its next life restore it."""
     monkeypatch.setattr(catching_up, "PULL_EVERY_S", 0.01)
     async with node_on(tmp_path) as node:
         node.put(1)

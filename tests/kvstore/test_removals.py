@@ -1,4 +1,4 @@
-"""What nodes remember of removals: each is executed once, all hear of it, and what is forgotten is owned up to."""
+"""The record of removals: each is executed once, all nodes learn of it, and a node admits which it has forgotten."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make(life: int = 1, now: float = 0.0, max_count: int = 1000) -> Removals:
 
 
 def told(removals: Removals, now: float, next_seq: int = 1) -> list[Heard]:
-    """All pages."""
+    """Returns the removals of all pages."""
     heard: list[Heard] = []
     while True:
         page = removals.tell(next_seq, 3, now)
@@ -43,14 +43,14 @@ def test_a_removal_is_executed_once_whoever_tells_of_it() -> None:
 
 
 def test_what_a_removal_took_is_known_for_as_long_as_the_removal() -> None:
-    """Whoever asks again, or asks a node that others have told, hears the same number."""
+    """A repeated removal, also at a node that learned it from others, returns the same number of removed objects."""
     removals = make(max_count=2)
     removals.learn([Heard(key(1), 7, 3.0), Heard(key(2), 7, 3.0)], 8.0)
-    removals.took([key(1), key(3)], 7)  # of the third it never heard
+    removals.took([key(1), key(3)], 7)  # the removal of key 3 is unknown
     assert removals.execute([key(1), key(2)], 7, 9.0) == []
     assert removals.num_taken([key(1), key(1), key(2), key(3)], 7) == 1
     assert removals.num_taken([key(1)], 8) == 0
-    removals.execute([key(4)], 9, 10.0)  # which leaves no room for the first
+    removals.execute([key(4)], 9, 10.0)  # leaves no room for the first
     assert removals.num_taken([key(1)], 7) == 0
     removals.validate()
 
@@ -99,7 +99,7 @@ def test_another_ones_knowledge_is_inherited_and_bounded() -> None:
 def test_no_generation_before_an_instant_is_above_its_bound_and_none_well_after_it_below(
     steps: list[tuple[int, float, float]],
 ) -> None:
-    """Each step gives some, lets time pass and asks for the bound of an instant."""
+    """The bound of an instant is above all generations before it, and not above generations from FINE_S after it on."""
     reserving, now, next_generation = Reserving(), 0.0, 1
     reserved: list[tuple[float, int]] = []
     for count, seconds, share in steps:

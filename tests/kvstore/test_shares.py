@@ -1,4 +1,4 @@
-"""Tenants' quotas: whose objects go, what is refused, and that every byte is charged to somebody."""
+"""Quotas of tenants: the choice of evicted objects, refused puts, and that every byte is charged to a share."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_objects_on_disk_count_and_go_first() -> None:
 def test_an_own_object_that_others_follow_on_disk_is_passed_over() -> None:
     node = Tiered.make(memory=8, quotas={"alice": 2})
     node.put(chain(1, tenant="alice"))
-    node.put(chain(1, 2)[1:])  # another's, which follows
+    node.put(chain(1, 2)[1:])  # a follower of another tenant
     node.sink(2)
     node.put(chain(3, tenant="alice"))
     assert node.put(chain(4, tenant="alice")) == [GRANTED]
@@ -81,7 +81,7 @@ def test_the_share_that_takes_most_for_its_size_makes_room() -> None:
 @pytest.mark.parametrize(
     ("happens", "left"),
     [
-        (lambda node: None, [1, 3, 4, 5]),  # without a disk the others have no share at all
+        (lambda node: None, [1, 3, 4, 5]),  # without a disk the others have no share
         (lambda node: node.state.catalog.use_disk(node.disk), [2, 3, 4, 5]),
         (lambda node: [node.state.catalog.use_disk(node.disk), node.state.forget_disk()], [1, 3, 4, 5]),
     ],

@@ -1,5 +1,5 @@
-"""Rights on objects, and room for them: what is granted, what is refused, what is evicted, and that nothing is lost or
-shared. In any order of events, with two tiers: `test_tier_machine`."""
+"""Leases, reservations and space: which are granted or refused, which objects are evicted, and that no space is lost or
+shared. `test_tier_machine` covers any order of events, with two tiers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make(units: int = 4) -> Tiered:
 
 
 def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
-    """What is left out of the commit is dropped."""
+    """An object is visible only after its commit was verified; reserved objects missing in the commit are dropped."""
     node = make()
     state, writers = node.state, node.state.writers
     writers.reserve("r", chain(1, 2, 3), TTL_S, 0.0)
@@ -38,7 +38,7 @@ def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
 
 
 def test_ids_that_ended_and_keys_of_others_are_refused_and_rights_live_on() -> None:
-    """Also where an abort or a release has overtaken what it ends."""
+    """Ended ids and keys of others are refused, also if an abort or a release arrives before the call that it ends."""
     node = make()
     writers, readers = node.state.writers, node.state.readers
     node.put(chain(9))
@@ -75,7 +75,7 @@ def test_expired_space_is_free_only_once_its_window_is_closed() -> None:
     node.state.writers.reserve("r", chain(1), TTL_S, 0.0)
     assert node.state.next_deadline() == TTL_S
     assert node.state.expire(TTL_S - 0.1) == []
-    with pytest.raises(StaleLease):  # though nobody has looked at the time
+    with pytest.raises(StaleLease):  # although `expire` has not run since
         node.state.writers.commit("r", {key(1): 1}, TTL_S)
     [reservation] = node.state.expire(TTL_S)
     assert node.put(chain(2)) == [Outcome.FULL]
@@ -134,7 +134,7 @@ def test_leased_objects_are_not_evicted_nor_anything_where_that_would_not_help()
     node = make(units=3)
     node.put_each(1, 2, 3)
     node.lease(1)
-    behind_it = chain(4, 5)[1]  # for which there is room, but nobody could reach it
+    behind_it = chain(4, 5)[1]  # it fits, but is of no use without its parent
     assert node.put([*chain(4, length=3 * ALIGNMENT), behind_it]) == [F, F]
     assert node.in_memory() == [1, 2, 3]
     assert node.put(chain(4)) == [G]
@@ -157,7 +157,7 @@ def test_above_the_watermark_a_share_is_evicted_ahead() -> None:
 
 
 def test_the_index_changes_before_space_is_given_to_others() -> None:
-    """A reader that copied in between finds another entry than before, and discards what it copied."""
+    """The index drops an entry before its space is given away, so that a reader notices and discards its copy."""
     node = Tiered.make(1, None)
     node.put(chain(1))
     catalog = node.state.catalog

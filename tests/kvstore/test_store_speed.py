@@ -1,4 +1,4 @@
-"""What is expected of a store follows what its reads took."""
+"""Speed estimates of a store follow the durations of its reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tiers in any interleaving of writers, readers, moves, losses and restarts, against what is true of the bytes."""
+"""Compares a two-tier node with a model of its bytes in any interleaving of clients, moves, losses and restarts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ tenants = st.sampled_from(["", "limited"])
 
 
 class TwoTiers(TwoTiersInTruth):
-    """What may happen to it, in any order."""
+    """The events that can happen to a node with two tiers; their order is arbitrary."""
 
     @initialize()
     def begin_with_both_tiers(self) -> None:
-        """Else most runs would end before anything interesting is on disk."""
+        """Fills both tiers, since most runs would otherwise end with little on disk."""
         for chain in range(NUM_CHAINS):
             self.put_chain(chain, 0, ALIGNMENT, "", Pin.NONE, at_once=True)
             if chain < NUM_CHAINS - 1:
@@ -149,7 +149,7 @@ class TwoTiers(TwoTiersInTruth):
         del self.waiting[name]
         try:
             settled = self.state.readers.settle(name)
-        except StaleLease:  # settled to nothing when it was asked for again
+        except StaleLease:  # the repeated `lease` call settled it to nothing
             return
         if settled.objects:
             self.leases[name] = (lease.expires_at, settled.objects)
@@ -231,7 +231,7 @@ class TwoTiers(TwoTiersInTruth):
         assert content == written.checksum, "it changed while it was being written"
         place = self.disk.write(written) if good and not self.disk_is_lost else None
         if written.generation <= self.removed_up_to.get(written.key, 0):
-            self.disk.forget([written])  # as the tier does, whose `forget` came first
+            self.disk.forget([written])  # the tier does this if `forget` came before the write ended
         self.state.moves.stored(store, place)
 
     @precondition(lambda self: self.loads)
@@ -264,7 +264,7 @@ class TwoTiers(TwoTiersInTruth):
 
     @rule(chain=chains, depth=depths)
     def check(self, chain: int, depth: int) -> None:
-        """Begins or ends one."""
+        """Ends a running check, or starts one."""
         stored = self.state.catalog.find(key(chain, depth))
         if self.checks:
             self.state.moves.checked(self.checks.pop())
@@ -305,8 +305,8 @@ class TwoTiers(TwoTiersInTruth):
     def something_rare(self, kind: str) -> None:
         if kind == "compact":
             self.disk.compact()
-        elif kind == "restart":  # a crash: writes under way are lost
-            # As a node counts its starts: what is found later has no generation of this life.
+        elif kind == "restart":  # a crash: writes in flight are lost
+            # A node counts its starts, so objects found later have no generation of this life.
             self.next_generation = self.state.catalog.latest_generation + 1
             self.start()
         elif not self.disk_is_lost:
@@ -324,11 +324,11 @@ class TwoTiers(TwoTiersInTruth):
         found, place = self.unknown.pop(data.draw(st.integers(0, len(self.unknown) - 1)))
         if found.generation <= self.removed_up_to.get(found.key, 0):
             self.disk.forget([found])
-            self.disk.release(place)  # as the mover does with what was removed before it was found
+            self.disk.release(place)  # the mover does this for objects removed before they were found
             return
         known = self.truth.get(found.key)
         is_latest = known is None or known[0] < found.generation
-        with self.no_eviction() if known is not None and is_latest else nullcontext():  # it is replaced
+        with self.no_eviction() if known is not None and is_latest else nullcontext():  # it replaces an older one
             kept = self.state.restore(found, place)
         if kept:
             assert is_latest

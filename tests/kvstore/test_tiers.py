@@ -1,4 +1,4 @@
-"""Two tiers: what is demoted when, what comes back, what a restart finds, and that no chain is broken in either."""
+"""Two tiers: demotion, promotion, and recovery after a restart, none of which breaks a chain in either tier."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> Non
     node.put(chain(91))
     stores = node.demotions()
     node.state.remove([key(2)], corrupt=False)
-    node.put(chain(99))  # it has the record of what was removed
+    node.put(chain(99))  # reuses the record of the removed object
     node.use(1, 99, 500)
     node.written(stores)
     assert node.on_disk_only() == [3, 4, 5, 6]
@@ -99,7 +99,7 @@ def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> Non
 def test_what_a_report_names_counts_as_used_one_after_the_other_from_its_end(
     reports: list[list[int]], sunk: set[int]
 ) -> None:
-    """Whatever the tenants and the tiers."""
+    """A report's objects count as used one by one from its end, for any tenants and tiers."""
     at_once, one_by_one = (_two_tenants(sunk) for _ in range(2))
     for numbers in reports:
         at_once.use(*numbers)
@@ -110,7 +110,7 @@ def test_what_a_report_names_counts_as_used_one_after_the_other_from_its_end(
 
 
 def _two_tenants(sunk: set[int]) -> Tiered:
-    """Objects 0 to 7, by turns of a tenant with a quota and of two without; some only on disk."""
+    """Returns a node with objects 0 to 7 of a tenant with a quota and of two without, `sunk` of them only on disk."""
     node = Tiered.make(8, 8, quotas={"own": 4})
     for number in range(8):
         node.put(chain(number, tenant=("own", "", "other", "own")[number % 4]))
@@ -120,7 +120,7 @@ def _two_tenants(sunk: set[int]) -> Tiered:
 
 
 def _gone_by_turn(node: Tiered) -> list[dict[int, Tier]]:
-    """What is where, while others take the place of all of them."""
+    """Returns the tiers of all objects after each of 16 puts, which replace all of the node's objects."""
     seen = []
     for number in range(100, 116):
         node.put(chain(number, tenant="own" if number % 2 else ""))
@@ -205,7 +205,7 @@ def test_prefetch_loads_the_leading_run_as_far_as_there_is_room() -> None:
     assert node.in_memory() == [1, 2]
 
 
-# A disk that is full, lost, or found again at a restart
+# A disk that is full, lost, or recovered at a restart
 
 
 def test_a_full_disk_drops_its_coldest_leaf() -> None:
@@ -213,7 +213,7 @@ def test_a_full_disk_drops_its_coldest_leaf() -> None:
     node.put(chain(1, 2))
     node.sink(1, 2)
     node.put_on_disk(3)
-    node.use(2, 1)  # block 3 is the coldest now, block 1 comes next but has a follower
+    node.use(2, 1)  # block 3 is now the coldest; block 1 is next, but has a follower
     for number in (4, 5):
         node.put(chain(number))
         node.copy(number)

@@ -1,4 +1,4 @@
-"""A pure node with two tiers for tests, and what its shell would do for it: write, read, recover."""
+"""A pure node with two tiers for tests. It also does the shell's work: writing to disk and recovery."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kvstore.hardware import Disk
 from tests.kvstore.states import NO_TRIM, Heard, make_state
 
 UNIT = Disk(0).space(ALIGNMENT)
-"""Disk that an object of one unit of memory takes."""
+"""Disk space of an object that takes one unit of memory."""
 TTL_S = 30.0
 MARKS = Watermarks()
 
@@ -30,7 +30,7 @@ def keys(*numbers: int) -> list[BlockKey]:
 
 
 def chain(*numbers: int, length: int = ALIGNMENT, tenant: str = "", pin: Pin = Pin.NONE) -> list[Wish]:
-    """Wishes for the blocks `numbers`, each the parent of the next."""
+    """Returns wishes for the blocks `numbers`, each the parent of the next."""
     parents = [None, *map(key, numbers)]
     return [
         Wish(key=key(n), parent=parent, length=length, tenant=tenant, pin=pin)
@@ -40,7 +40,7 @@ def chain(*numbers: int, length: int = ALIGNMENT, tenant: str = "", pin: Pin = P
 
 @dataclass
 class Tiered:
-    """A node whose objects are named by numbers."""
+    """A pure node with two tiers whose objects are named by numbers."""
 
     state: StoreState
     heard: Heard
@@ -57,7 +57,7 @@ class Tiered:
         quotas: dict[str, int] | None = None,
         policy: str = "lru",
     ) -> Tiered:
-        """Sizes and quotas in units, each the space of one object. `disk` None: there is none."""
+        """Builds a node. Sizes and quotas are in units of one object's space; `disk` None = no disk."""
         heard, counted = Heard(), Disk((disk or 0) * UNIT)
         in_bytes = {name: units * ALIGNMENT for name, units in (quotas or {}).items()}
         state = make_state(
@@ -71,7 +71,7 @@ class Tiered:
         return cls(state, heard, counted)
 
     def kept(self) -> list[BlockKey]:
-        """What of the disk is taken."""
+        """Returns the sorted keys of the objects at live places of the disk."""
         return sorted(self.disk.kept[place].key for place in self.disk.live)
 
     def new_id(self) -> str:
@@ -79,7 +79,7 @@ class Tiered:
         return f"id-{self.num_rights}"
 
     def put(self, wishes: Sequence[Wish]) -> list[Outcome]:
-        """Checksums are the keys' numbers."""
+        """Stores objects whose checksums are their keys' numbers. Returns the outcome of each wish."""
         name = self.new_id()
         reservation = self.state.writers.reserve(name, wishes, TTL_S, 0.0)
         if reservation.objects:
@@ -89,12 +89,12 @@ class Tiered:
         return [slot.outcome for slot in reservation.slots]
 
     def put_each(self, *numbers: int) -> None:
-        """Objects that follow nobody."""
+        """Stores objects without parents."""
         for number in numbers:
             self.put(chain(number))
 
     def put_on_disk(self, *numbers: int) -> None:
-        """One after the other; none of them stays in memory."""
+        """Stores objects without parents one after another and moves each to disk, out of memory."""
         for number in numbers:
             self.put(chain(number))
             self.sink(number)
@@ -110,24 +110,24 @@ class Tiered:
             self.state.moves.stored(store, self.disk.write(store.object.header()))
 
     def copy(self, *numbers: int) -> None:
-        """To disk, and they stay in memory."""
+        """Copies objects to disk; they stay in memory."""
         found = [stored for n in numbers if (stored := self.state.catalog.find(key(n))) is not None]
         self.written(self.state.moves.copies(2**30, found))
 
     def sink(self, *numbers: int) -> None:
-        """To disk and out of memory."""
+        """Moves objects to disk and out of memory."""
         self.copy(*numbers)
         for number in reversed(numbers):
             self.leave(number)
 
     def leave(self, number: int) -> None:
-        """Out of memory for what takes its place for a moment."""
+        """Drops an object's copy in memory, as the catalog does to make room."""
         stored = self.state.catalog.find(key(number))
         assert stored is not None
         self.state.catalog.leave_memory(stored)
 
     def recover(self, number: int, generation: int, *, parent: int | None = None, pin: Pin = Pin.NONE) -> bool:
-        """As a restart finds an object on disk."""
+        """Restores an object as if a restart found it on disk. Returns whether the node kept it."""
         found = DiskObject(
             key=key(number),
             parent=None if parent is None else key(parent),
@@ -147,7 +147,7 @@ class Tiered:
         return name, self.state.readers.lease(name, keys(*numbers), TTL_S, 0.0).loads
 
     def tiers(self) -> dict[int, Tier]:
-        """Of the visible objects."""
+        """Returns the tier of each visible object, in the order of their numbers."""
         self.state.validate()
         tiers = {int.from_bytes(block, "little"): tier for block, tier in self.heard.tiers.items()}
         return dict(sorted(tiers.items()))
@@ -160,7 +160,7 @@ class Tiered:
 
 
 def full(units: int = 100) -> Tiered:
-    """Memory for `units` objects at its high watermark, filled with objects 1, 2, … that follow nobody."""
+    """Returns a node whose memory of `units` is filled to its high watermark with objects 1, 2, … without parents."""
     node = Tiered.make(units, 2 * units, watermarks=MARKS)
     node.put_each(*range(1, units * 9 // 10 + 1))
     return node

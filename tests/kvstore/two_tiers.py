@@ -1,6 +1,6 @@
-"""What is true of the bytes of a node with two tiers, and what always holds between that and its state.
+"""Models the true contents of a node with two tiers, and states the invariants between this model and the node's state.
 
-Knows not what may happen to it: those are the rules of `test_tier_machine`.
+It does not define the events: these are the rules of `test_tier_machine`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def blocks(number: int) -> list[BlockKey]:
 
 
 class TwoTiersInTruth(RuleBasedStateMachine):
-    """A node, its disk, and what is visible, leased and under way according to what has happened to it."""
+    """A node, its disk, and a model of the objects that must be visible, leased and in flight after its history."""
 
     policy_name: str
 
@@ -48,7 +48,7 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        """A node without memory of another's life, but for what its disk holds."""
+        """Starts a node of which nothing but the disk's contents survives from an earlier life."""
         self.memory = Memory(MEMORY_UNITS)
         self.law = Law()
         self.index = KeyIndex()
@@ -65,15 +65,15 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         rows = self.state.catalog.rows
         self.law.is_leaving = lambda block: rows.is_leaving(self.index.record_of(block))
         self.disk_is_lost = False
-        self.unknown = self.disk.recover()  # found by and by
-        self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible: generation, content
+        self.unknown = self.disk.recover()  # not yet found by recovery
+        self.truth: dict[BlockKey, tuple[int, int]] = {}  # visible objects: generation, content
         self.writing: dict[str, dict[BlockKey, int]] = {}  # contents by reservation
-        self.expiring: dict[str, float] = {}  # reservations: when
-        self.closing: dict[str, dict[BlockKey, int]] = {}  # given up, while their windows are open
+        self.expiring: dict[str, float] = {}  # expiry time by reservation
+        self.closing: dict[str, dict[BlockKey, int]] = {}  # given up, windows still open
         self.stores: list[Store] = []
         self.loads: list[Load] = []
         self.checks: list[StoredObject] = []
-        self.waiting: dict[str, Lease] = {}  # for reads
+        self.waiting: dict[str, Lease] = {}  # leases that wait for reads
         self.leases: dict[str, tuple[float, tuple[StoredObject, ...]]] = {}
 
     def new_number(self) -> int:
@@ -81,7 +81,7 @@ class TwoTiersInTruth(RuleBasedStateMachine):
         return self.count
 
     def protect(self) -> None:
-        """What leases hold is protected while it is visible."""
+        """Tells the law which visible objects leases protect from eviction."""
         self.law.leased = {
             stored.key
             for _, objects in self.leases.values()
@@ -91,12 +91,12 @@ class TwoTiersInTruth(RuleBasedStateMachine):
 
     @contextmanager
     def no_eviction(self) -> Iterator[None]:
-        """A client removes, or the disk loses."""
+        """Suspends the eviction rules while a client removes objects or the disk loses them."""
         self.law.no_eviction = True
         yield
         self.law.no_eviction = False
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def everything_is_accounted_for(self) -> None:

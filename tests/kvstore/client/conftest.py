@@ -1,4 +1,4 @@
-"""Pools of three real nodes."""
+"""Fixtures that run pools of three real store nodes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """For tests that leave no trace but objects of their own."""
+    """A pool shared by a module's tests, which leave nothing but their own objects behind."""
     with running_pool(tmp_path_factory.mktemp("pool"), 3, "--dram", str(DRAM)) as pool:
         yield pool

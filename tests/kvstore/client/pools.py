@@ -1,4 +1,4 @@
-"""Clients of real store nodes, and an embedded registry of this process. Nodes are in `tests.kvstore.faults.pool`."""
+"""Clients of real store nodes, and an embedded registry in this process. `tests.kvstore.faults.pool` runs the nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ both_ways = pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"
 
 
 def fresh() -> bytes:
-    """A key that nobody has used."""
+    """Returns a random key that no other test has used."""
     return os.urandom(12)
 
 
@@ -36,7 +36,7 @@ def store_of(url: str, transports: tuple[str, ...] = BOTH) -> KvStore:
 
 @contextlib.contextmanager
 def running_registry() -> Iterator[str]:
-    """An embedded registry, served by this process; gives its address."""
+    """Serves an embedded registry from this process. Yields its address."""
 
     async def start() -> tuple[RpcServer, str]:
         server = RpcServer(TOKEN)

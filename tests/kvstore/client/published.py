@@ -1,4 +1,4 @@
-"""A key index and its data in memory of this process, as a node publishes them: for readers without a node."""
+"""Publishes a key index and its data from this process as a node does, to test readers without a node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transfer import Segment, TransferEngine
 
 @dataclass(slots=True)
 class Published:
-    """Objects lie one after another; what is removed or moved leaves its bytes behind."""
+    """A key index and a data segment. Objects lie back to back; a removed or moved object leaves its bytes behind."""
 
     engine: TransferEngine
     data: Segment
@@ -39,7 +39,7 @@ class Published:
         return entry
 
     def grow(self) -> None:
-        """Until the index has moved."""
+        """Inserts objects until the index has moved to a larger segment."""
         before = len(self.index_segments)
         number = 1 << 20
         while len(self.index_segments) == before:

@@ -1,4 +1,4 @@
-"""What a call is given: an address, keys, places in registered memory, and time."""
+"""Checks of call arguments: addresses, keys, spots in registered memory, and deadlines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transfer import Segment, TransferEngine
 A, B, C = (BlockKey(bytes([number]) * 16) for number in range(3))
 SENTINEL_URL = "redis+sentinel://user:secret@127.0.0.1:26379,127.0.0.2:26379/main/0"
 HUNDRED_S = int(PATIENCE.slowest_bytes_s) * 100
-"""So many bytes may take so long."""
+"""Number of bytes that extends a deadline by 100 s."""
 
 
-# Where nobody knows the way, it is loopback.
+# The address is loopback if the registry's host cannot be resolved.
 @pytest.mark.parametrize("url", ["127.0.0.1:7000", "node://127.0.0.1:7000", SENTINEL_URL, "nowhere.invalid:7000"])
 def test_transfers_leave_by_the_address_that_leads_to_the_registry(url: str) -> None:
     assert default_options(url).host == "127.0.0.1"
@@ -49,7 +49,7 @@ def test_what_is_no_key_is_refused() -> None:
 
 
 def test_the_keys_of_a_call_are_those_of_their_blocks() -> None:
-    """Known or new, whatever they are made of, and however many."""
+    """`Keys` gives the keys of `blocks_of`, for cached and for new keys, keys of any type, and any number of keys."""
     given: list[Key] = [b"one", *chain([A, B]), b"", bytes(200)]
     given += [bytearray(b"two"), memoryview(b"one")]  # type: ignore[list-item]
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_portions_stay_within_the_limit_but_for_single_large_objects() -> None:
 def test_bytes_extend_only_a_time_that_the_caller_has_not_set(
     timeout_s: float | None, left_s: float, allowed_s: float
 ) -> None:
-    """Once, also when an attempt that has half of it says so."""
+    """Bytes extend a default deadline once, also if an attempt with half of its time reports them."""
     deadline = Deadline(timeout_s)
     attempt = deadline.half()
     assert deadline.left_s() == pytest.approx(left_s, abs=1.0)

@@ -1,4 +1,4 @@
-"""Blocks in pieces of a worker's memory, at a real node: mapped, in one round trip, or under a lease."""
+"""Blocks in pieces of a worker's memory, at a real node: through mapped memory, in one round trip, or under a lease."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ways = pytest.mark.parametrize("way", ["shm", "tcp"])
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """For tests that leave no trace but objects of their own."""
+    """A node shared by tests that leave nothing but their own objects behind."""
     with running_node("--dram", str(DRAM)) as node:
         yield node
 
 
 def fresh(count: int) -> range:
-    """Numbers of keys that nobody has used."""
+    """Returns numbers of keys that no other test has used."""
     first = next(_FIRST)
     return range(first, first + count)
 
@@ -52,7 +52,7 @@ async def read(client: BlockStores, store: Endpoint, numbers: range, spots: Spot
 @ways
 @pytest.mark.parametrize("num_blocks", [3, INLINE_BYTES // BLOCK + 1, 4 * INLINE_BYTES // BLOCK])
 async def test_the_leading_run_comes_back_into_its_pieces(node: Node, way: str, num_blocks: int) -> None:
-    """Twice, since the first call attaches and connects; the number of bytes decides how."""
+    """A read returns the blocks before the first absent one, on new and open connections, for few and many bytes."""
     numbers = fresh(num_blocks)
     async with connected(node.rpc_address, way) as (client, transfer, store):
         local = filled(transfer, num_blocks * BLOCK)
@@ -110,7 +110,7 @@ async def test_what_is_only_on_disk_is_read_under_a_lease(way: str, tmp_path: os
             objects, spots = chain_of(local, range(96), BLOCK, pieces=PIECES)
 
             async def put(places: range) -> bool | None:
-                """None as long as the disk has to take what is in the way."""
+                """Puts blocks; None while older blocks must first be written to disk."""
                 some = objects[places.start : places.stop]
                 result = await client.put(store, some, spots.at(places))
                 return None if result.refused else True
@@ -119,7 +119,7 @@ async def test_what_is_only_on_disk_is_read_under_a_lease(way: str, tmp_path: os
                 await answered(partial(put, range(first, first + 16)))
 
             async def got(places: range) -> bool | None:
-                """None as long as there is no memory to bring all of them to."""
+                """Reads blocks; None while there is too little memory to load all of them."""
                 found = await read(client, store, places, spots.at(places))
                 assert found == [objects[n].checksum for n in places][: len(found)]
                 return len(found) == len(places) or None
@@ -151,7 +151,7 @@ async def test_a_node_that_is_gone_is_peer_lost_and_its_successor_is_read(way: s
 async def test_a_cancelled_put_leaves_nothing_behind(node: Node, way: str) -> None:
     faults = FaultPlan()
     async with connected(node.rpc_address, way, faults=faults) as (client, transfer, store):
-        local = filled(transfer, 96 * BLOCK)  # more than goes in one round trip
+        local = filled(transfer, 96 * BLOCK)  # too large for one round trip
         objects, spots = chain_of(local, fresh(96), BLOCK, pieces=PIECES)
         faults.held = True
         put = asyncio.create_task(client.put(store, objects, spots))
@@ -160,5 +160,5 @@ async def test_a_cancelled_put_leaves_nothing_behind(node: Node, way: str) -> No
         faults.held = False
         with pytest.raises(asyncio.CancelledError):
             await put
-        transfer.deregister(local)  # refused while a transfer still used it
+        transfer.deregister(local)  # raises if a transfer still uses it
         await until_stats(client, store, lambda s: s.reserved_bytes == 0)

@@ -1,5 +1,5 @@
-"""Readers beside writers that replace, remove and evict what they read, and a client whose keys others are writing: it
-waits for each of them, and blames no node."""
+"""Concurrent readers and writers: values are never torn while writers replace, remove and evict them, and a client
+waits for other writers of its keys without blaming the node."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.kvstore.nodes import Node, running_node
 from tests.patience import PATIENCE_S
 
 NUM_KEYS = 60
-BLOCK = 200_000  # all of them are more than the node holds
+BLOCK = 200_000  # all blocks together exceed the node's memory
 NUM_ROUNDS = 400
 VALUE = os.urandom(64 * 1024)
 
 
 def value_of(byte: int) -> bytes:
-    """Torn reads show, as all bytes are the same."""
+    """Returns a value of equal bytes, in which a torn read shows."""
     return bytes([byte]) * BLOCK
 
 
@@ -42,12 +42,12 @@ def write(store: KvStore, seed: int) -> None:
         else:
             try:
                 store.put(name, value_of(choice.randrange(256)))
-            except InvalidRequest:  # another value is there
+            except InvalidRequest:  # the key already has another value
                 continue
 
 
 def read(store: KvStore, seed: int, done: threading.Event) -> int:
-    """How often something was there."""
+    """Reads random keys until `done` is set. Returns the number of hits, all of which must be whole."""
     choice = random.Random(seed)
     segment = store.allocate(BLOCK)
     hits = 0
@@ -90,7 +90,7 @@ def node() -> Iterator[Node]:
 
 
 def begin_to_write(store: KvStore, name: bytes) -> None:
-    """As another writer, whose reservation has the key's name."""
+    """Reserves a key as another writer would, under a reservation id equal to the key."""
     [at] = store._cluster.view.nodes
     request = kvstore_pb2.StoreReserveRequest(reservation_id=name.decode(), ttl_s=60.0)
     request.wishes.add(key=plain_key(name), length=len(VALUE))
@@ -111,7 +111,7 @@ def test_a_node_is_not_given_up_for_another_writer_that_takes_too_long(
 
 
 def test_each_of_several_other_writers_is_waited_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the key of one of them is free before the others have ended."""
+    """A batch put waits for every other writer of its keys, also if one key becomes free before the others."""
     names = [b"given up", b"still written"]
     with store_of(f"node://{node.rpc_address}") as store:
         [at] = store._cluster.view.nodes

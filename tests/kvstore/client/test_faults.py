@@ -1,4 +1,4 @@
-"""What goes wrong in a pool of real nodes: no wrong byte, no endless wait, another replica where there is one."""
+"""Faults in a pool of real nodes: clients get no wrong byte, wait a limited time, and use another replica if any."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUE = os.urandom(100_000)
 
 
 def rot(pool: Pool, node_id: str, name: Key) -> None:
-    """Damages the object in the node's memory behind its back."""
+    """Damages the object in the node's memory without the node's knowledge."""
     with pool.alone(node_id) as store:
         block = block_of(name)
         node = store._cluster.view.nodes[0]
@@ -120,7 +120,7 @@ def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(pool: Pool, trans
         with pool.frozen(first):
             assert store.get(name, timeout_s=16.0) == VALUE
             store.put(other, VALUE, timeout_s=16.0)
-            # Those that rest are asked last, which is never.
+            # The resting node is not queried, since the others answer first.
             assert {node.node_id for node in store.nodes() if node.resting} == {first}
             assert store.get(other, timeout_s=16.0) == VALUE
         until(lambda: not any(node.resting for node in store.nodes()))
@@ -150,7 +150,7 @@ def _unreachable(store: KvStore) -> bool:
 def test_a_node_that_is_given_up_while_another_thread_connects_is_used_again(shared_pool: Pool) -> None:
     with shared_pool.alone("store-0") as store:
         [node] = store._cluster.view.nodes
-        another = Mock()  # a connection that is new when the end of the first one has begun
+        another = Mock()  # a connection that opens while the first one is closing
         node._channels.add(Mock(close=lambda: node._channels.add(another)))
         node.lost(PeerLost("it did not answer"))
         until(lambda: not node.resting)
@@ -184,7 +184,7 @@ def test_a_lease_is_renewed_for_as_long_as_it_is_open(shared_pool: Pool) -> None
 def test_a_lease_at_a_node_that_died_before_it_was_read_does_not_count(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cannot be renewed, and what was read elsewhere need not be discarded for it."""
+    """A lease at a node that dies before the read is dropped; the value read from another node is valid."""
     name = fresh()
     first, second, _ = pool.rank_of(name)
     pool.put_at(first, name, VALUE)

@@ -1,4 +1,4 @@
-"""Reading memory that is mapped, or whose places somebody tells: whole, committed and present, or said not to be."""
+"""Reads of mapped memory and of remote memory at known places: a value is whole and committed, or reported missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine() -> Iterator[TransferEngine]:
 
 @pytest.fixture
 def published() -> Iterator[Published]:
-    """Values 1, 2 and 3, of which 2 is only on disk and 3 has rotted."""
+    """Publishes values 1, 2 and 3, of which 2 is only on disk and 3 is damaged."""
     with TransferEngine(cluster_token="far", options=TCP) as owner:
         published = Published(owner, owner.allocate(1 << 20, readable=True))
         entries = [published.put(number, VALUE) for number in (1, 2, 3)]
@@ -55,7 +55,7 @@ def test_what_is_mapped_is_corrupt_when_it_does_not_match_unless_nobody_asks(pub
 def test_what_somebody_tells_is_read_together_and_what_does_not_match_is_left_to_the_node(
     published: Published, engine: TransferEngine
 ) -> None:
-    """It may have been replaced since, or have rotted: only under a lease it is known which."""
+    """A remote value with a wrong checksum is left to the node: only a lease tells replaced from damaged values."""
 
     def find(keys: Sequence[BlockKey], deadline: Deadline) -> list[Entry | None]:
         return [published.index.find(each) for each in keys]

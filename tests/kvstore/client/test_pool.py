@@ -1,4 +1,4 @@
-"""Which nodes of a pool of real ones have a key: put at home, found away from it, removed and pinned everywhere."""
+"""Placement in a pool of real nodes: keys are put at their home, found elsewhere, and removed and pinned everywhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_all_replicas_are_removed_and_pinned(shared_pool: Pool) -> None:
 
 
 def test_a_removal_that_others_told_a_node_of_is_answered_as_if_it_had_come_first(shared_pool: Pool) -> None:
-    """Nodes are asked one after the other, and tell each other meanwhile."""
+    """A removal that came through another node first still answers the client with the number of removed objects."""
     name = fresh()
     first, second, _ = shared_pool.rank_of(name)
     shared_pool.put_at(second, name, VALUE)

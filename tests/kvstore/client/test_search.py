@@ -1,4 +1,4 @@
-"""Where keys belong by rendezvous hashing, whom to ask for them in which order, and when a key is missing."""
+"""Placement of keys by rendezvous hashing, the order in which nodes are searched, and when a key is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = block_of(b"key")
 
 
 def node(name: str, *, here: bool = False) -> StoreNode:
-    """Never attached."""
+    """Returns a store node that is never attached."""
     return StoreNode(name, name, cast(Means, SimpleNamespace(maps=True)), here=here)
 
 
@@ -32,7 +32,7 @@ def view_of(*here: str) -> View:
 
 
 def asked(search: Search) -> list[str]:
-    """The nodes that are asked for the only key, until nobody is left."""
+    """Returns the nodes that are searched for the only key, in order, until none is left."""
     names = []
     while groups := search.groups():
         [(each, places)] = groups.items()
@@ -50,7 +50,7 @@ def rank(view: View, block: Block = KEY) -> list[str]:
 def test_near_nodes_come_first_then_where_it_was_found_before_then_home_and_the_next(
     near: tuple[int, ...], found_at: int | None
 ) -> None:
-    """Then, without a directory, everybody else, each once."""
+    """Near nodes, the last holder, home and the next are searched first; without a directory, all others follow."""
     view, hints = view_of(*(rank(view_of())[place] for place in near)), Hints()
     ranked = rank(view)
     if found_at is not None:
@@ -115,14 +115,14 @@ def test_hints_are_bounded_and_can_be_forgotten() -> None:
     assert hints.get(keys[2]) is None
 
 
-# Rendezvous hashing: everybody agrees, shares follow weights, and only what must move moves
+# Rendezvous hashing: ranks do not depend on node order, shares follow weights, and a change moves as few keys as it can
 
 keys = st.binary(min_size=16, max_size=16).map(BlockKey)
 weights = st.dictionaries(st.text(min_size=1, max_size=8), st.floats(0.1, 1e12), min_size=1, max_size=12)
 
 
 def ranked(key: BlockKey, nodes: dict[str, float]) -> list[str]:
-    """The ids of all nodes, home first."""
+    """Returns the ids of all nodes in rank order, home first."""
     placement = Placement(nodes)
     return [placement.ids[place] for place in placement.ranked([key])[0]]
 

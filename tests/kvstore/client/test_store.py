@@ -1,4 +1,4 @@
-"""The store's methods, for threads and for asyncio, over a real node and both ways to it."""
+"""The methods of `KvStore` and `AsyncKvStore` over a real node, by shared memory and by TCP."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def own_store() -> Iterator[KvStore]:
-    """Of a node for tests that fill it, one after the other, and leave it empty; it never evicts ahead of need."""
+    """A client of a node that never evicts ahead of need. Tests may fill the node and must leave it empty."""
     own = running_node("--dram", str(DRAM), "--evict-above", "1", "--evict-share", "0")
     with own as node, store_of(f"node://{node.rpc_address}") as store:
         yield store
 
 
 class Either:
-    """A store for threads or one for asyncio: every method can be awaited."""
+    """Wraps a `KvStore` or an `AsyncKvStore` so that every method can be awaited."""
 
     def __init__(self, store: KvStore | AsyncKvStore) -> None:
         self._store = store
@@ -260,7 +260,7 @@ def test_readers_follow_an_index_that_grows() -> None:
 
 
 def test_use_is_reported_at_the_latest_when_a_client_closes(own_store: KvStore) -> None:
-    """The oldest object is evicted, unless it has been read."""
+    """Closing a client reports its reads: the oldest object, which it has read, is not evicted."""
     names = [b"%d" % number for number in range(DRAM // 2**20)]
     for name in names:
         own_store.put(name, bytes(2**20))

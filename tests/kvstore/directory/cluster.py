@@ -1,4 +1,4 @@
-"""A directory process, and questions to it."""
+"""Runs a directory process and queries it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Ended by SIGTERM, with exit code 0, unless the test ended it."""
+    """Runs a directory process. SIGTERM must end it with exit code 0, unless the test has ended it."""
     named = ("--instance-id", "directory-0", "--port", str(port), "--log-level", "error")
     with running("kvstore.directory", *named, *flags, token=TOKEN) as (process, _):
         yield process
 
 
 class Questions:
-    """What a test asks the directory."""
+    """Calls to the directory."""
 
     def __init__(self, stub: directory_pb2_grpc.DirectoryAsyncStub, channels: Channels) -> None:
         self._stub = stub
@@ -37,14 +37,14 @@ class Questions:
         return {node.endpoint.instance_id: node for node in reply.nodes}
 
     async def holders(self, keys: Sequence[BlockKey]) -> list[set[str]]:
-        """Of each key, the nodes."""
+        """Returns for each key the ids of the nodes that hold it."""
         request = directory_pb2.LocateRequest(keys=pack_keys(keys))
         reply = await self._channels.call(self._stub.Locate, request, timeout_s=PATIENCE_S)
         names = [node.instance_id for node in reply.nodes]
         return [{names[n] for n in holders.nodes} for holders in reply.holders]
 
     async def until_in_step(self, *names: str) -> None:
-        """Exactly these nodes are known, and all they hold."""
+        """Waits until the directory knows exactly these nodes and is in step with each of them."""
 
         async def as_wanted() -> bool:
             nodes = await self.nodes()
@@ -55,7 +55,7 @@ class Questions:
 
 @contextlib.asynccontextmanager
 async def asking(port: int, address: str = "") -> AsyncIterator[Questions]:
-    """The directory at `port`, or at a lean address."""
+    """Connects to the directory at `port` of this host, or at `address` if one is given."""
     channels = Channels(TOKEN)
     try:
         stub: directory_pb2_grpc.DirectoryAsyncStub = directory_pb2_grpc.DirectoryStub(

@@ -1,7 +1,7 @@
-"""The directory over real nodes that are read often, full, or killed: what it says is what the nodes hold, and
+"""The directory over real nodes that are read often, full, or killed: its answers match the nodes' contents, and
 replicas are made, found, pinned and dropped.
 
-A death in the midst of a copy, and of the directory, are in tests/kvstore/faults.
+Tests in tests/kvstore/faults kill a node during a copy, and the directory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_what_nodes_store_and_remove_is_known_within_moments(pool: Pool) -> None
 
 
 def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_away_again(pool: Pool) -> None:
-    """One wish right behind another: what was just stored is not missing, what was just made can be taken away."""
+    """Replica changes can follow at once: objects just stored are not missing, replicas just made can be dropped."""
     blocks = a_chain(8)
     keys = put(pool, "store-0", blocks)
     with pool.store() as store:
@@ -117,7 +117,7 @@ def test_copies_have_their_sources_pin_and_fewer_replicas_leave_pinned_ones(pool
 
 @pytest.mark.slow
 def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_is_cold(tmp_path: Path) -> None:
-    """It is replicated at the next look, one second later, and cools for four."""
+    """The planner replicates a hot chain at its next run, one second later, and drops the replica after 4 s of rest."""
     port = free_port()
     flags = ("--hot-cool-s", "4", "--hot-extra-replicas", "1")
     with (
@@ -143,8 +143,8 @@ def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_is_col
 
 @pytest.mark.slow
 def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(tmp_path: Path) -> None:
-    """A node that was killed is believed in until its lease has ended, and a little longer: 16 s. The directory is a
-    member, which says where it can be asked quickly, and what it counts."""
+    """The directory drops a killed node 16 s later, a little after its lease ends, and lists its disk when it is back.
+    The directory is a member that publishes its lean address, and it exports metrics."""
     port, metrics_port = free_port(), free_port()
     flags = ("--dram", "8MiB", "--ssd-write-through")
     with (

@@ -1,4 +1,4 @@
-"""A follower of a node that says what the test wants, over a real connection: gaps, inventories, restarts."""
+"""Follows a scripted node over a real connection: gaps, inventories and restarts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def events(
 
 
 class Scene(kvstore_pb2_grpc.KvStoreServicer):
-    """A node and its follower. A call to `Subscribe` is handed to the test, which sends messages, or None to end it."""
+    """A scripted node and its follower. The test takes each `Subscribe` call and sends messages, or None to end it."""
 
     follower: Follower
 
@@ -73,7 +73,7 @@ class Scene(kvstore_pb2_grpc.KvStoreServicer):
         )
 
     async def asked(self, epoch: int, next_seq: int) -> asyncio.Queue[Any]:
-        """Where to put what the node says to a subscription that begins there."""
+        """Waits for a subscription from this position. Returns the queue of messages to send to it."""
         request, messages = await asyncio.wait_for(self.calls.get(), PATIENCE_S)
         assert (request.epoch, request.next_seq) == (epoch, next_seq)
         return messages
@@ -100,7 +100,7 @@ EVERYTHING = (0, 0)
 BROKEN = events([2], seqs=(2, 3))
 BROKEN.added_keys = BROKEN.added_keys[:15]
 Step = tuple[int, int] | kvstore_pb2.StoreEvents | set[int] | None
-"""Where a subscription begins; what the node says then; what is known after it; or the connection breaks."""
+"""Expected start of a subscription, a message of the node, the keys then known, or None: the connection breaks."""
 FIRST = events([1], seqs=(3, 3), snapshot=True)
 RENEWED = events([7], seqs=(8, 8), snapshot=True)
 BEGUN = events([1], seqs=(3, 3), snapshot=True, more=True)

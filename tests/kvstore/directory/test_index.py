@@ -1,4 +1,4 @@
-"""The directory and its chains agree with a naive model, whatever the order of messages and restarts."""
+"""Compares the directory and its chains with a naive model, for any order of messages and restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def removed(*numbers: int) -> Changes:
 
 
 class Fed:
-    """A directory that is told of blocks one message at a time."""
+    """A directory that receives block changes one message at a time."""
 
     def __init__(self) -> None:
         self.directory = Directory()
@@ -53,7 +53,7 @@ NOTHING = Changes()
 
 def test_a_key_that_is_named_twice_counts_once() -> None:
     fed = Fed()
-    fed.take(A, added(3, 3))  # with a parent
+    fed.take(A, added(3, 3))  # the key has a parent
     assert fed.directory.num_blocks(A) == 1
     fed.take(A, removed(3, 3))
     assert len(fed.directory) == 0
@@ -99,7 +99,7 @@ def test_a_circle_of_parents_ends() -> None:
 
 @dataclass
 class Instance:
-    """What an instance holds, and the number of its next event."""
+    """The blocks that an instance holds, and the number of its next event."""
 
     epoch: int = 1
     next_seq: int = 1
@@ -107,7 +107,7 @@ class Instance:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """68 instances in two words of bits: some change, lose messages, restart and go; the directory follows."""
+    """Up to 68 instances in two words of bits, ten of which change, lose messages, restart and are dropped."""
 
     names = st.integers(58, 67).map(lambda n: InstanceId(f"i{n}"))
     numbers = st.lists(st.integers(0, 7), unique=True)
@@ -135,7 +135,7 @@ class AnyOrder(RuleBasedStateMachine):
         before = self.instances.get(name, Instance())
         self.instances[name] = Instance(epoch=before.epoch + 1)
         self._send_inventory(name)
-        assert self._take(name, before.epoch, added(7), 1, 2)  # late, and ignored
+        assert self._take(name, before.epoch, added(7), 1, 2)  # late: ignored
 
     @rule(name=names)
     def is_dropped(self, name: InstanceId) -> None:
@@ -156,7 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
         elif first == expected:
             assert self._take(name, instance.epoch, changes, first, instance.next_seq)  # repeated
             if first > 1:
-                assert self._take(name, instance.epoch, added(*range(8)), 1, first)  # late, and ignored
+                assert self._take(name, instance.epoch, added(*range(8)), 1, first)  # late: ignored
         self.known[name] = set(instance.held)
 
     def _send_inventory(self, name: InstanceId) -> None:
@@ -214,7 +214,7 @@ TestAnyOrder.settings = settings(max_examples=examples(40), stateful_step_count=
 def test_prefix_match_of_many_instances_equals_the_naive_one(
     holdings: dict[int, list[bool]], length: int, stretch: int
 ) -> None:
-    """Short and long chains, one and two words of bits; `stretch` blocks in a row are held alike."""
+    """Matches equal a naive count, in one or two words of bits. Each run of `stretch` blocks has the same holders."""
     directory = Directory()
     chain = [key(n) for n in range(20 * stretch)]
     names = {number: InstanceId(f"i{number}") for number in holdings}

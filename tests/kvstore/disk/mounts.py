@@ -1,4 +1,4 @@
-"""Disks that are full, frozen, read-only, taken away, or damaged behind a node's back. Mounting needs root."""
+"""Makes disks full, frozen, read-only, unmounted, or damaged without the node's knowledge. Mounting needs root."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A tmpfs of so many bytes."""
+    """Mounts a tmpfs of `nbytes`."""
     with _mounted(folder, "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs"):
         yield folder
 
 
 @contextlib.contextmanager
 def mounted_ext4(folder: Path, nbytes: int = 64 * 2**20) -> Iterator[Path]:
-    """An ext4 of so many bytes in a file beside the folder."""
+    """Mounts an ext4 file system of `nbytes`, which lies in a file next to the folder."""
     image = folder.with_suffix(".image")
     with image.open("wb") as file:
         file.truncate(nbytes)
@@ -49,18 +49,18 @@ def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(subprocess.CalledProcessError):  # it was taken away
+        with contextlib.suppress(subprocess.CalledProcessError):  # the test has unmounted it
             take_away(folder)
 
 
 def take_away(folder: Path) -> None:
-    """A mount point: what is open stays open, and by name there is nothing left."""
+    """Unmounts a mount point lazily: open files stay open, but none can be found by name."""
     run("umount", "--lazy", str(folder))
 
 
 @contextlib.contextmanager
 def frozen(folder: Path) -> Iterator[None]:
-    """Whoever writes to the file system waits until the end."""
+    """Freezes the file system: writes to it block until the context ends."""
     run("fsfreeze", "--freeze", str(folder))
     try:
         yield
@@ -70,8 +70,8 @@ def frozen(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """A mount point is read-only, as after an error of the disk: what is open stays open, Linux opens no more for
-    writing."""
+    """Makes a mount point read-only, as Linux does after a disk error: open files stay open, but no file can be opened
+    for writing."""
     run("mount", "--bind", str(folder), str(folder))
     run("mount", "-o", "remount,bind,ro", str(folder))
     try:
@@ -81,7 +81,7 @@ def read_only(folder: Path) -> Iterator[None]:
 
 
 def fill_up(folder: Path) -> Path:
-    """Somebody else takes all that is left of the file system, to the last byte."""
+    """Fills the file system to the last byte with a file that is not the node's, and returns its path."""
     path = folder / "of-somebody-else"
     with path.open("wb", buffering=0) as file:
         for nbytes in (64 * 1024, 1):
@@ -100,7 +100,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 def flip_bits(path: Path, count: int, seed: int) -> None:
-    """At random places behind the head."""
+    """Flips `count` bits at random offsets after the file's first page."""
     rng = random.Random(seed)
     nbytes = path.stat().st_size
     for _ in range(count):
@@ -108,7 +108,7 @@ def flip_bits(path: Path, count: int, seed: int) -> None:
 
 
 def flip(path: Path, offset: int, bit: int = 1) -> None:
-    """One bit of a byte."""
+    """Inverts the given bit of the byte at `offset`."""
     with path.open("r+b", buffering=0) as file:
         file.seek(offset)
         [byte] = file.read(1)

@@ -1,4 +1,4 @@
-"""A segment is compacted while its objects are given up, forgotten, or cannot be copied."""
+"""Compaction of a segment whose objects are released, forgotten, or cannot be copied meanwhile."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def living(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def photo(tmp_path: Path) -> Path:
-    """Where a copy of the folder is found again."""
+    """Path for a copy of the folder, taken at one moment."""
     return tmp_path / "photo"
 
 
 async def test_what_was_given_up_while_it_was_copied_is_forgotten_before_its_source_goes(
     living: Path, photo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a full folder, where nothing can go with what the node writes."""
+    """An object released during its copy is forgotten before its source is deleted, also if the folder is full."""
     monkeypatch.setattr(compaction, "_BATCH_BYTES", 1)
     calls, options = faulty("write")
     rename = calls.rename
@@ -47,10 +47,10 @@ async def test_what_was_given_up_while_it_was_copied_is_forgotten_before_its_sou
     async with opened(living, options) as stand:
         number = 1
         while (await stand.put([written(number, generation=number)]))[0]:
-            number += 1  # until only the segment that is kept for compaction is left
+            number += 1  # until only the segment reserved for compaction is free
         first, given_up, *others = stand.owner.places
         with stuck(calls):
-            stand.release(first)  # which makes its segment worth compacting
+            stand.release(first)  # makes its segment worth compacting
             await until_it_hangs(calls)
             stand.release(given_up)
         await stand.settled()
@@ -74,7 +74,7 @@ async def test_an_object_that_could_not_be_copied_stays(tmp_path: Path, what: st
 
 
 async def test_what_was_given_up_while_its_copy_failed_does_not_come_back(living: Path, photo: Path) -> None:
-    """The copy is whole on disk, though its flush was said to have failed."""
+    """An object released during a failed copy does not come back. The copy is whole; only its flush reports failure."""
     calls, options = faulty("sync")
     async with opened(living, options) as stand:
         assert await stand.put([written(1), written(2)]) == [True, True]
@@ -96,7 +96,7 @@ async def test_what_was_given_up_while_its_copy_failed_does_not_come_back(living
 async def test_what_was_removed_while_it_was_copied_stays_removed_when_the_process_dies_before_it_is_said(
     living: Path, photo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its copy lies behind the tombstone, and outlasts it."""
+    """The copy of a removed object stays removed in a crash, although it lies behind the tombstone and outlasts it."""
     async with opened(living) as stand:
         assert await stand.put([written(1), written(2)]) == [True, True]
         segment, compactor = await stand.sealed(), stand.tier._compactor
@@ -117,12 +117,12 @@ async def test_what_was_removed_while_it_was_copied_stays_removed_when_the_proce
         monkeypatch.setattr(compactor, "_moved", dies_when_it_was_copied)
         await compactor._compact(segment)
     assert await found_in(photo) == objects(2)
-    assert not (photo / f"segment-{2:010}.kv").exists()  # the tombstone's
+    assert not (photo / f"segment-{2:010}.kv").exists()  # it had the tombstone
     assert await found_in(photo) == objects(2)
 
 
 def test_a_tombstone_that_is_there_twice_is_kept_for_the_later_segment() -> None:
-    """The later one was written for a copy in a segment that the earlier one knows nothing of."""
+    """The later of two tombstones of one object is kept: it covers a copy in a segment after the earlier one."""
     key = BlockKey(bytes(16))
     later, earlier = Tombstone(key, 5, segment=9), Tombstone(key, 5, segment=7)
     pin = Tombstone(key, 5, segment=3, pin=Pin.HARD)

@@ -1,4 +1,4 @@
-"""Torn tails, flipped bits and truncated files: no wrong byte, and everything before the damage."""
+"""Torn tails, flipped bits and truncated files: reads return no wrong byte, and objects before the damage are found."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BEGIN_OF_LAST = PAGE + (COUNT - 1) * EXTENT
 
 @pytest.fixture
 async def crashed(tmp_path: Path) -> Path:
-    """The segment of a node that wrote `WRITES`, one group each, and died."""
+    """The segment of a node that wrote each of `WRITES` as a group of its own and crashed."""
     async with opened(tmp_path / "living") as stand:
         for write in WRITES:
             assert await stand.put([write]) == [True]
-        await stand.settled()  # the file of the next segment is there too
+        await stand.settled()  # the next segment's file exists, too
         shutil.copytree(tmp_path / "living", tmp_path / "crashed")
     return segments(tmp_path / "crashed")[0]
 
@@ -47,7 +47,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
 
 
 async def correct(stand: Stand) -> int:
-    """How many objects are found; each of them is right, or a miss."""
+    """Returns the number of objects found; each of them must read back right or be a miss."""
     contents = {write.object: bytes(write.memory) for write in WRITES}
     for about in stand.owner.places:
         assert await stand.get(about) in (contents[about], None)

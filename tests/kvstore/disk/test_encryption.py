@@ -1,4 +1,4 @@
-"""Encryption at rest: nothing readable on disk, nothing readable without the right key."""
+"""Encryption at rest: the disk holds no plaintext, and nothing can be read without the right key."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_the_wrong_key_no_key_and_a_needless_key_are_refused(tmp_path: Pat
 
 
 async def test_ciphertext_moved_to_another_place_is_not_believed(tmp_path: Path) -> None:
-    """Two objects of one length change places, header and all."""
+    """Two objects of the same length whose headers and ciphertexts are swapped on disk both read as misses."""
     options, folder = with_key(tmp_path), tmp_path / "tier"
     writes = [written(1, 4_000), written(2, 4_000)]
     async with opened(folder, options) as stand:

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, broken or gone: requests go on, the health says why, and recovery is noticed."""
+"""Disks that are full, read-only, broken or gone: requests go on, the health names the cause, recovery is noticed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
 
 @pytest.mark.parametrize("what", ["write", "sync"])
 async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, what: str) -> None:
-    """The first attempt does not come back, and does not stand in the way of the second."""
+    """An object whose write failed can be written again; the failed attempt is not found by a restart."""
     calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         calls.errors[what] = errno.EIO
@@ -60,7 +60,7 @@ async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) ->
 
 async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(tmp_path: Path) -> None:
     calls, options = faulty("read")
-    calls.num_to_fail = 9  # all that have to wait
+    calls.num_to_fail = 9  # every blocked call
     async with opened(tmp_path, options) as stand:
         writes = [written(1), written(2)]
         assert await stand.put(writes) == [True, True]
@@ -70,7 +70,7 @@ async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss
             reading = asyncio.create_task(stand.tier.read(reads))
             await until_it_hangs(calls)
             for write in writes:
-                stand.release(write.object)  # so that compaction takes the segment away
+                stand.release(write.object)  # lets compaction delete the segment
             while stand.tier._segments.files:  # noqa: ASYNC110 - no event says so
                 await asyncio.sleep(0)
         assert await reading == [False, False]

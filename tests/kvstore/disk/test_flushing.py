@@ -1,4 +1,4 @@
-"""Flushes: one every interval or one per group of writes, what waits for them, and what falls with one that failed."""
+"""Flushes: one per interval or one per group of writes, the calls that wait for them, and the effects of a failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAPACITY = 128 * SEGMENT
 
 
 class Ticks:
-    """Intervals of flushes end when they are told to; nothing else does."""
+    """Replaces `sleep`: flush intervals end only when a test ends them, other sleeps never."""
 
     def __init__(self) -> None:
         self.begun: asyncio.Queue[None] = asyncio.Queue()
@@ -42,7 +42,7 @@ class Ticks:
 
 
 def lazy() -> tuple[FaultyCalls, Ticks, DiskOptions]:
-    """All that a test writes fits into one segment, whose end flushes nothing."""
+    """Returns options with a flush per interval and with a segment that no test fills, since its end would flush."""
     ticks = Ticks()
     calls, options = faulty("sync", sleep=ticks.sleep, sync_interval_s=INTERVAL_S, segment_bytes=16 * SEGMENT)
     return calls, ticks, options
@@ -80,7 +80,7 @@ async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals
 
 
 async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
-    """One is under way, all others wait for the next one."""
+    """Removals that arrive during a flush share the next one."""
     calls, _, options = lazy()
     async with opened(tmp_path, options, CAPACITY) as stand:
         await stand.put([written(number) for number in range(8)])
@@ -93,7 +93,7 @@ async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
             for number in (100, 101, 102):
                 await stand.put([written(number)])
         await asyncio.gather(first, *others)
-        assert calls.num_flushes - before <= 3  # the second may begin before all have landed
+        assert calls.num_flushes - before <= 3  # the second may start before all writes have landed
     assert await found_in(tmp_path, capacity=CAPACITY) == objects(100, 101, 102)
 
 
@@ -125,14 +125,14 @@ async def test_an_orderly_stop_flushes_everything(tmp_path: Path) -> None:
     async with opened(tmp_path, options, CAPACITY) as stand:
         await stand.put([written(1)])
         assert calls.num_flushes == 0
-    assert calls.num_flushes >= 2  # the log, then its footer
+    assert calls.num_flushes >= 2  # of the log, then of its footer
 
 
 # Groups of writes, each made durable by a flush of its own
 
 
 async def until_landed(stand: Stand, num_objects: int) -> None:
-    """So many objects are on disk, durable or not."""
+    """Waits until `num_objects` are written to disk, durable or not."""
     log = stand.tier._log
     while sum(each.num_records for each in log.segments.values()) < num_objects:  # noqa: ASYNC110 - no event says so
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What lies on pages comes out as it went in, which record of an object counts, and what the log says of segments."""
+"""The disk format decodes to the encoded values, the right record of an object counts, and the log tracks segments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ records = st.builds(Record, objects, st.integers(1, 2**31), st.integers(0, 2**31
 
 
 def header_of(record: Record, tag: bytes = bytes(16)) -> bytearray:
-    """A page in which something else was before."""
+    """Returns a page with this header, written over other data."""
     page = bytearray(b"\xff" * PAGE)
     disk_format.fill_header(memoryview(page), HERE, disk_format.encode_record(record), tag)
     return page
@@ -53,7 +53,7 @@ def test_a_header_says_everything_about_its_object(record: Record, tag: bytes) -
 @given(record=records, bit=st.integers(0, 8 * 200 - 1))
 def test_a_flipped_bit_makes_a_header_invalid(record: Record, bit: int) -> None:
     damaged = header_of(record)
-    end = len(damaged.rstrip(b"\0")) - 16  # the tag is zeros
+    end = len(damaged.rstrip(b"\0")) - 16  # the tag is all zeros
     damaged[bit // 8] ^= 1 << bit % 8
     if bit // 8 < end:
         assert disk_format.decode_header(memoryview(damaged), HERE) is None
@@ -110,7 +110,7 @@ def test_nonces_differ_wherever_pages_do() -> None:
     assert {len(nonce) for nonce in nonces} == {12}
 
 
-# Which of several records of one object counts
+# The record that counts among several of one object
 
 
 def record(about: DiskObject, source: int = 0) -> Record:
@@ -119,7 +119,7 @@ def record(about: DiskObject, source: int = 0) -> Record:
 
 @pytest.mark.parametrize("records", [((7, 9), (3, 7), (0, 3)), ((7, 9), (0, 3))])
 def test_of_several_records_of_one_object_the_latest_counts(records: tuple[tuple[int, int], ...]) -> None:
-    """Also where segment 3 could not be emptied, and 7, from which it was copied on, was given up."""
+    """The record in the latest segment counts, also if segment 3 could not be emptied and segment 7 is gone."""
     about = written(1).object
     known = Known()
     found = [known.counts(record(about, source), segment) for source, segment in records]
@@ -144,14 +144,14 @@ def test_what_was_forgotten_in_a_segment_may_have_been_written_again_to_a_later_
 
 
 def test_a_copy_of_what_was_forgotten_meanwhile_stays_forgotten() -> None:
-    """It lies behind the tombstone, which goes with its source."""
+    """A copy behind the tombstone stays forgotten and needs a new tombstone: the old one goes with its source."""
     about, known = written(1, generation=4).object, Known()
     known.forget(disk_format.pack_tombstones([Tombstone(about.key, 4, segment=7)]))
     assert not known.counts(record(about, source=3), 8)
     assert known.uncovered == [Tombstone(about.key, 4, segment=8)]
 
 
-# What the log gives out, and what it compacts
+# Allocation and compaction by the log
 
 
 def test_the_emptier_and_the_older_of_two_segments_goes_first() -> None:

@@ -1,4 +1,4 @@
-"""A disk that does not answer: whoever waits is told after a limit, and memory that it may still write to is kept."""
+"""A hanging disk: waiting calls fail after a time limit, and memory to which the disk may still write is kept."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it
 
 
 async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: Path) -> None:
-    """Sixty reads of 1 s each are no reason to give up a disk."""
+    """Sixty reads of 1 s each leave a disk's health good, since each call returns in time."""
     clock = Clock()
 
     class Slow(FileCalls):
@@ -108,7 +108,7 @@ async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_
         await asyncio.sleep(0)
         assert ring.num_under_way == 1
         clock.now += LIMIT_S + 1
-        stand.tier.look_at_waits()  # before the loop has seen that it has landed
+        stand.tier.look_at_waits()  # before the loop has seen the completion
         assert await task == [False]
         assert not any(read.memory)
         ring.validate()
@@ -119,7 +119,7 @@ async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_
 
 
 async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_path: Path) -> None:
-    """A real one: writes wait in the kernel, where no signal reaches them."""
+    """On a really frozen file system, where writes block in the kernel, a write fails and the disk recovers later."""
     clock = Clock()
     with mounted_ext4(tmp_path / "disk") as disk:
         async with opened(disk, dataclasses.replace(SMALL, clock=clock, sleep=for_ever)) as stand:

@@ -1,4 +1,4 @@
-"""Changes of pins, which a restart must find: in the log, in footers, and through compaction."""
+"""Pin changes that a restart must find: in the log, in footers, and after compaction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_pins_outlast_compaction_of_their_objects_and_of_themselves(tmp_pa
 
 
 async def churn_until(stand: Stand, holds: Callable[[], bool]) -> None:
-    """Objects come and go at random in a full folder."""
+    """Writes and releases objects at random in a full folder until `holds` is true."""
     rng, number = random.Random(1), 100
     fillers: list[DiskObject] = []
     while not holds():

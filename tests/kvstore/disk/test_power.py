@@ -1,9 +1,9 @@
-"""The power is cut at any moment: no wrong byte, what was flushed is there, what was removed stays removed.
+"""Power loss at any moment: no wrong byte is read, flushed objects are found, and removed objects stay removed.
 
-What may lie on the disk then: a write is durable when a flush of its file that began after it has ended. Until then any
-of its sectors may be there, in any combination; a write that was begun counts, too. Names become durable in their
-order, at the latest with a flush of the folder. A file that was never flushed may have no length. `folder.json` is
-written with flushes of its own and is taken as it is.
+Model of the disk: a write is durable once a flush of its file that started after the write has ended. Until then any
+combination of its sectors may be on disk, also if the write has not returned. Names become durable in their order, at
+the latest with a flush of the folder. A file that was never flushed may be empty. `folder.json` is written with flushes
+of its own and is taken as it is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tests.thoroughness import examples
 SECTOR = 512
 LENGTHS = (100, 4_096, 5_000, 12_000, 30_000)
 KEPT = 8
-"""Objects at a time, most of what the tier may hold."""
+"""Number of objects held at a time, most of the tier's capacity."""
 NUM_CUTS = 12
-"""Per history; cheap beside the history itself."""
+"""Number of power cuts per history; they are cheap compared to the history."""
 
 
 @dataclass(eq=False)
@@ -48,14 +48,14 @@ class Write:
 
 @dataclass
 class File:
-    """What is durable of it, and the writes that were begun and are not."""
+    """A file's durable content, and the writes that have started and are not durable."""
 
     content: bytearray
     pending: list[Write] = field(default_factory=list)
     was_flushed: bool = False
 
     def landed(self) -> list[Write]:
-        """What a flush that begins now makes durable."""
+        """Returns the writes that a flush starting now makes durable."""
         return [write for write in self.pending if write.landed]
 
     def flushed(self, covered: Sequence[Write]) -> None:
@@ -66,7 +66,7 @@ class File:
                 self.content[write.offset : write.offset + len(write.data)] = write.data
 
     def after(self, rng: random.Random, share: float) -> bytes:
-        """What may be there if the power is cut now."""
+        """Returns random content that the file may have if the power is cut now."""
         if not self.was_flushed and rng.random() < 0.2:
             return b""
         content = bytearray(self.content)
@@ -79,8 +79,8 @@ class File:
 
 
 class Disk(FileCalls):
-    """Does what it is asked and remembers it: `events` are played later, and say what is durable after a part of them.
-    Its history begins with an empty folder."""
+    """Executes file calls and records them as `events`. A replay of the first events computes the data that is durable
+    then. The history starts with an empty folder."""
 
     def __init__(self) -> None:
         self.events: list[Callable[[], object]] = []
@@ -88,7 +88,7 @@ class Disk(FileCalls):
         self._names: dict[int, str] = {}
         self._renames: list[tuple[int, str]] = []
         self._num_durable = 0
-        """Renames that the folder's flushes have made durable."""
+        """Number of renames that flushes of the folder have made durable."""
         self._lock = threading.Lock()
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -105,7 +105,7 @@ class Disk(FileCalls):
         self.events.append(lambda: file.flushed(covered))
 
     def rename(self, source: Path, target: Path) -> None:
-        with self._lock:  # renames are remembered in the order in which they took place
+        with self._lock:  # records renames in the order in which they happen
             inode = source.stat().st_ino
             super().rename(source, target)
             self.events.append(lambda: self._renamed(inode, source.name, target.name))
@@ -117,7 +117,7 @@ class Disk(FileCalls):
         self.events.append(lambda: self._synced(*num_changed))
 
     def cut(self, source: Path, target: Path, rng: random.Random) -> None:
-        """A folder as it may be found, made from that in which the events took place."""
+        """Writes a folder as it may be after a power cut, from `source`, in which the events took place."""
         target.mkdir()
         shutil.copy(source / "folder.json", target)
         share = rng.choice([0.0, 0.1, 0.5, 0.9, 1.0])
@@ -142,8 +142,8 @@ def object_of(number: int) -> DiskWrite:
 
 
 class Owner:
-    """Writes, forgets, pins and lets go at random. What it is told is among the events of the disk; played, they say
-    what must be there after a cut, and what must not. `strict`: the tier flushes after every group."""
+    """Writes, forgets, pins and releases objects at random. The tier's answers are events of the disk, too: replayed,
+    they tell which objects must and must not be found after a cut. `strict`: the tier flushes after every group."""
 
     def __init__(self, stand: Stand, disk: Disk, rng: random.Random, *, strict: bool) -> None:
         self.certain: set[int] = set()
@@ -208,7 +208,7 @@ class Owner:
                 assert about.pin is Pin.HARD or about.key not in self.pinned
                 assert dataclasses.replace(about, pin=Pin.NONE) == expected.object
                 content = await stand.get(about)
-                if content is None:  # compaction drops it, too
+                if content is None:  # as compaction does
                     stand.release(about)
                     damaged.add(about.generation)
                 else:
@@ -219,7 +219,7 @@ class Owner:
 
 
 async def lived(folder: Path, disk: Disk, rng: random.Random, *, strict: bool) -> Owner:
-    """A history, and its end without an orderly stop."""
+    """Runs a random history on the disk and returns its owner."""
     options = dataclasses.replace(SMALL, calls=disk, ring=False, sync_interval_s=0.0 if strict else 1.0, sleep=for_ever)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compaction, "_BATCH_BYTES", rng.choice([1, SEGMENT]))
@@ -235,7 +235,7 @@ async def lived(folder: Path, disk: Disk, rng: random.Random, *, strict: bool) -
 def test_whatever_the_disk_had_not_written_yet_is_missed_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, seed: int, strict: bool
 ) -> None:
-    """Also what compaction moved meanwhile."""
+    """After a power cut, only data not yet durable is missing, also if compaction moves objects meanwhile."""
     rng = random.Random(seed)
     folder, disk = tmp_path_factory.mktemp("power"), Disk()
     owner = asyncio.run(lived(folder / "living", disk, rng, strict=strict))

@@ -1,4 +1,4 @@
-"""Reads and writes through io_uring beside the same by system calls, over real files."""
+"""Compares reads and writes through io_uring with the same through system calls, over real files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.thoroughness import examples
 
 FILE_PAGES = 96
 LONG_PAGES = rings.IN_LOOP_BYTES // PAGE + 1
-"""Begun by a thread of the kernel."""
+"""Length of a run that a kernel thread starts instead of the event loop."""
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +63,13 @@ def run_of(fd: int, page: int, buffers: Sequence[bytearray]) -> Run:
 
 
 def cut(num_pages: int) -> list[bytearray]:
-    """Memory for so many pages, in pieces."""
+    """Returns memory for `num_pages` pages, in pieces of one and three pages."""
     sizes = [1] * (num_pages % 3) + [3] * (num_pages // 3)
     return [bytearray(size * PAGE) for size in sizes]
 
 
 async def ended(ring: Ring, doing: Doing, runs: Sequence[Run]) -> Flight:
-    """Once the kernel is done with the memory."""
+    """Starts runs and returns their flight once the kernel no longer uses the memory."""
     told: list[Flight] = []
     over = asyncio.Event()
     ring.begin(doing, runs, landed=told.append, over=over.set)
@@ -88,7 +88,7 @@ async def ended(ring: Ring, doing: Doing, runs: Sequence[Run]) -> Flight:
     )
 )
 def test_what_lands_is_what_a_system_call_reads(file: int, batches: list[list[tuple[int, int]]]) -> None:
-    """Several batches at once, into several buffers; what the file's end cuts off has not landed."""
+    """Concurrent batches into several buffers read the file's bytes. A run beyond the file's end counts as failed."""
 
     async def read(ring: Ring, batch: list[tuple[int, int]]) -> list[bytes | None]:
         memories = [cut(num_pages) for _, num_pages in batch]
@@ -145,7 +145,7 @@ async def test_who_is_given_up_is_told_once_and_the_memory_is_kept_until_it_is_o
 
 
 FORBIDDEN = Mock(Ring=object, io_uring_queue_init=Mock(side_effect=PermissionError(errno.EPERM, "forbidden")))
-"""`liburing` in a container that allows no io_uring."""
+"""Replaces `liburing` as in a container that forbids io_uring."""
 
 
 @pytest.mark.parametrize("library", [None, FORBIDDEN], ids=["not installed", "forbidden"])
@@ -172,7 +172,7 @@ def test_a_library_that_this_processor_cannot_run_is_tried_in_another_process(
 
 @pytest.mark.usefixtures("ring")
 async def test_views_that_were_moved_before_are_moved_again(tmp_path: Path) -> None:
-    """What the library keeps for ever does not grow with what is written and read."""
+    """The library's views, which are never freed, do not grow with the number of reads and writes."""
     memory = memoryview(mmap.mmap(-1, 16 * PAGE))
     options = dataclasses.replace(SMALL, memory=memory)
     async with opened(tmp_path, options) as stand:
@@ -192,8 +192,8 @@ async def test_views_that_were_moved_before_are_moved_again(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("ring")
 async def test_what_the_ring_cannot_do_a_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects that lie on no page, one of them too long to be copied by the loop; with all pages in use; where nothing
-    lands whole."""
+    """A thread reads and writes unaligned objects that are too long for the loop to copy, or that come while all of the
+    ring's pages are in use, and objects whose flight is not whole."""
     options = dataclasses.replace(SMALL, segment_bytes=2**20)
     async with opened(tmp_path, options, capacity=2**23) as stand:
 

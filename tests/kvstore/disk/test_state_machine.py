@@ -1,4 +1,4 @@
-"""Any order of writes, reads, releases, forgets, compactions and restarts, beside a dict."""
+"""Compares a disk tier with a dict over any order of writes, reads, releases, forgets, compactions and restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PICKS = st.lists(st.integers(0, 999), max_size=5)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """`contents` is what was acknowledged and not let go; `perhaps` what a restart may bring back."""
+    """A tier and its model: `contents` has the durable objects, `perhaps` the released ones that a restart may find."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class TierMachine(RuleBasedStateMachine):
         room = self.stand.tier.usage().live + sum(map(self.stand.tier.space, lengths))
         fits = room <= self.stand.tier.live_limit
         durable = self.run(self.stand.put(writes))
-        # Large ones leave ends of segments unused, those of earlier writes too.
+        # Large objects leave the ends of segments unused, and so did the large ones among earlier writes.
         largest = max(*lengths, *(about.length for about in self.contents), 0)
         assert all(durable) or not fits or largest > 4000
         self.contents |= {w.object: bytes(w.memory) for w, done in zip(writes, durable, strict=True) if done}
@@ -85,7 +85,7 @@ class TierMachine(RuleBasedStateMachine):
             self.run(self.stand.forget(about))
 
     def some(self, picks: list[int]) -> list[DiskObject]:
-        """What there is may depend on when compaction came to it; what is drawn must not."""
+        """Picks existing objects by index: their number may depend on compaction's timing, the drawn data must not."""
         there = list(self.contents)
         return list(dict.fromkeys(there[pick % len(there)] for pick in picks)) if there else []
 

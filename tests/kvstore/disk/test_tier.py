@@ -1,4 +1,4 @@
-"""Writing, reading, restarting and reclaiming over real files."""
+"""The disk tier over real files: writes, reads, restarts and reclaiming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, Stand, found_in, ope
 
 @pytest.fixture(autouse=True, params=["ring", "threads"])
 def small_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of reading keep every promise."""
+    """Runs every test with io_uring and with threads."""
     if request.param == "threads":
         monkeypatch.setattr(Ring, "opened", lambda waits, memory: None)
 
@@ -48,7 +48,7 @@ async def test_space_of_released_objects_comes_back_for_ever(tmp_path: Path) -> 
 
 
 async def test_one_call_that_fills_segments_leaves_room_for_their_footers(tmp_path: Path) -> None:
-    """Records of what is not durable yet count too: otherwise the footer is written over the last objects."""
+    """A call that fills segments leaves room for their footers: records not yet durable count for the footer's size."""
     options = DiskOptions(segment_bytes=256 * PAGE, num_threads=2)
     writes = [written(number, 100, tenant="t" * number) for number in range(300)]
     async with opened(tmp_path, options, capacity=8 * 256 * PAGE) as stand:
@@ -58,7 +58,7 @@ async def test_one_call_that_fills_segments_leaves_room_for_their_footers(tmp_pa
 
 
 async def test_what_fits_into_no_segment_or_header_is_refused(tmp_path: Path) -> None:
-    largest = SEGMENT - 4 * PAGE  # beside the segment's head, the object's header and two pages of footer
+    largest = SEGMENT - 4 * PAGE  # segment head, object header and two pages of footer
     async with opened(tmp_path) as stand:
         assert [stand.tier.takes(largest), stand.tier.takes(largest + 1)] == [True, False]
         assert await stand.put([written(1, largest + 1)]) == [False]
@@ -98,7 +98,7 @@ async def test_a_cancelled_read_leaves_its_memory_alone_afterwards(tmp_path: Pat
 
 
 async def test_a_folder_that_is_not_the_one_it_was_is_refused(tmp_path: Path) -> None:
-    """Its identity is of another format, damaged or lost, or another folder's segments lie in it."""
+    """A folder is refused if its identity has another format, is damaged or lost, or if it has a foreign segment."""
     for name in ("a", "b"):
         async with opened(tmp_path / name) as stand:
             await stand.put([written(1)])
@@ -207,7 +207,7 @@ async def put_while(stand: Stand, holds: Callable[[], bool]) -> None:
 async def test_a_segment_that_cannot_be_prepared_is_asked_for_again_when_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk refuses nothing before it has to."""
+    """A segment that could not be created ahead of need is created when it is needed, without a reported error."""
     async with opened(tmp_path) as stand:
         log = stand.tier._log
         assert await stand.put([written(0)]) == [True]

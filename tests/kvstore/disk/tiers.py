@@ -1,4 +1,4 @@
-"""Tiers over temporary folders whose disk can be made to hang or to fail, and a model of what they must hold."""
+"""Disk tiers over temporary folders whose disk can hang or fail, and a model of their owner, the catalog."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_RING = "needs a kernel that permits io_uring, and pip install 'moonserve[urin
 
 
 def written(number: int, length: int = 5000, *, generation: int = 1, tenant: str = "") -> DiskWrite:
-    """The object of a number; its bytes follow from number and generation."""
+    """Returns the write of object `number`, whose bytes follow from number and generation."""
     content = random.Random(number * 1000 + generation).randbytes(length)
     about = DiskObject(
         key=BlockKey(number.to_bytes(16, "little")),
@@ -47,7 +47,7 @@ def objects(*numbers: int) -> set[DiskObject]:
 
 @dataclass
 class Owner:
-    """Plays the catalog: knows where each wanted object lies, and follows moves."""
+    """Stands in for the catalog: knows the place of each wanted object, and follows moves."""
 
     places: dict[DiskObject, Place] = field(default_factory=dict)
     health: list[tuple[Health, str]] = field(default_factory=list)
@@ -67,14 +67,14 @@ class Owner:
 
 
 class Stand:
-    """A tier and its owner."""
+    """A disk tier and its owner."""
 
     def __init__(self, tier: SsdTier, owner: Owner) -> None:
         self.tier = tier
         self.owner = owner
 
     async def put(self, writes: Sequence[DiskWrite]) -> list[bool]:
-        """Which of them are durable now."""
+        """Writes objects and records their places. Returns for each whether it is durable."""
         places = await self.tier.write(writes)
         for write, place in zip(writes, places, strict=True):
             if place is not None:
@@ -82,7 +82,7 @@ class Stand:
         return [place is not None for place in places]
 
     def read_of(self, about: DiskObject, memory: bytearray | memoryview | None = None) -> DiskRead:
-        """From where it lies, into memory of its own if none is given."""
+        """Returns a read of an object from its current place, into new memory unless `memory` is given."""
         into = memoryview(bytearray(about.length) if memory is None else memory)
         return DiskRead(object=about, place=self.owner.places[about], memory=into)
 
@@ -92,7 +92,7 @@ class Stand:
         return bytes(read.memory) if good else None
 
     async def holds(self, *writes: DiskWrite) -> bool:
-        """Whether all of them read back as they were written."""
+        """Returns True if all of them read back as they were written."""
         return all([await self.get(write.object) == bytes(write.memory) for write in writes])
 
     def release(self, about: DiskObject) -> None:
@@ -103,7 +103,7 @@ class Stand:
         await self.tier.forget([about])
 
     async def sealed(self) -> Segment:
-        """The first segment, with its footer."""
+        """Seals the first segment if it is active. Returns it once its footer is written."""
         log = self.tier._log
         if log.active is log.segments[1]:
             self.tier._segments.seal(self.tier._writer._landed_in)
@@ -111,7 +111,7 @@ class Stand:
         return log.segments[1]
 
     async def settled(self) -> None:
-        """Waits for footers, files to come and compaction that are under way."""
+        """Waits for footers, the preparation of new files, and compaction in flight."""
         await self.tier._compactor.settled()
         while await self.tier._segments.sealed():
             await self.tier._compactor.settled()
@@ -130,7 +130,7 @@ class Stand:
 
 @contextlib.asynccontextmanager
 async def opened(folder: Path, options: DiskOptions = SMALL, capacity: int = CAPACITY) -> AsyncIterator[Stand]:
-    """Opened and recovered; what was found is with its owner."""
+    """Opens and recovers a tier; its owner has the objects found. At the end the tier is settled and validated."""
     owner = Owner()
     tier = await SsdTier.open(folder, capacity, options, owner.moved, owner.health_changed)
     try:
@@ -147,16 +147,16 @@ async def opened(folder: Path, options: DiskOptions = SMALL, capacity: int = CAP
 
 
 async def found_in(folder: Path, *how: Any, **options: Any) -> set[DiskObject]:
-    """By a restart; `opened` says how."""
+    """Returns the objects that a restart finds. Further arguments are passed on to `opened`."""
     async with opened(folder, *how, **options) as stand:
         return set(stand.owner.places)
 
 
-# Disks that do not answer for a while, or fail
+# Disks that hang or fail
 
 
 class Clock:
-    """Stands still until it is told the time."""
+    """A clock that moves only when a test sets `now`."""
 
     now = 100.0
 
@@ -169,7 +169,7 @@ async def for_ever(seconds: float) -> None:
 
 
 class FaultyCalls(FileCalls):
-    """Calls of one `kind` do not return while `answers` is clear. Kinds are "read", "write" and "sync"."""
+    """File calls that can fail. Calls of one `kind` ("read", "write" or "sync") block while `answers` is clear."""
 
     def __init__(self, kind: str = "") -> None:
         self._kind = kind
@@ -177,10 +177,10 @@ class FaultyCalls(FileCalls):
         self.answers.set()
         self.hangs = threading.Semaphore(0)
         self.errors: dict[str, int] = {}
-        """By kind, what all its calls fail with."""
+        """Error number with which all calls of a kind fail."""
         self.num_to_fail = 0
-        """So many calls that have to wait fail in the end, though they did what they should."""
-        self.bad_offset = -1  # what reads it fails
+        """Number of blocked calls that fail in the end although they did their work."""
+        self.bad_offset = -1  # reads that include it fail
         self.num_flushes = 0
         self._lock = threading.Lock()
 
@@ -216,7 +216,7 @@ class FaultyCalls(FileCalls):
 
 
 def faulty(kind: str = "", **options: Any) -> tuple[FaultyCalls, DiskOptions]:
-    """Through threads, whose calls can be made to fail."""
+    """Returns file calls that can hang or fail, and options of a tier that makes them in threads, without io_uring."""
     calls = FaultyCalls(kind)
     return calls, dataclasses.replace(SMALL, calls=calls, ring=False, **options)
 

@@ -1,4 +1,4 @@
-"""Gets over an express connection, over an index of this process, and checksums of values that arrive in pieces."""
+"""Gets over an express connection from an index in this process, and checksums of values that arrive in pieces."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from transfer import TransferEngine
 from transfer.native import address_of, vectors
 
 NUM_VALUES = 20
-MOST_PIECES = 500  # a byte at a time only where there are few
+MOST_PIECES = 500  # single bytes only for short data
 SIZES = st.integers(0, 5_000) | st.just(PIECE_BYTES) | st.integers(130_000, 400_000)
 ANYTHING = settings(
     max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 Row = tuple[int, Standing, bytes]
-"""Length, standing, and the bytes that come along."""
+"""Length, standing, and the bytes sent with the row."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def engine() -> Iterator[TransferEngine]:
 
 @pytest.fixture
 def published(engine: TransferEngine) -> Published:
-    """Values 0 to 19, of which every fifth is empty."""
+    """Publishes values 0 to 19, of which every fifth is empty."""
     published = Published(engine, engine.allocate(4 << 20))
     for number in range(NUM_VALUES):
         published.put(number, value(number))
@@ -60,7 +60,7 @@ def value(number: int) -> bytes:
 
 
 class Serving:
-    """A connection that is served in a thread; `ends_with` once it has ended."""
+    """A connection that a thread serves; `ends_with` returns the error that ended it."""
 
     def __init__(self, published: Published) -> None:
         self.sock, theirs = socket.socketpair()
@@ -192,14 +192,14 @@ def test_who_does_not_take_the_answer_is_left_at_the_deadline(published: Publish
     published.put(500, bytes(2 << 20))
     serving = Serving(published)
     serving.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    numbers = [500] * 8  # several times what buffers hold
+    numbers = [500] * 8  # several times the socket buffers
     serving.ask(get(numbers, [NOT_LIMITED] * 8, frames.MAX_BYTES, deadline_ms=50))
     assert isinstance(serving.ends_with(), DeadlineExceeded)
     serving.sock.close()
 
 
 def landed(memory: bytearray, lengths: list[int], link: Link) -> list[memoryview]:
-    """Places back to back that `link` receives into."""
+    """Starts receiving into `memory` and returns the values' places, which lie back to back."""
     link.receive(vectors((address_of(memory), sum(lengths))), 0)
     ends = np.cumsum(lengths).tolist()
     view = memoryview(memory)
@@ -209,7 +209,7 @@ def landed(memory: bytearray, lengths: list[int], link: Link) -> list[memoryview
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(SIZES, st.booleans()), max_size=8), st.integers(1, 300_000))
 def test_each_value_has_its_own_checksum_however_it_was_cut(values: list[tuple[int, bool]], piece: int) -> None:
-    """Those that nobody wants are passed over: 0."""
+    """Each value's checksum is right for any piece size in which it arrives; unwanted values get checksum 0."""
     lengths = [length for length, _ in values]
     data = np.random.default_rng(piece).bytes(sum(lengths))
     piece = max(piece, len(data) // MOST_PIECES)

@@ -1,4 +1,4 @@
-"""Express connections to a real node: what its clients rely on, and what a peer may break without leaving a trace."""
+"""Express connections to a real node: guarantees for clients, and misbehaving peers that must leave no trace."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from transfer.segments import SegmentTable
 DRAM = 16 * 2**20
 VALUE = os.urandom(100_000)
 FAR_AHEAD = 2.0**62
-"""A deadline that is none."""
+"""Deadline that never passes."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def store(node: Node) -> Iterator[KvStore]:
 
 @contextlib.contextmanager
 def own_node(*flags: str, transports: tuple[str, ...] = TCP) -> Iterator[tuple[Node, KvStore]]:
-    """For tests that end it."""
+    """Runs a node of its own and a client, for tests that end the node or need other flags."""
     with running_node("--dram", str(DRAM), *flags) as node, store_of(f"node://{node.rpc_address}", transports) as store:
         yield node, store
 
@@ -77,7 +77,7 @@ def express_of(store: KvStore) -> Express:
 
 
 def link_to(store: KvStore) -> contextlib.closing[Link]:
-    """A connection for questions that no client asks."""
+    """Opens a raw connection, for requests that a real client does not send."""
     return contextlib.closing(Link(express_of(store)._dial(10.0)))
 
 
@@ -95,14 +95,14 @@ def put(express: Express, key: BlockKey, value: bytes) -> Outcome:
 
 
 def get(express: Express, key: BlockKey, local: Segment, room: int = 2**20) -> object:
-    """The value, or what is said instead of it."""
+    """Gets one key. Returns its value, or its fate if there is no value."""
     spots = Spots.packed(local, [room])
     [found] = express.get([key], spots, Deadline(PATIENCE_S))
     return bytes(spots.memory(0, found)) if isinstance(found, int) else found
 
 
 def begun(key: BlockKey, *lengths: int, deadline_ms: int = 30_000) -> bytes:
-    """The head of a put of values that follow, under `key` and keys after it."""
+    """Returns the head of a put of values under `key` and the keys after it; the values must follow."""
     keys = [BlockKey((int.from_bytes(key) + n).to_bytes(16)) for n in range(len(lengths))]
     head = frames.question(Kind.PUT, len(lengths), deadline_ms, sum(lengths))
     return head + frames.wishes(keys, [NO_PARENT] * len(lengths), lengths)
@@ -141,7 +141,7 @@ def test_any_number_of_keys_may_be_asked_about(store: KvStore) -> None:
 
 
 def test_more_than_one_answer_holds_is_read_another_way(store: KvStore) -> None:
-    """A batch larger than GET_BYTES, with a missing key and an empty value in it."""
+    """A batch larger than GET_BYTES is read completely, with a missing key and an empty value in it."""
     room = 700_000
     values = {**{os.urandom(8): os.urandom(room) for _ in range(9)}, b"empty": b""}
     store.batch_put(values.items())
@@ -156,7 +156,7 @@ def test_more_than_one_answer_holds_is_read_another_way(store: KvStore) -> None:
 
 
 def test_bytes_that_do_not_match_are_not_stored(store: KvStore, local: Segment) -> None:
-    """The one that is damaged is dropped and named, its neighbour is stored."""
+    """A value that does not match its checksum is dropped and reported as CORRUPT; its neighbour is stored."""
     key = fresh()
     damaged, good = os.urandom(5_000), os.urandom(6_000)
     with link_to(store) as link:
@@ -178,7 +178,7 @@ def test_a_client_is_told_that_its_value_arrived_damaged(
 
 @pytest.mark.parametrize("nbytes", [0, 1, 50_000, 100_000, 100_007])
 def test_a_put_that_is_cut_off_leaves_nothing(store: KvStore, local: Segment, nbytes: int) -> None:
-    """Wherever: before the first byte, in the value, before its checksum, in it."""
+    """A put whose connection breaks before the value, in it, before its checksum or in it frees its space."""
     key, held = fresh(), store.stats().total.held_bytes
     with link_to(store) as link:
         send(link, (begun(key, len(VALUE)) + VALUE + checksums_of(VALUE))[: 64 + nbytes], FAR_AHEAD)
@@ -190,7 +190,7 @@ def test_a_put_that_is_cut_off_leaves_nothing(store: KvStore, local: Segment, nb
 
 
 def test_a_writer_that_is_too_slow_loses_its_space(store: KvStore) -> None:
-    """By its own deadline; what it sends later goes nowhere, since its connection has ended."""
+    """A put that misses its own deadline loses its space and its connection, so that later bytes go nowhere."""
     key = fresh()
     with link_to(store) as link:
         send(link, begun(key, len(VALUE), deadline_ms=200) + VALUE[:10], FAR_AHEAD)
@@ -253,7 +253,7 @@ def test_whoever_breaks_the_rules_is_cut_off_and_the_node_serves_on(store: KvSto
 
 
 def test_a_node_without_a_place_is_used_the_long_way() -> None:
-    """More connections than it takes: nobody is refused what it asks for."""
+    """A client beyond the node's limit of express connections is served by ordinary calls."""
     with own_node() as (node, store), contextlib.ExitStack() as stack:
         store.put(b"key", VALUE)
         for _ in range(255):
@@ -276,7 +276,7 @@ def test_a_node_that_is_told_where_kv_goes_offers_no_other_way(flags: tuple[str,
 
 @pytest.mark.parametrize("end", [Node.kill, Node.stop])
 def test_a_node_that_ends_in_the_midst_is_lost_at_once(end: Callable[[Node], None]) -> None:
-    """Of a put whose values it was taking in, and of a get that nobody answers any more."""
+    """The end of a node ends the connection of a put in flight, and a later get raises PeerLost without a timeout."""
     with own_node() as (node, store), link_to(store) as link:
         store.put(b"key", VALUE)
         send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
@@ -322,7 +322,7 @@ def test_a_connection_for_which_there_is_no_thread_is_closed_and_holds_nothing_u
 
 
 def test_what_is_granted_becomes_visible_or_is_given_back_and_never_runs_out() -> None:
-    """Rights of this process's own writers have no expiry, and are ended by the process itself."""
+    """Reservations of the process's own writers never expire; the writers commit them or give them up."""
     capacity = 16 * 1024
     state, clock = make_state(capacity, Heard()), itertools.count()
     calls: list[str] = []
@@ -354,7 +354,7 @@ def test_what_is_granted_becomes_visible_or_is_given_back_and_never_runs_out() -
     first, second = begun(1, 2), begun(1, 3)
     assert [slot.outcome for slot in second.slots] == [Outcome.IN_PROGRESS, Outcome.GRANTED]
     third = begun(2)
-    writes.give_up(third)  # nothing was granted
+    writes.give_up(third)  # it had no grants
     writes.give_up(second)
     writes.end(first, {numbered(1): 7, numbered(2): 7}, [numbered(2)])
     state.validate()

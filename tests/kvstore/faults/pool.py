@@ -1,6 +1,6 @@
-"""A pool of real store nodes that are killed, stopped and started again, and the audit of what is left.
+"""Runs a pool of real store nodes that can be killed, stopped and restarted, and audits the objects that remain.
 
-Nodes keep their ids, flags and folders over restarts. The registry is whatever address the pool is given.
+Nodes keep their ids, flags and folders over restarts. The pool uses the registry address that it is given.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tests.stopping import stopped
 T = TypeVar("T")
 Stats = kvstore_pb2.StoreStatsReply
 SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
-"""For callers that name none; clients name theirs by their deadlines."""
+"""Default TTLs of the nodes, for calls that set none. Clients set TTLs from their deadlines."""
 
 
 class Starting:
-    """A node on its way: several start at once."""
+    """A node process that is starting; several can start at once."""
 
     def __init__(self, flags: Iterable[str], output: Path) -> None:
         self.output = output
@@ -44,7 +44,7 @@ class Starting:
         self.process = self._starting.process
 
     def ready(self) -> Node:
-        """Raises ChildProcessError, with what it said, when it ends instead."""
+        """Waits for the node. Raises ChildProcessError with its log if the process ends instead."""
         try:
             return Node(self.process, self._starting.facts()["rpc"])
         except NotReady:
@@ -54,7 +54,7 @@ class Starting:
 
 @dataclass(slots=True)
 class Pool:
-    """`running` by id. `disks`: where the nodes' folders are, if they have any."""
+    """A pool of nodes. `running` has the nodes by id, `disks` the folders of nodes with a disk."""
 
     registry: str
     folder: Path
@@ -77,60 +77,60 @@ class Pool:
             self.running[node_id] = process.ready()
 
     def kill(self, node_id: str) -> None:
-        """SIGKILL."""
+        """Kills a node with SIGKILL."""
         self.running.pop(node_id).kill()
 
     def stop(self, node_id: str) -> None:
-        """SIGTERM: it writes to its disk what is only in memory."""
+        """Stops a node with SIGTERM: it copies objects that are only in memory to its disk."""
         self.running.pop(node_id).stop()
 
     def restart(self, node_id: str) -> None:
-        """SIGKILL, and another life with the same id and folder; all of its disk is known again on return."""
+        """Kills a node if it runs, starts it with the same id and folder, and waits until its disk is recovered."""
         if node_id in self.running:
             self.kill(node_id)
         self.start(node_id)
         until(lambda: self.stats(node_id).recovered == 1)
 
     def frozen(self, node_id: str) -> contextlib.AbstractContextManager[None]:
-        """SIGSTOP; SIGCONT."""
+        """Stops a node by SIGSTOP and continues it by SIGCONT when the context ends."""
         return stopped(self.running[node_id].process.pid)
 
     def store(self, transports: tuple[str, ...] = BOTH) -> KvStore:
-        """A client that knows the nodes that run, and no others."""
+        """Returns a client that knows exactly the running nodes."""
         store = store_of(self.registry, transports)
         until(lambda: self.is_known_to(store))
         return store
 
     def is_known_to(self, store: KvStore) -> bool:
-        """Whether a client has the addresses of this life of each node, and all of them answer."""
+        """Returns True if the client has the current address of each running node, and none is resting."""
         known = {node.node_id: node.address for node in store.nodes() if not node.resting}
         return known == {node_id: node.rpc_address for node_id, node in self.running.items()}
 
     def alone(self, node_id: str) -> KvStore:
-        """A client of one node, whatever belongs where."""
+        """Returns a client of one node, which ignores placement."""
         return store_of(f"node://{self.running[node_id].rpc_address}")
 
-    # Which node has what
+    # Placement and replicas
 
     def rank_of(self, name: Key) -> list[str]:
-        """The nodes that run, in the order in which `name` is put."""
+        """Returns the running nodes in the order of preference for `name`."""
         placement = Placement(dict.fromkeys(self.running, 1.0))
         return [placement.ids[place] for place in placement.ranked([block_of(name).head])[0]]
 
     def put_at(self, node_id: str, name: Key, value: bytes) -> None:
-        """A replica at a node of the caller's choice."""
+        """Stores a replica at the given node."""
         with self.alone(node_id) as store:
             store.put(name, value)
 
     def holders(self, name: Key) -> set[str]:
-        """Those that run and have `name`."""
+        """Returns the running nodes that have `name`."""
         key = block_of(name).key
         return {n for n in self.running if key in {o.key for o in self.objects(n)}}
 
-    # Asking the directory, and nodes
+    # Calls to the directory and to nodes
 
     def directory(self, question: Callable[[Questions], Awaitable[T]]) -> T:
-        """What the directory answers, which holds the registry."""
+        """Queries the directory, which serves the pool's registry."""
 
         async def ask() -> T:
             async with asking(int(self.registry.rpartition(":")[2])) as asks:
@@ -139,7 +139,7 @@ class Pool:
         return self.backstage.ask(ask(), PATIENCE_S)
 
     def ask(self, node_id: str, method: str, request: Any = None, timeout_s: float = PATIENCE_S) -> Any:
-        """A unary call of a node. Raises as it."""
+        """Makes a unary call to a node. Raises the call's errors."""
 
         async def call() -> Any:
             return await self.channels.call(self._method(node_id, method), request, timeout_s=timeout_s)
@@ -147,7 +147,7 @@ class Pool:
         return self.backstage.ask(call(), timeout_s + PATIENCE_S)
 
     def stream(self, node_id: str, method: str, request: Any) -> list[Any]:
-        """Everything that a streaming call of a node gives."""
+        """Returns all replies of a streaming call to a node."""
 
         async def everything() -> list[Any]:
             return [each async for each in self.channels.stream(self._method(node_id, method), request)]
@@ -170,7 +170,7 @@ class Pool:
         return [each for reply in replies for each in reply.objects]
 
     def verify(self, node_id: str) -> list[bytes]:
-        """The keys of what does not match its checksum; the node has dropped them."""
+        """Returns the keys of objects that do not match their checksum; the node has dropped them."""
         replies = self.stream(node_id, "Verify", kvstore_pb2.StoreVerifyRequest())
         return [key for reply in replies for key in reply.corrupt]
 
@@ -179,8 +179,8 @@ class Pool:
     def audit(
         self, names: Iterable[bytes], *, held: Collection[bytes] = (), gone: Collection[bytes] = ()
     ) -> set[bytes]:
-        """The names that are found. Every one of them is right, all that must be `held` are there, nothing that is
-        `gone` is, nodes find nothing damaged, and their books add up."""
+        """Returns the names that are found. Asserts that their values are right, that all of `held` and none of `gone`
+        are found, that nodes find no damaged object, and that `add_up` holds."""
         with self.store() as store:
             found = {name for name in names if self._is_right(store, name)}
             lost = [name for name in held if not self._is_right(store, name)]
@@ -193,7 +193,7 @@ class Pool:
         return found
 
     def add_up(self) -> None:
-        """Every right ends, and then all memory is free or taken by something that is visible."""
+        """Asserts that every lease and reservation ends, and that visible objects then account for all used memory."""
         for node_id in self.running:
             self.until_stats(node_id, lambda s: not s.leased_bytes and not s.reserved_bytes)
             stats, objects = self.stats(node_id), self.objects(node_id)
@@ -204,7 +204,7 @@ class Pool:
             assert stats.disk_live_bytes <= stats.disk_limit_bytes, node_id
 
     def said(self) -> str:
-        """By all lives of all nodes, for whoever has to find out why."""
+        """Returns the logs of all lives of all nodes."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"== {log.name}\n{log.read_text()}" for log in logs)
 
@@ -216,7 +216,7 @@ class Pool:
 
 
 def held(pool: Pool, keys: Sequence[BlockKey]) -> list[set[str]]:
-    """Of each key, the nodes that the directory names."""
+    """Returns for each key the nodes that hold it according to the directory."""
     return pool.directory(lambda asks: asks.holders(keys))
 
 
@@ -227,7 +227,7 @@ def until_on_disk(pool: Pool, node_id: str, names: Iterable[Key]) -> None:
 
 @contextlib.contextmanager
 def running_pool(folder: Path, num_nodes: int, *flags: str, ssd: str = "", registry: str = "") -> Iterator[Pool]:
-    """`ssd` is the capacity of each node's disk. Without a registry's address this process serves one."""
+    """Runs a pool. `ssd` is the capacity of each node's disk. Without `registry` this process serves a registry."""
     with contextlib.ExitStack() as stack:
         registry = registry or stack.enter_context(running_registry())
         pool = Pool(registry, folder, ssd, (*SHORT_RIGHTS, *flags))

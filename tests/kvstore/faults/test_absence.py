@@ -1,4 +1,4 @@
-"""Nodes that are away while keys are removed or replaced: nothing old is seen when they come back."""
+"""Nodes that are away while keys are removed or replaced: no old value is visible when they return."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def put_on(pool: Pool, node_id: str, seed: str, count: int = 20) -> list[bytes]:
 
 
 def remove_all(store: KvStore, names: list[bytes]) -> None:
-    """Says so when a node could not be asked."""
+    """Removes names while a node is unreachable, which must raise."""
     with pytest.raises((PeerLost, DeadlineExceeded)):
         store.batch_remove(names, timeout_s=10.0)
 
@@ -62,7 +62,7 @@ def test_what_a_node_is_told_by_others_is_told_on_by_it_and_over_restarts(tmp_pa
 
 
 def test_a_value_stored_anew_after_a_removal_stays(tmp_path: Path) -> None:
-    """At the node that was away, and again after restarts: the removal is not done twice."""
+    """A value stored after a removal stays, at the node that was away and after restarts: a removal runs only once."""
     with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
         names = put_on(pool, "store-1", "again")
         with pool.store() as store:
@@ -94,7 +94,7 @@ def test_of_two_values_the_one_that_was_stored_while_the_other_was_away_counts(t
 
 def test_a_node_that_was_away_for_longer_than_removals_are_kept_begins_empty(tmp_path: Path) -> None:
     with running_pool(tmp_path, 2, *ON_DISK, "--removals-kept-s", "0.1", ssd="64MiB") as pool:
-        # Who begins itself cannot tell that it was there meanwhile.
+        # A node that is starting itself cannot confirm that it was present meanwhile.
         until(lambda: pool.stats("store-0").recovered == 1)
         names = put_on(pool, "store-1", "old")
         pool.restart("store-1")
@@ -110,7 +110,7 @@ def test_a_node_alone_keeps_what_it_had_however_long_it_was_away(tmp_path: Path)
         pool.audit([], held=names)
 
 
-@pytest.mark.slow  # the registry forgets the node, which takes half a minute
+@pytest.mark.slow  # the registry needs half a minute to forget the node
 def test_a_node_that_was_stopped_until_it_was_forgotten_shows_nothing_old(tmp_path: Path) -> None:
     with running_pool(tmp_path, 3, "--dram", "64MiB") as pool:
         removed = put_on(pool, "store-1", "removed")
@@ -119,7 +119,7 @@ def test_a_node_that_was_stopped_until_it_was_forgotten_shows_nothing_old(tmp_pa
             store.put(b"replaced", b"old")
         with pool.store() as store:
             with pool.frozen("store-1"):
-                until(lambda: len(store.nodes()) == 2)  # the registry gives it 10 s, its readers another 6
+                until(lambda: len(store.nodes()) == 2)  # its lease lasts 10 s, readers wait 6 s more
                 assert store.batch_remove(removed) == 0
                 store.put(b"replaced", b"new")
             until(lambda: len(store.nodes()) == 3)

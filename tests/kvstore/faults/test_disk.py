@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, gone or damaged under a running node, and between two of its lives."""
+"""Disks that become full, read-only, unmounted or damaged while a node runs, or between two of its lives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ("--dram", "8MiB")
 
 
 def test_a_full_disk_refuses_nobody_and_a_node_starts_on_it(tmp_path: Path) -> None:
-    """Segments of 8 MiB on 20 MiB: the second one that fails to be made finds the disk full."""
+    """A full disk fails no call, and a node starts on it. On 20 MiB, the third segment of 8 MiB cannot be created."""
     with mounted(tmp_path / "store-0", 20 * 2**20) as disk, running_pool(tmp_path, 1, *SMALL, ssd="64MiB") as pool:
         with pool.store() as store, Load(store, "full", nbytes=500_000, kept=FOR_EVER) as load:
             load.go_on(100)
@@ -114,7 +114,7 @@ def test_a_bit_that_flips_on_the_disk_of_a_running_node_is_a_miss_or_another_rep
 
 
 def put_at(pool: Pool, node_id: str) -> list[bytes]:
-    """Three times as much as its memory holds."""
+    """Stores three times as many bytes as the node's memory holds."""
     with pool.alone(node_id) as store:
         return put_many(store, "running", 80, 300_000)
 

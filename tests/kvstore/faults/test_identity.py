@@ -1,4 +1,4 @@
-"""Two nodes that claim one id: the second one gives up with a reason, and takes it over once the first is dead."""
+"""Two nodes with the same id: the second ends with a reason, and can take over the id once the first is dead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kvstore.faults.values import Load
 from tests.patience import PATIENCE_S
 
 
-@pytest.mark.slow  # a lease of 10 s has to end, twice
+@pytest.mark.slow  # waits twice for a lease of 10 s to end
 def test_the_second_owner_of_an_id_ends_with_a_reason_and_takes_over_a_dead_ones_place(tmp_path: Path) -> None:
     with running_pool(tmp_path, 1, "--dram", "64MiB") as pool:
         first = pool.running["store-0"]

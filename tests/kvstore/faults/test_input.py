@@ -1,6 +1,6 @@
-"""Calls that make no sense, to a running node: each is refused as the caller's fault, and the node's books stay right.
+"""Sends invalid calls to a running node: each is refused as the caller's error, and the node's accounting stays right.
 
-What clients refuse before they ask is in tests/kvstore/client; here nobody stands in between.
+The calls bypass the client. Arguments that clients refuse themselves are tested in tests/kvstore/client.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""SIGKILL of a node while it stores, serves, demotes, copies or compacts: what was on its disk is found again. SIGSTOP
-of a node under load: others go on, and when it wakes nothing is wrong and nothing is missing."""
+"""SIGKILL of a node while it stores, serves, demotes, copies or compacts: objects on its disk are found again. SIGSTOP
+of a node under load: the other nodes go on, and when it continues no object is wrong or missing."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.thoroughness import THOROUGH
 LARGE = 6 * 2**20
 ROUNDS = 2 if THOROUGH else 1
 NUM_SEGMENTS = 8
-"""Of a small disk (`kvstore.disk.tier`)."""
+"""Number of segments of a small disk (`kvstore.disk.tier`)."""
 STOPPED_S = 3.0
-"""Less than its lease at the registry. Who is forgotten meanwhile: `test_absence`."""
+"""Shorter than a node's lease at the registry. `test_absence` stops a node for longer."""
 
 
 @both_ways
@@ -49,7 +49,7 @@ def test_a_node_killed_during_a_put_keeps_nothing_half_written(tmp_path: Path, t
 
 @contextlib.contextmanager
 def after(after_s: float, happens: Callable[[], object]) -> Iterator[None]:
-    """It happens so long after the block was entered, and has happened when the block ends."""
+    """Calls `happens` in a thread `after_s` after the context is entered. The context ends after the call."""
     timer = threading.Timer(after_s, happens)
     timer.start()
     try:
@@ -77,7 +77,7 @@ def read_until_lost(store: KvStore, names: list[bytes]) -> None:
     with contextlib.suppress(*BLAMELESS):
         while True:
             for name in names:
-                # Mapped memory outlives its node; what was only on its disk does not.
+                # Mapped memory stays readable after the node's death; objects only on its disk do not.
                 assert store.get(name, timeout_s=5.0) == value_of(name)
 
 
@@ -92,7 +92,7 @@ def test_a_node_killed_during_demotions_finds_again_what_was_on_its_disk(tmp_pat
 
 
 def kill_under(pool: Pool, load: Load) -> None:
-    """Kills and restarts the node: all that was on its disk is there again, but what the load removes."""
+    """Kills and restarts the node. Objects on its disk must be found again unless the load removes them."""
     names = {plain_key(name): name for name in [*load.stored, *load.uncertain]}
     on_disk = {names[o.key] for o in pool.objects("store-0") if o.on_disk and o.key in names}
     pool.restart("store-0")
@@ -109,13 +109,13 @@ def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(t
         with pool.store() as store, Load(store, "churn", nbytes=400_000, kept=20) as load:
             until(lambda: last_segment(pool) > NUM_SEGMENTS)
             for _ in range(ROUNDS):
-                load.go_on(160)  # twice what the disk holds
+                load.go_on(160)  # twice the disk's capacity
                 kill_under(pool, load)
         pool.audit(load.uncertain, gone=load.removed)
 
 
 def last_segment(pool: Pool) -> int:
-    """Its number: one above what there is space for tells that others have been emptied."""
+    """Returns the last segment's number. A number above NUM_SEGMENTS means that others have been emptied."""
     names = [path.stem for path in pool.disks["store-0"].glob("segment-*.kv")]
     return max((int(name.partition("-")[2]) for name in names), default=0)
 
@@ -140,7 +140,7 @@ def test_a_node_killed_during_replication_leaves_whole_replicas(tmp_path: Path, 
             directories.enter_context(running_directory(port=port))
         else:
             pool.restart(victim)
-        pool.audit([], held=names)  # no right is left, neither at the victim nor at the other
+        pool.audit([], held=names)  # no lease or reservation is left at either node
         with pool.store() as store:
             until(lambda: is_replicated(pool, store, names))
             until_on_disk(pool, "store-1", names)
@@ -150,7 +150,7 @@ def test_a_node_killed_during_replication_leaves_whole_replicas(tmp_path: Path, 
 
 
 def is_replicated(pool: Pool, store: KvStore, names: list[bytes]) -> bool:
-    """If not, it is asked for: a copy that fails is told to nobody but the directory's metrics."""
+    """Returns True if `store-1` has all objects. Otherwise requests them, since only metrics report a failed copy."""
     if {plain_key(name) for name in names} <= {o.key for o in pool.objects("store-1")}:
         return True
     store.change_replica(names, 2, timeout_s=PATIENCE_S)

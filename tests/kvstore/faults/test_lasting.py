@@ -1,4 +1,4 @@
-"""What is said to a node once and must hold in its later lives: pins, draining."""
+"""Pins and draining are set once and persist over a node's restarts."""
 
 from __future__ import annotations
 

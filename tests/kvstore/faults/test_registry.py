@@ -1,4 +1,4 @@
-"""Without its directory and without its registry the pool stores and serves; afterwards they agree again."""
+"""A pool without its directory or its registry stores and serves; after their return, all of them agree again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.thoroughness import seconds
 
 OUTAGES = [
     (3.0, 0.0),
-    # More than the members' leases of 10 s.
+    # Longer than the members' leases of 10 s.
     pytest.param(seconds(12.0, 20.0), 0.02, marks=pytest.mark.slow),
 ]
 
@@ -64,10 +64,10 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
 
 
 def until_in_step(pool: Pool) -> None:
-    """Returns once the directory knows all that the nodes hold."""
+    """Waits until the directory knows all objects of the nodes."""
 
     def is_in_step() -> bool:
-        with contextlib.suppress(PeerLost):  # gRPC dials a port that refused it a second later
+        with contextlib.suppress(PeerLost):  # gRPC retries a refused port only after a second
             pool.directory(lambda asks: asks.until_in_step(*pool.running))
             return True
         return False
@@ -76,7 +76,7 @@ def until_in_step(pool: Pool) -> None:
 
 
 def agree(pool: Pool) -> bool:
-    """Whether the directory names for each object exactly the nodes that list it."""
+    """Returns True if the directory names for each object exactly the nodes that list it."""
     listed: dict[BlockKey, set[str]] = {}
     for node_id in pool.running:
         for stored in pool.objects(node_id):

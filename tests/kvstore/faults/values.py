@@ -1,6 +1,6 @@
-"""Values that follow from their names, so that every byte that comes back can be judged, and a load that judges.
+"""Derives values from their names, so that every byte read can be checked, and runs a load that checks them.
 
-Names are never used twice: what has been removed must not come back, whatever happened since.
+Names are never used twice: a removed object must not come back, whatever happened since.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from protocol.errors import DeadlineExceeded, Overloaded, PeerLost, StaleLease
 from tests.patience import PATIENCE_S, until
 
 BLAMELESS = (PeerLost, DeadlineExceeded, Overloaded, StaleLease)
-"""What a caller may be told while something is broken. Anything else is a fault of ours."""
+"""Errors that a caller may get while something is broken. Any other error is a bug."""
 
 FOR_EVER = 10**9
-"""Objects that a load keeps: it removes none."""
+"""Value of `kept` for a load that removes nothing."""
 
 
 def name_of(seed: str, number: int, nbytes: int) -> bytes:
@@ -32,7 +32,7 @@ def value_of(name: bytes) -> bytes:
 
 
 def put_many(store: KvStore, seed: str, count: int, nbytes: int) -> list[bytes]:
-    """All of them are stored when it returns."""
+    """Stores `count` values and returns their names."""
     names = [name_of(seed, number, nbytes) for number in range(count)]
     for name in names:
         store.put(name, value_of(name))
@@ -40,10 +40,10 @@ def put_many(store: KvStore, seed: str, count: int, nbytes: int) -> list[bytes]:
 
 
 class Load:
-    """Puts, reads, verifies and removes from a thread of its own while the block lasts; nothing wrong may come back.
+    """Puts, reads, verifies and removes objects in a thread of its own while the `with` block lasts.
 
-    It keeps about `kept` objects of at most `nbytes` each, and reads only what it has stored and not removed. It rests
-    `pause_s` after each put and get, so that a wait under load leaves the processor to what is waited for.
+    It keeps about `kept` objects of less than `nbytes` each, and reads only objects that it has stored and not removed.
+    It rests `pause_s` before each step, so that a wait under load leaves the processor to the process waited for.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Load:
         self.stored: list[bytes] = []
         self.removed: set[bytes] = set()
         self.uncertain: set[bytes] = set()
-        """The call that is to store or to remove them is under way, or has failed."""
+        """Names whose put or removal is in flight or has failed."""
         self.missed = 0
         self.done: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -92,13 +92,13 @@ class Load:
             raise AssertionError("a call failed as none may, or gave wrong bytes") from self._broken
 
     def go_on(self, count: int = 20, *, what: str = "put") -> None:
-        """Returns once so many more calls have succeeded."""
+        """Waits until `count` more calls of this kind have succeeded."""
         wanted = self.done[what] + count
         until(lambda: self.done[what] >= wanted or self._broken)
         self.check()
 
     def go_on_for(self, duration_s: float) -> None:
-        """Returns after so long; all the while puts and gets succeed."""
+        """Waits for `duration_s`, during which puts and gets must keep succeeding."""
         ends_at = time.monotonic() + duration_s
         while time.monotonic() < ends_at:
             for what in ("put", "get"):
@@ -126,7 +126,7 @@ class Load:
             self.done[what] += 1
 
     def _put(self) -> None:
-        """One that failed is tried again: it may have been stored all the same."""
+        """Puts a new value, or retries the last one if it failed: it may have been stored nevertheless."""
         name = self._unfinished or self._fresh()
         self._unfinished = name
         self.uncertain.add(name)

@@ -1,8 +1,8 @@
-"""A process that changes an index and rewrites its data in place, as fast as it can, until it is killed.
+"""Changes an index and rewrites its data in place as fast as possible, in a process that runs until it is killed.
 
-`python -m tests.kvstore.native.mutator FD BYTES`: the file's first page tells where the index is now and which one
-its reader uses, then comes the data, then every memory that the index has had. An index grows while it is read only, so
-that no reader, however late, misses that it has moved.
+`python -m tests.kvstore.native.mutator FD BYTES`: the file's first page holds the offset of the current index and of
+the index that the reader uses; the data follows, then every memory that the index has had. The index grows only while
+the reader uses the current one, so that no reader, however late, misses a move.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from protocol.keys import BlockKey
 PAGE = 4096
 NUM_PLACES = 48
 NUM_STABLE = 8
-"""Keys from 0 on that are moved and never removed."""
+"""The first keys, which are moved but never removed."""
 NUM_KEYS = 40
-"""Keys that come and go; those from here on come and stay, so that the index grows."""
+"""Keys below this number come and go; keys from it on are only added, so that the index grows."""
 MAX_KEYS = 700
 OBJECT_BYTES = 4096
 DATA_END = PAGE + NUM_PLACES * OBJECT_BYTES
 WHERE = struct.Struct("Q")
-"""Offset of the index."""
+"""Format of the index's offset, at the file's start."""
 READ_AT = WHERE.size
-"""Where the reader says that offset, of the index that it uses."""
+"""Position at which the reader writes the offset of the index that it uses."""
 
 
 def key_of(number: int) -> BlockKey:
@@ -39,12 +39,12 @@ def key_of(number: int) -> BlockKey:
 
 
 def content_of(number: int, generation: int) -> int:
-    """The 8 bytes that an object consists of."""
+    """Returns the 8-byte value that an object repeats."""
     return generation << 20 | number
 
 
 class Mutator:
-    """One step at a time."""
+    """Applies random changes to the index and its data, one per step."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memoryview(memory)
@@ -53,7 +53,7 @@ class Mutator:
         self._where = 0
         self._index = KeyIndex(self._allocate)
         self._generation = 0
-        self._free = list(range(NUM_PLACES))  # more than there are keys with an object
+        self._free = list(range(NUM_PLACES))  # more places than keys with an object
         self._num_keys = NUM_KEYS
         self._random = random.Random(1)
         for number in range(NUM_STABLE):
@@ -66,7 +66,7 @@ class Mutator:
         entry = self._index.find(key)
         if entry is None:
             self._insert(number)
-        elif number < NUM_STABLE or self._random.random() < 0.5:  # to another place, to the disk or back
+        elif number < NUM_STABLE or self._random.random() < 0.5:  # to another place, to disk or back
             self._index.relocate(key, None if self._random.random() < 0.2 else self._written(number, entry.generation))
             self._give_back(entry.offset)
         else:
@@ -85,7 +85,7 @@ class Mutator:
         return self._memory[self._where : self._end]
 
     def _publish(self) -> None:
-        self._memory[: WHERE.size] = WHERE.pack(self._where)  # whole, unlike `pack_into`
+        self._memory[: WHERE.size] = WHERE.pack(self._where)  # atomic, unlike `pack_into`
 
     def _insert(self, number: int) -> None:
         self._generation += 1
@@ -93,7 +93,7 @@ class Mutator:
         self._index.insert(key_of(number), Entry(number, self._generation, number, OBJECT_BYTES, offset))
 
     def _written(self, number: int, generation: int) -> int:
-        """The offset of a free place that has this content now."""
+        """Writes this object's content to a free place and returns its offset."""
         place = self._free.pop(self._random.randrange(len(self._free)))
         self._data[place] = content_of(number, generation)
         return place * OBJECT_BYTES
@@ -101,7 +101,7 @@ class Mutator:
     def _give_back(self, offset: int | None) -> None:
         if offset is not None:
             place = offset // OBJECT_BYTES
-            self._data[place] = 2**64 - 1  # whoever copied it meanwhile must notice
+            self._data[place] = 2**64 - 1  # a reader that copied it meanwhile must notice
             self._free.append(place)
 
 
@@ -110,7 +110,7 @@ def main() -> None:
     mutator = Mutator(mmap.mmap(fd, nbytes))
     print("ready", flush=True)  # noqa: T201
     parent = os.getppid()
-    while os.getppid() == parent:  # it may have been killed itself
+    while os.getppid() == parent:  # ends if the test process was killed
         for _ in range(1000):
             mutator.step()
 

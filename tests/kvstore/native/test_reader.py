@@ -1,4 +1,4 @@
-"""What readers of another process's index are told."""
+"""Reads of another process's index through `MappedReader`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def index_of(entries: dict[int, Entry]) -> KeyIndex:
 
 
 def slot_of(index: KeyIndex) -> int:
-    """Where the only entry of an index lies."""
+    """Returns the offset of the only entry of an index."""
     table = bytes(index.memory[HEADER.size :])
     return HEADER.size + next(at for at in range(0, len(table), SLOT.size) if any(table[at:][:48]))
 
@@ -59,7 +59,7 @@ def reader_of(index: KeyIndex, data: bytes = DATA) -> MappedReader:
 
 
 def copy(reader: MappedReader, *numbers: int) -> tuple[Copied, np.ndarray]:
-    """One row of bytes per key."""
+    """Copies keys into one row of 4096 bytes each. Returns the outcome and the rows."""
     into = np.zeros((len(numbers), 4096), np.uint8)
     addresses = np.array([row.ctypes.data for row in into], np.uint64)
     capacities = np.full(len(numbers), 4096, np.uint64)
@@ -81,7 +81,7 @@ BATCH = {
     2: entry_at(None),
     3: entry_at(0, 4097),
     4: entry_at(256, 0),
-    6: entry_at(len(DATA) - 256, 257),  # beyond what is mapped here
+    6: entry_at(len(DATA) - 256, 257),  # beyond the mapped data
     7: entry_at(len(DATA) - 256, 256),
 }
 
@@ -98,7 +98,7 @@ def test_a_copy_of_a_batch_says_of_each_key_what_came_of_it() -> None:
 
 
 def located(reader: MappedReader, *numbers: int, budget: int = 1 << 20) -> tuple[list[list[int]], list[bytes]]:
-    """Rows with the standing apart, and the bytes of each piece."""
+    """Locates keys. Returns their rows, with the standing as a separate column, and the bytes of each piece."""
     count = len(numbers)
     rows, pieces = np.zeros((count, 4), np.uint64), np.zeros((count, 2), np.uint64)
     rooms = np.full(count, 4096, np.uint64)
@@ -108,7 +108,7 @@ def located(reader: MappedReader, *numbers: int, budget: int = 1 << 20) -> tuple
 
 
 def test_a_batch_is_located_with_the_memory_of_what_fits() -> None:
-    """What is too large, beyond the budget, on disk, absent or out of bounds is told, not given."""
+    """Objects that are too large, over budget, on disk, absent or out of bounds get a row, but no piece of memory."""
     entries = BATCH | {8: entry_at(1024, 1500)}
     told, pieces = located(reader_of(index_of(entries)), *range(1, 7), 8, 7, budget=1300)
     standings = "SENT ON_DISK IN_MEMORY SENT MISSING UNKNOWN IN_MEMORY SENT"
@@ -203,7 +203,7 @@ def test_arrays_of_a_wrong_shape_or_type_are_refused() -> None:
 
 @contextmanager
 def mutating() -> Iterator[memoryview]:
-    """The memory that another process changes."""
+    """Yields memory that another process changes all the time."""
     nbytes = 4 << 20
     fd = os.memfd_create("mutated")
     os.truncate(fd, nbytes)
@@ -219,7 +219,7 @@ def mutating() -> Iterator[memoryview]:
 
 
 def reader_over(memory: memoryview) -> MappedReader:
-    """Over what the index is in now."""
+    """Returns a reader over the index's current memory, and reports that memory to the mutator."""
     while True:
         (offset,) = mutator.WHERE.unpack_from(memory)
         data = memory[mutator.PAGE : mutator.DATA_END].toreadonly()
@@ -247,7 +247,7 @@ def test_whatever_is_copied_while_another_process_rewrites_it_is_whole() -> None
 
 
 def check_batch(reader: MappedReader) -> Counter[str]:
-    """Copies all keys that come and go, and holds them against what they must be."""
+    """Copies all changing keys, checks their contents, and counts the outcomes."""
     copied, into = copy(reader, *range(mutator.NUM_KEYS))
     lengths = copied.lengths.tolist()
     for number, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Indexes, the heap and the kernel of holders against models of Python's own containers."""
+"""Compares the native indexes, the rank heap and the holder kernel with models of Python containers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ entries = st.builds(
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Beyond 45 entries the index grows."""
+    """Compares a key index with a dict. The index grows beyond 45 entries."""
 
     @initialize()
     def make(self) -> None:
@@ -89,7 +89,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class HeapMachine(RuleBasedStateMachine):
-    """Ranks differ, as those of policies do."""
+    """Compares the rank heap with a dict. No two ranks are equal, as in eviction policies."""
 
     records = st.integers(0, 8) | st.integers(0, 500)
     primaries = st.sampled_from([0.0, 0.0, -1.5, 1e300]) | st.floats(-10, 10)
@@ -177,12 +177,12 @@ def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves() -> None
     assert index.memory is given[-1]
     assert [memory[12] for memory in given] == [1] * len(retired) + [0]
     for memory in retired:
-        memory.release()  # nothing holds it
+        memory.release()  # raises if it is still in use
     assert index.records_of([key_of(999), key_of(1000)]) == [999, NO_RECORD]
 
 
 def test_an_index_grows_early_when_entries_would_run_over_its_end() -> None:
-    """Keys that all live in the last slot, which no load of its smallest size could crowd so."""
+    """An index grows early if its last slot is crowded. The smallest index cannot be; the keys crowd a larger one."""
     index = KeyIndex()
     geometry = index.geometry
     assert geometry.num_slots * MAX_LOAD < NUM_TAIL
@@ -202,7 +202,7 @@ def keys_at_the_end(seed: int, num_slots: int) -> Iterator[BlockKey]:
 
 
 def home(key: BlockKey, seed: int, num_slots: int) -> int:
-    """The slot where metadata.c begins to look for `key`."""
+    """Returns the slot where metadata.c starts the search for `key`."""
     golden, word = 0x9E3779B97F4A7C15, 2**64 - 1
 
     def fold(a: int, b: int) -> int:
@@ -215,7 +215,7 @@ def home(key: BlockKey, seed: int, num_slots: int) -> int:
 
 @pytest.mark.parametrize("step", [1, 1 << 100, 2**64 + 1, (1 << 64) - 1])
 def test_regular_keys_are_spread_like_random_ones(step: int) -> None:
-    """Counting up, in the high bits, with equal and with opposite halves."""
+    """Keys that count up in the low bits, in the high bits, or with equal or opposite halves are spread evenly."""
     seed, homes = 0x1234_5678_9ABC_DEF0, np.zeros(2000, np.int64)
     for number in range(20_000):
         homes[home(key_of(number * step), seed, 2000)] += 1
@@ -261,11 +261,11 @@ def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug() -> None:
             call(key_of(2))
 
 
-# Which row has a key, and who holds leading rows
+# The index of rows by key, and the kernel that finds holders of leading rows
 
 
 def column_of(num_rows: int, seed: int = 1) -> Column:
-    """Random keys."""
+    """Returns a column of random keys."""
     keys = np.random.default_rng(seed).integers(0, 256, (num_rows, KEY_BYTES), dtype=np.uint8)
     return keys.reshape(-1).view(np.dtype((np.void, KEY_BYTES)))
 
@@ -306,7 +306,7 @@ def test_rows_that_the_column_lacks_and_torn_keys_are_refused() -> None:
             index.remove(column, rows)
     with pytest.raises(ValueError, match="whole number"):
         index.find_all(column, bytes(KEY_BYTES + 1))
-    index.remove(column, rows_of(5))  # not there
+    index.remove(column, rows_of(5))  # absent
     index.insert(column, rows_of())
     assert len(index) == 0
 
@@ -329,7 +329,7 @@ def test_any_order_of_changes_leaves_exactly_what_is_there(changes: list[tuple[b
 
 
 NUM_ROWS = 8
-# Mostly held by all, as prefixes are, so that runs are not all 0.
+# Mostly all ones: many instances hold a prefix, and runs must not all be 0.
 words = st.sampled_from([2**64 - 1, 2**63, 1, 0, 2**64 - 2, 0xF0F0])
 
 
@@ -350,7 +350,7 @@ def test_runs_are_those_of_a_loop_over_all_bits(columns: list[list[int]], rows: 
 
 
 def test_columns_that_moved_are_found_again() -> None:
-    """A table that grows has other columns, and they are read from then on."""
+    """The kernel reads a table's new columns after growth has replaced the old ones."""
     kernel = HolderKernel()
     rows = np.array([0], np.int64)
     for size in (1, 1000):

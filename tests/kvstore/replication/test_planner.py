@@ -1,4 +1,4 @@
-"""What the planner makes and drops, on directories that are told what became of its plans; what heat counts."""
+"""Plans of the replication planner, on directories to which the plans are applied, and the counts of `Heat`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTRA = 2
 
 
 class Cluster:
-    """Nodes by name, and a planner over them. A block's parent is the one before it, but for multiples of 1000."""
+    """Nodes by name, and a planner over them. A block's parent has the number before; multiples of 1000 have none."""
 
     def __init__(self, **hosts: str) -> None:
         self.directory = Directory()
@@ -77,7 +77,7 @@ def numbers(keys: Iterable[BlockKey]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("nodes", "held", "copied"),
-    [  # by node, host and free bytes; by node, the length of what it holds
+    [  # host and free bytes by node; length of the chain held by node
         ({"a": ("h1", 50), "b": ("h1", 100), "c": ("h2", 10), "d": ("h2", 60)}, {"a": 5}, ("d", [0, 1, 2, 3, 4])),
         ({"a": ("h1", 50), "b": ("h1", 50)}, {"a": 5}, ("b", [0, 1, 2, 3, 4])),
         ({"a": ("h1", 50), "b": ("h1", 50), "c": ("h2", 50)}, {"a": 5, "b": 3, "c": 2}, ("c", [2, 3, 4])),
@@ -116,7 +116,7 @@ def test_a_block_rests_between_two_replicas_and_has_at_most_two_extra() -> None:
             cluster.carry_out(copy)
             targets.append(copy.target)
         cluster.read(0)
-        assert cluster.plan()[0] == ()  # as hot, and resting
+        assert cluster.plan()[0] == ()  # still as hot, but resting
         cluster.now += COOL_S - 1
         cluster.read(0)
         cluster.now += 1
@@ -193,7 +193,7 @@ UNKNOWN_B = Pins(pinned=pins_of(a=[0, 1]).pinned | pins_of(c=[0, 1]).pinned, unk
     ],
 )
 def test_fewer_replicas_leave_the_fullest_nodes_first_and_pinned_ones_last(pins: Pins, dropped: str) -> None:
-    """Never the last replica, and none of a node that does not tell its pins; children go first."""
+    """The last replica and replicas of a node with unknown pins are never dropped; children are dropped first."""
     cluster = Cluster(a="h1", b="h2", c="h3")
     for name, free in (("a", 10), ("b", 20), ("c", 90)):
         cluster.change(name, free_bytes=free)
@@ -203,7 +203,7 @@ def test_fewer_replicas_leave_the_fullest_nodes_first_and_pinned_ones_last(pins:
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Three chains over five nodes of three hosts, which are read, copied, dropped, lost and brought back."""
+    """Random reads, copies, drops, losses and returns of three chains over five nodes on three hosts."""
 
     names = st.sampled_from(["a", "b", "c", "d", "e"])
     blocks = st.sampled_from([*range(5), *range(1000, 1004), 2000])
@@ -212,7 +212,7 @@ class AnyHistory(RuleBasedStateMachine):
         super().__init__()
         self.cluster = Cluster(a="h1", b="h1", c="h2", d="h2", e="h3")
         self.under_way: list[Copy] = []
-        self.planned_at: dict[int, float] = {}  # by identity; of all copies ever
+        self.planned_at: dict[int, float] = {}  # by identity, for all copies ever planned
         self.made: set[tuple[str, int]] = set()
 
     @rule(name=names, block=blocks)
@@ -225,7 +225,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 30.0, 61.0]))
     def time_passes(self, seconds: float) -> None:
-        """Copies have a deadline, long before which they are settled in one way or the other."""
+        """Advances the clock. Copies planned more than 60 s ago fail, as a copy's deadline would end them."""
         self.cluster.now += seconds
         for copy in [c for c in self.under_way if self.cluster.now - self.planned_at[id(c)] > 60.0]:
             self.under_way.remove(copy)
@@ -286,7 +286,7 @@ TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
-# Heat counts what was read within the window, in bounded memory
+# Heat counts the reads within its window, in bounded memory
 
 
 def test_the_coldest_are_forgotten_when_too_many_are_counted() -> None:
@@ -321,7 +321,7 @@ def test_a_clock_that_runs_back_neither_loses_nor_invents_hits() -> None:
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 3), st.integers(1, 5)), max_size=60))
 @settings(max_examples=examples(50), deadline=None)
 def test_counts_equal_a_list_of_all_reads(steps: list[tuple[float, int, int]]) -> None:
-    """To the length of a slice: a read counts from its slice's start. What nobody reads any more is not counted."""
+    """Counts equal a list of all reads in the window's slices; keys that are no longer read are dropped."""
     window_s = 10.0
     slice_s = window_s / NUM_SLICES
     heat = Heat(threshold=4, window_s=window_s)
