@@ -19,6 +19,8 @@ MAX_REMOVALS = 100_000
 """Limit of the log: about 40 MB."""
 KEPT_S = 86_400.0
 """How long a removal is kept. A node that was away for longer begins empty."""
+CLOCK_DRIFT = 1e-3
+"""Largest difference of the rates of two hosts' clocks: NTP adjusts each by up to 500 ppm."""
 _SLACK = 1.25
 """Entries are kept this factor longer than `kept_s`, so that a removal that a peer still reports is known here."""
 
@@ -70,9 +72,10 @@ class Removals:
         return [key for key in dict.fromkeys(keys) if self._note(Removal(key, removal_id, now))]
 
     def learn(self, heard: Iterable[Heard], now: float) -> list[Removal]:
-        """Notes removals reported by another node. Returns the new ones."""
+        """Notes removals reported by another node. Returns the new ones. An age measured by a fast clock is too large,
+        and objects stored shortly before the removal would survive it, so ages are reduced by `CLOCK_DRIFT`."""
         young = (each for each in heard if each.age_s < self._kept_s)
-        told = (Removal(key, removal_id, now - age_s) for key, removal_id, age_s in young)
+        told = (Removal(key, removal_id, now - age_s * (1.0 - CLOCK_DRIFT)) for key, removal_id, age_s in young)
         return [removal for removal in told if self._note(removal)]
 
     def took(self, keys: Iterable[BlockKey], removal_id: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.generations import COARSE_S, FINE_S, Reserving
 from kvstore.removal_file import RECORD_BYTES, Presence, RemovalFile, Stamp
-from kvstore.removals import Heard, Removals
+from kvstore.removals import CLOCK_DRIFT, Heard, Removals
 from tests.kvstore.nodes import key
 from tests.thoroughness import examples
 
@@ -37,9 +37,21 @@ def test_a_removal_is_executed_once_whoever_tells_of_it() -> None:
     assert removals.execute([key(1), key(1), key(2)], 7, 5.0) == [key(1), key(2)]
     assert removals.execute([key(2), key(3)], 7, 6.0) == [key(3)]
     assert removals.learn([Heard(key(1), 7, 3.0)], 8.0) == []
-    [fresh] = removals.learn([Heard(key(1), 8, 3.0)], 8.0)
-    assert (fresh.at, removals.last(key(1)), removals.last(key(9))) == (5.0, 8, 0)
+    assert removals.learn([Heard(key(1), 8, 3.0)], 8.0)
+    assert (removals.last(key(1)), removals.last(key(9))) == (8, 0)
     removals.validate()
+
+
+@given(removed_at=st.floats(0, 50), told_at=st.floats(50, 149), drifts=st.tuples(*[st.floats(-0.5, 0.5)] * 2))
+def test_a_learned_removal_is_never_dated_too_early(
+    removed_at: float, told_at: float, drifts: tuple[float, float]
+) -> None:
+    """The clocks of the two nodes run at different rates. Else objects stored just before the removal would stay."""
+    near, far = (1 + CLOCK_DRIFT * drift for drift in drifts)
+    there, here = make(), make()
+    there.execute([key(1)], 7, far * removed_at)
+    for fresh in here.learn(told(there, far * told_at), near * told_at):
+        assert near * removed_at - 1e-9 <= fresh.at <= near * removed_at + 3 * CLOCK_DRIFT * told_at
 
 
 def test_what_a_removal_took_is_known_for_as_long_as_the_removal() -> None:

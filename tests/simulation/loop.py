@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from kvstore.removals import CLOCK_DRIFT
+
 
 class Life:
     """One run of a process, from its start to its death. It can be stopped and continued."""
@@ -33,7 +35,7 @@ class Life:
         self.ends: list[Callable[[], None]] = []  # called when it dies
         self._loop = loop
         self._ahead_s = rng.uniform(0.0, 1e6)
-        self._rate = rng.uniform(0.99, 1.01)
+        self._rate = rng.uniform(1 - CLOCK_DRIFT / 2, 1 + CLOCK_DRIFT / 2)
         self.context = contextvars.copy_context()
         self.context.run(LIFE.set, self)
 
