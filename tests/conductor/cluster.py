@@ -1,4 +1,4 @@
-"""A conductor state and short ways to feed it, shared by the conductor's tests."""
+"""`Cluster`: a conductor state with short methods that feed it events. Shared by the conductor's tests."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from protocol.layout import KvLayout
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.request import Endpoint, Placement
 
-# 10 tokens per block and 1 MB per block of 10 tokens: 1 ms over the default network.
+# A block has 10 tokens and 1 MB, which takes 1 ms over the default network.
 LAYOUT = KvLayout(num_layers=1, block_size=10, num_kv_heads=125, head_dim=100, dtype="float32")
-# 10 ms per uncached token, nothing else: easy to work by hand.
+# 10 ms per uncached token and no other cost, so that expected values can be worked out by hand.
 PREFILL = PrefillProfile(c0=0.0, c1=0.01, c2=0.0)
 # 10 ms per sequence in the batch.
 DECODE = DecodeProfile(c0=0.0, c1=0.01, c2=0.0)
@@ -43,7 +43,7 @@ USUAL = Limits(ttft_slo_s=1000.0, tbt_slo_s=1000.0, lease_s=5.0)
 
 
 def chain(name: str, count: int) -> tuple[BlockKey, ...]:
-    """Keys of the first `count` blocks of a prompt."""
+    """Returns the keys of the first `count` blocks of the prompt called `name`."""
     return tuple(BlockKey(f"{name}-{i}".encode().ljust(16, b".")) for i in range(count))
 
 
@@ -58,7 +58,7 @@ def endpoint(name: str, epoch: int = 1, host: str | None = None) -> Endpoint:
 
 
 def worker(name: str, role: Role, *, epoch: int = 1, host: str | None = None, **changes: Any) -> Register:
-    """A registration; `changes` are its fields."""
+    """Returns the registration of a worker. `changes` sets fields of `Register`."""
     registration = Register(
         endpoint=endpoint(name, epoch, host),
         role=role,
@@ -73,7 +73,7 @@ def worker(name: str, role: Role, *, epoch: int = 1, host: str | None = None, **
 
 
 class Cluster:
-    """A conductor under test with its clock."""
+    """A conductor under test and its virtual clock."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Cluster:
         roles: RoleController | None = None,
         **limits: Any,
     ) -> None:
-        """`names` join, as what their first letters say: p, d or s. `validates`: the state, after every event. `limits`
-        are fields of `Limits`."""
+        """Joins `names` in the role of their first letter: p (prefill), d (decode) or s (store). `validates`: check the
+        state's invariants after every event. `limits` sets fields of `Limits`."""
         self.state = ConductorState(make_policy(policy, threshold), replace(USUAL, **limits), roles)
         self.now = 100.0
         self._validates = validates
@@ -118,7 +118,7 @@ class Cluster:
     def heartbeat(
         self, name: str, load: Load | None = None, *, holds: Sequence[BlockKey] = (), draining: bool = False
     ) -> Action:
-        """Also adds the blocks in `holds`."""
+        """Sends a heartbeat that also reports the blocks in `holds` as added, and returns the reply."""
         first, added = self._next_seq[name], tuple((key, NO_PARENT) for key in holds)
         self._next_seq[name] = first + len(added)
         changes = BlockChanges(first_seq=first, next_seq=first + len(added), added=added)
@@ -127,7 +127,7 @@ class Cluster:
         return self.send(beat)[-1]
 
     def ask(self, request_id: str, **changes: Any) -> Action:
-        """The reply to a placement; `changes` are fields of `Place`."""
+        """Returns the reply to a placement request. `changes` sets fields of `Place`."""
         wish = Place(request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10)
         return self.send(replace(wish, **changes))[-1]
 
@@ -147,7 +147,7 @@ class Cluster:
         return reply.error
 
     def explain(self, request_id: str) -> Any:
-        """The record of a decision as `moonserve explain` gets it, its objects as attributes."""
+        """Returns the decision record that `moonserve explain` receives, with JSON objects as attribute namespaces."""
         decision = self.state.explain(request_id)
         assert decision is not None
         return shown(decision)
@@ -155,11 +155,11 @@ class Cluster:
     def report(
         self, request_id: str, phase: Phase, elapsed_s: float = 1.0, output_tokens: int = 0, **changes: Any
     ) -> list[Action]:
-        """`changes` are fields of `Report`."""
+        """Reports a phase of a request and returns the resulting actions. `changes` sets fields of `Report`."""
         times = {"elapsed_s": elapsed_s, "output_tokens": output_tokens, **changes}
         return self.send(Report(request_id=RequestId(request_id), phase=phase, **times))  # type: ignore[arg-type]
 
 
 def shown(decision: Decision) -> Any:
-    """What its JSON holds, as attributes."""
+    """Returns the JSON of a decision with its objects as attribute namespaces."""
     return json.loads(decision.to_json(), object_hook=lambda each: SimpleNamespace(**each))

@@ -1,4 +1,4 @@
-"""Who is turned away, why, and when to come back; which decode instance is chosen; what the books and records keep."""
+"""Tests of admission: rejections with reason and retry time, choice of the decode instance, books, decision records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEAR = pytest.approx
 
 
 def with_slo(*, num_blocks: int = 1000, admission: Admission = Admission.PREDICTED, **limits: float) -> Cluster:
-    """A prompt of 100 tokens takes 1 s and 11 blocks, a step 10 ms per sequence."""
+    """Returns a cluster in which a prompt of 100 tokens takes 1 s and 11 blocks, and a step 10 ms per sequence."""
     cluster = Cluster("p0", lease_s=1e6, admission=admission, **limits)
     cluster.decode("d0", num_blocks=num_blocks)
     return cluster
@@ -28,7 +28,7 @@ def test_a_queue_beyond_the_ttft_slo_rejects_until_the_first_instance_has_draine
     for number in range(5):  # rejections leave nothing in the books
         rejected = cluster.reject(f"x{number}")
         assert (rejected.reason, rejected.predicted_ttft_s) == ("ttft_slo", NEAR(2.2))
-        # r0 and r1 will have made their 10 tokens of 10 ms by the time its prompt is prefilled.
+        # r0 and r1 will have generated their 10 tokens of 10 ms when this prompt is prefilled.
         assert rejected.predicted_tbt_s < 0.02
         assert rejected.retry_after_s == NEAR(0.7)
     cluster.now += 0.71
@@ -44,13 +44,13 @@ def test_a_request_brings_its_own_slo_and_one_that_nobody_could_keep_is_said_to_
 
 
 def test_predicted_tbt_over_the_slo_rejects_until_sequences_end() -> None:
-    """Two sequences of 10 ms are the most; r0 runs from 1 s to 17 s or so, r1 from 2 s to 6 s."""
+    """A third sequence of 10 ms exceeds the SLO until r0 (about 1 s to 17 s) or r1 (2 s to 6 s) has ended."""
     cluster = with_slo(tbt_slo_s=0.025)
     cluster.place("r0", max_tokens=1600)
     cluster.place("r1", max_tokens=200)
     rejected = cluster.reject("r2")
     assert (rejected.reason, rejected.predicted_tbt_s) == ("tbt_slo", NEAR(0.03))
-    # Its prompt takes 1 s and r1 ends at 6 s, so that it may come at 5 s, to the fineness of what is foreseen.
+    # Its prompt takes 1 s and r1 ends at 6 s, so it may return at 5 s, give or take the resolution of the outlook.
     assert 3.0 <= rejected.retry_after_s <= 6.0
     assert cluster.reject("r3", tbt_slo_s=0.015).retry_after_s > rejected.retry_after_s
     cluster.report("r1", Phase.FINISHED, output_tokens=200)
@@ -59,7 +59,7 @@ def test_predicted_tbt_over_the_slo_rejects_until_sequences_end() -> None:
 
 @pytest.mark.parametrize(("target", "reply"), [(0.041, Rejected), (0.043, Placed)])
 def test_steps_keep_what_a_request_needs_to_join_below_the_target(target: float, reply: type) -> None:
-    """Four sequences make steps of 40 ms: too long for a target of 41 ms, of which steps may take 95 %."""
+    """A step may take 95 % of the TBT target: steps of 40 ms, with four sequences, are too long for 41 ms."""
     assert 0.041 * STEP_SHARE < 0.040 < 0.043 * STEP_SHARE
     cluster = with_slo(tbt_slo_s=target)
     cluster.heartbeat("d0", Load(num_running=3, context_tokens=300, free_blocks=900))
@@ -68,14 +68,14 @@ def test_steps_keep_what_a_request_needs_to_join_below_the_target(target: float,
 
 @pytest.mark.parametrize(("admission", "reply"), [(Admission.CURRENT, Placed), (Admission.PREDICTED, Rejected)])
 def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(admission: Admission, reply: type) -> None:
-    """Of prompts that took a second to land, half found four sequences more than was foreseen: two in the mean, with a
-    deviation of two. Where one runs, four fit by the mean, and not by it and the deviation."""
+    """Half of the prompts that took 1 s to land met four sequences more than predicted: mean 2, deviation 2. Next to
+    one running sequence, a prompt fits by the mean (`current`), and not by mean plus deviation (`predicted`)."""
     cluster = with_slo(admission=admission)
     for _ in range(200):
         cluster.state._learned.overtaking.observe(1.0, 0.0)
         cluster.state._learned.overtaking.observe(1.0, 4.0)
     cluster.heartbeat("d0", Load(num_running=1, context_tokens=100, free_blocks=900))
-    # 1 + 1 + 2 = 4 sequences of 10 ms; with caution 6.
+    # 1 + 1 + 2 = 4 sequences of 10 ms; 6 with the deviation.
     assert isinstance(cluster.ask("r0", tbt_slo_s=0.05), reply)
 
 
@@ -85,11 +85,11 @@ def test_caution_leaves_room_for_those_who_may_overtake_as_others_did(admission:
 @pytest.mark.parametrize(
     ("loads", "slots", "chosen"),
     [
-        # By the predicted time between tokens, with placements that heartbeats do not show yet.
+        # The lowest predicted TBT wins. Placements that no heartbeat shows yet are counted.
         ((Load(num_running=2, free_blocks=1000), Load(free_blocks=1000)), (0, 0), "d1 d1 d0 d1 d0"),
         # Instances without free blocks are avoided.
         ((Load(free_blocks=5), Load(free_blocks=500, num_running=10)), (0, 0), "d1 d1"),
-        # Placed prompts reserve blocks before heartbeats show it.
+        # Placed prompts reserve blocks before a heartbeat shows them.
         ((Load(free_blocks=22), Load(free_blocks=11, num_running=9)), (0, 0), "d0 d0 d1"),
         # A free slot comes first.
         ((Load(free_blocks=1000, num_running=2), Load(free_blocks=1000, num_running=9)), (2, 99), "d1"),
@@ -171,7 +171,7 @@ def test_the_running_prompt_is_worked_off_as_time_passes() -> None:
     cluster.place("r1")
     cluster.now += 0.4
     assert cluster.place("r2").predicted_ttft_s == NEAR(1.6 + 1.0)
-    cluster.now += 10.0  # no more than the running one's own time
+    cluster.now += 10.0  # without a report only the running prompt is worked off
     assert cluster.place("r3").predicted_ttft_s == NEAR(2.0 + 1.0)
     cluster.report("r0", Phase.FIRST_TOKEN)
     assert cluster.place("r4").predicted_ttft_s == NEAR(3.0 + 1.0)
@@ -189,7 +189,7 @@ def test_a_heartbeat_corrects_the_queue_both_ways() -> None:
     cluster.now += 10.0
     cluster.heartbeat("p0", Load(queued_tokens=0))
     assert cluster.place("r4").predicted_ttft_s == NEAR(1.0)
-    # An instance that has not looked yet reports all tokens of a prompt that waits: that is the one placed here.
+    # An instance that has not looked up a waiting prompt yet reports all its tokens: here, those of r4.
     cluster.heartbeat("p0", Load(num_running=1, queued_tokens=900))
     assert cluster.place("r5").predicted_ttft_s == NEAR(1.0 + 1.0)
     cluster.heartbeat("p0", Load(num_running=1, num_waiting=2, queued_tokens=900))
@@ -200,10 +200,10 @@ def test_a_heartbeat_corrects_the_queue_both_ways() -> None:
 def test_what_a_placement_added_is_taken_out_once(end: object) -> None:
     cluster = with_slo()
     cluster.place("r0")
-    if end == "forgotten":  # nobody reports it
+    if end == "forgotten":  # no report arrives
         cluster.now += 901.0
         assert cluster.send(Tick()) == [PlacementForgotten(request_id=RequestId("r0"))]
-    elif end == "restarted":  # its worker; a report does not touch its successor
+    elif end == "restarted":  # the worker restarts; a report about the old one leaves the new one's queue alone
         cluster.prefill("p0", epoch=2)
         cluster.place("r1")
         cluster.report("r0", Phase.FAILED)
@@ -230,7 +230,7 @@ def test_outcomes_are_compared_with_predictions_once() -> None:
 
 
 def test_output_lengths_are_learnt_from_finished_requests() -> None:
-    """20 tokens of 10 ms, not 1,000: its sequence is gone when the next one lands."""
+    """After an output of 20 tokens, r1 is expected to generate 20 and not 1,000, so it ends before r2 lands."""
     cluster = with_slo(tbt_slo_s=0.015)
     cluster.place("r0", max_tokens=1000)
     assert cluster.reject("r1", max_tokens=1000).reason == "tbt_slo"

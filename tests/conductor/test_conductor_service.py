@@ -1,4 +1,4 @@
-"""The conductor over real gRPC on loopback."""
+"""Tests of the conductor's service over real gRPC on loopback."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def view_of(rig: Rig) -> dict[str, conductor_pb2.InstanceView]:
 
 
 async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
-    """1 s of computing was predicted; 0.5 s of the 1.5 it took were in the queue."""
+    """Record and metrics show the outcome: 1 s of compute was predicted; the request took 1.5 s, 0.5 s of it queued."""
     await rig.join_pair()
     reply = await rig.call("Place", wish("r0"))
     placement = reply.placement
@@ -137,7 +137,7 @@ def test_a_session_id_is_the_conversations_or_none() -> None:
 
 
 async def test_who_stood_still_takes_nobody_for_silent_before_it_has_listened(rig: Rig) -> None:
-    """Its heartbeats are still to be read when the first call after a stop of this process is answered."""
+    """After a pause of the conductor, no instance is removed before the unread heartbeats can have been handled."""
     metrics = SchedulerMetrics(CollectorRegistry())
     service = ConductorService(rig.state, metrics, clock=lambda: rig.now, away_after_s=2.5)
     await rig.join_pair()
@@ -145,7 +145,7 @@ async def test_who_stood_still_takes_nobody_for_silent_before_it_has_listened(ri
     rig.now += 20.0
     service.keep_house()
     assert (await view_of(rig)).keys() == {"p0", "d0"}
-    for _ in range(3):  # now it listens, and hears one of them
+    for _ in range(3):  # the conductor listens again and hears only p0
         rig.now += 2.0
         await rig.call("Heartbeat", beat("p0"))
         service.keep_house()
@@ -211,7 +211,7 @@ async def test_what_is_malformed_is_invalid(rig: Rig, method: str, request_: obj
 
 
 async def test_membership_feeds_the_index_and_leaves(rig: Rig) -> None:
-    """The client that every instance uses, against the real service."""
+    """`Membership`, the client of every instance, reports blocks to the index of the real service and leaves."""
     await rig.join_pair()
     log = BlockLog()
     for key in chain("a", 9):
@@ -238,8 +238,8 @@ async def test_the_cluster_view_says_what_workers_have_in_common_and_how_loaded_
     assert (view.ready, view.fingerprint, view.max_model_len) == (True, "f1", 1000)
     assert view.layout == to_message(common_pb2.KvLayout, LAYOUT)
     prefill, decode = view.instances
-    assert prefill.need == pytest.approx(2.0 / 5.0)  # of the TTFT that is to be met
-    assert decode.need == decode.use == pytest.approx(0.75)  # of its blocks
+    assert prefill.need == pytest.approx(2.0 / 5.0)  # share of the TTFT objective
+    assert decode.need == decode.use == pytest.approx(0.75)  # share of its blocks
     rig.now += 1.0
     decode = (await view_of(rig))["d0"]
     assert (decode.load.num_running, decode.last_heard_s) == (3, pytest.approx(1.0))

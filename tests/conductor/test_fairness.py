@@ -1,4 +1,4 @@
-"""Shares of tenants: a virtual clock of service, places in the queue by turn, and who is rejected first."""
+"""Tests of fairness between tenants: virtual service clock, queue places by turn, and whose requests are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = st.integers(1, 400)
 
 
 class Queue:
-    """One machine that computes a token of prompt per second, in the order that `Fairness` gives; no answers."""
+    """One machine that computes one prompt token per second, in the order given by `Fairness`. There are no outputs."""
 
     def __init__(self, **weights: float) -> None:
         self.fairness = Fairness(weights)
@@ -44,7 +44,7 @@ class Queue:
         self.now += 1e-3
 
     def serve(self) -> int:
-        """The number of the one that is next, and ends."""
+        """Serves the next prompt to its end and returns its number."""
         self.waiting.sort()
         _, number = self.waiting.pop(0)
         tenant, tokens, _ = self.jobs[number]
@@ -83,7 +83,7 @@ def begin(fairness: Fairness, name: str, tenant: str, prompt: int, output: float
 def test_two_who_always_wait_share_by_weight_within_a_prompt_of_each(
     a: list[int], b: list[int], weight_a: float, weight_b: float, order: random.Random
 ) -> None:
-    """Whoever came first, and in whatever order: at every moment until one has nothing left."""
+    """While both tenants have prompts waiting, their weighted service differs by at most one prompt of each."""
     queue = Queue(a=weight_a, b=weight_b)
     both = [("a", n) for n in a] + [("b", n) for n in b]
     order.shuffle(both)
@@ -98,8 +98,8 @@ def test_two_who_always_wait_share_by_weight_within_a_prompt_of_each(
 @pytest.mark.parametrize("tenants", ["abc", "a"])
 @given(data=st.data())
 def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_order(tenants: str, data: st.DataObject) -> None:
-    """None = the next one is served. So nobody starves: tags grow with service, and only lower ones go first. A tenant
-    alone takes nobody's place."""
+    """The least tag is served first, so no tenant starves: tags grow with service. A tenant alone overtakes no prompt.
+    A step of None serves the next prompt."""
     steps = data.draw(st.lists(st.tuples(st.sampled_from(tenants), LENGTHS) | st.none(), max_size=60))
     queue = Queue(a=1.0, b=2.0, c=0.5)
     last: dict[str, int] = {}
@@ -120,7 +120,7 @@ def test_the_least_tag_is_served_first_and_each_tenants_prompts_in_order(tenants
 
 @pytest.mark.parametrize("always", [False, True])
 def test_who_was_idle_has_saved_nothing_up(always: bool) -> None:
-    """`always`: somebody waits at every moment."""
+    """A tenant gets no credit for idle time. `always`: at every moment a prompt of the other tenant waits."""
     queue = Queue()
     for _ in range(10):
         queue.submit("busy", 100)
@@ -137,7 +137,7 @@ def test_who_was_idle_has_saved_nothing_up(always: bool) -> None:
 
 def test_answers_are_charged_as_they_were_and_what_was_never_computed_is_not() -> None:
     fairness = Fairness({"a": 2.0})
-    begin(fairness, "else", "b", 10**6)  # keeps everything in motion
+    begin(fairness, "else", "b", 10**6)  # keeps a prompt waiting throughout
     first = begin(fairness, "first", "a", 100, 10)
     assert fairness.turn("a").tag == (100 + OUTPUT_WEIGHT * 10) / 2.0
     assert fairness.turn("a").in_flight == 100 + OUTPUT_WEIGHT * 10
@@ -212,8 +212,8 @@ def placed(cluster: Cluster, request_id: str, tenant: str = "", **changes: objec
 
 
 def test_a_quiet_tenant_goes_before_a_flood_and_is_promised_what_that_means() -> None:
-    """Prompts take a second each. The quiet one waits for the one that runs and for one more at most. Who names no
-    tenant is one, too."""
+    """A quiet tenant's prompt waits, and is predicted to wait, for the running prompt and at most one more, 1 s each.
+    Requests without a tenant count as one tenant."""
     cluster = Cluster("p0", "d0")
     for number in range(20):
         assert placed(cluster, f"flood{number}").rank == 0.0, "in order of arrival"
@@ -226,14 +226,14 @@ def test_a_quiet_tenant_goes_before_a_flood_and_is_promised_what_that_means() ->
     assert late.rank == 0.0
     assert late.turn.ahead_tokens == NEAR(20 * (100 + 2 * late.expected_output))
     assert late.predicted_ttft_s > 20.0, "behind all that is there"
-    cluster.prefill("p1")  # where nobody waits there is no place to take
+    cluster.prefill("p1")  # an empty queue has no prompt to overtake
     other = placed(cluster, "other", "other")
     assert (other.prefill, other.rank, other.prefill_candidates[1].queue_s) == ("p1", 0.0, 0.0)
     assert 0.0 < other.prefill_candidates[0].queue_s < 4.0
 
 
 def test_a_policy_that_gives_ranks_is_told_of_waits_as_they_are_in_turn() -> None:
-    """All prompts would yield for 5 s; the quiet one goes before them, and is promised so."""
+    """A policy with ranks sees waits in turn: a quiet tenant goes first, although all prompts yield for 5 s."""
     cluster = Cluster("p0", "d0", policy="moonserve")
     for number in range(10):
         placed(cluster, f"flood{number}", "flood")
@@ -241,7 +241,7 @@ def test_a_policy_that_gives_ranks_is_told_of_waits_as_they_are_in_turn() -> Non
 
 
 def test_weights_decide_how_many_go_before() -> None:
-    """Of a flood of each, all at one instant, the tenant of weight 3 gets three of four prompts."""
+    """When two tenants flood the queue at one instant, three of four prompts served are of the tenant with weight 3."""
     cluster = Cluster("p0", "d0", tenant_weights={"b": 3.0})
     for tenant in "ab":
         for number in range(40):
@@ -254,7 +254,7 @@ def test_weights_decide_how_many_go_before() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever it is. Decisions are compared whole but for the tag, which is what would count if another one came."""
+    """A lone tenant's decisions are the same without turns, except for the recorded turn, which matters to others."""
 
     def history(tenant: str) -> list[str]:
         draw = random.Random(3)
@@ -283,19 +283,19 @@ def test_one_tenant_alone_is_placed_as_if_there_were_no_turns(policy: str, monke
 
 @pytest.mark.parametrize(("by_priority", "urgent_s", "usual_s"), [(False, 9.99, 10.989), (True, 0.99, 5.989)])
 def test_a_priority_counts_only_where_worker_queues_have_it(by_priority: bool, urgent_s: float, usual_s: float) -> None:
-    """Asked 10 ms after the first. What runs is interrupted after a step, which here is longer than the prompt."""
+    """Requests come 10 ms after the first prompt, which is not interrupted, since a step is longer than the prompt."""
     cluster = Cluster("p0", "d0", by_priority=by_priority)
     for number in range(10):
         placed(cluster, f"r{number}", priority=number % 2)
     urgent = placed(cluster, "urgent", priority=-(10**9))
     assert urgent.rank == 0.0, "the worker has the priority itself"
     assert urgent.prefill_candidates[0].queue_s == NEAR(urgent_s)
-    # Behind its own priority, before the less urgent.
+    # Behind its own priority and before the less urgent one.
     assert placed(cluster, "usual").prefill_candidates[0].queue_s == NEAR(usual_s)
 
 
 def test_turns_are_among_equal_priorities() -> None:
-    """A flood of urgent prompts goes before a quiet tenant's usual one, and counts as service all the same."""
+    """A flood of urgent prompts goes before a quiet tenant's normal one, and still counts as its tenant's service."""
     cluster = Cluster("p0", "d0", by_priority=True)
     for number in range(10):
         placed(cluster, f"urgent{number}", "flood", priority=-1)
@@ -305,7 +305,7 @@ def test_turns_are_among_equal_priorities() -> None:
 
 
 def crowded() -> Cluster:
-    """As many sequences of one tenant as the objective allows, and another one turned away."""
+    """Returns a cluster that tenant a filled to the TBT objective; then b was rejected and one request of a ended."""
     cluster = Cluster("p0", "p1", "p2", "p3", "d0", ttft_slo_s=1e6, tbt_slo_s=0.055)
     number = 0
     while ask(cluster, f"a{number}", "a") == "placed":

@@ -1,4 +1,4 @@
-"""Of several candidates at most one leads, whatever messages, clocks and processes do."""
+"""Tests of leader election: at most one candidate leads, whatever happens to messages, clocks and processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TERMS = Terms(ttl_s=2.0)
 
 
 def following() -> LeadershipState:
-    """A candidate that has asked once, and was refused just now (0.0): the other's claim ends at 0.2."""
+    """Returns a candidate whose first claim was refused at 0.0, because the leader's claim lasts until 0.2."""
     state = LeadershipState(TERMS)
     assert state.handle(Tick(), 0.0) == [Claim(known_epoch=0)]
     state.handle(Refused(retry_after_s=0.2, leader_address="a:1", epoch=4), 0.0)
@@ -42,7 +42,7 @@ def following() -> LeadershipState:
 
 
 def leading() -> LeadershipState:
-    """Leads with epoch 5 from 1.0 on."""
+    """Returns a candidate that leads with epoch 5 since 1.0."""
     state = following()
     assert state.handle(Tick(), 1.0) == [Claim(known_epoch=4)]
     assert state.handle(Claimed(epoch=5), 1.1) == [BeginLeading(epoch=5)]
@@ -104,7 +104,7 @@ def test_a_silent_registry_ends_nothing_before_another_could_have_taken_over() -
 
 
 def test_a_claim_granted_too_early_counts_only_when_any_other_must_have_ended() -> None:
-    """A registry that restarted empty grants at once what another still counts on."""
+    """An early grant counts only after a TTL: a registry that restarted empty has forgotten the holder's claim."""
     state = LeadershipState(TERMS)
     state.handle(Tick(), 0.0)
     state.handle(Refused(retry_after_s=1.9, leader_address="a:1", epoch=4), 0.0)
@@ -132,20 +132,20 @@ _COMPOUND = {"talk": ("answer", "tick", "ask", "answer"), "turn": ("wait", "talk
 
 
 class World:
-    """Candidates with clocks of their own, a registry with another, and messages that take their time."""
+    """A simulation of candidates and a registry, each with its own clock, and of messages that are delayed or lost."""
 
     def __init__(self, rates: list[float], registry_rate: float) -> None:
         self.now = 0.0
         self.rates, self.registry_rate = rates, registry_rate
         self.table = MembershipTable(first_epoch=1)
         self.states = [LeadershipState(TERMS, due_at=self.clock(i)) for i in range(len(rates))]
-        self.asked: list[Claim | Renew | None] = [None] * len(rates)  # on its way to the registry
+        self.asked: list[Claim | Renew | None] = [None] * len(rates)  # in flight to the registry
         self.answers: list[Claimed | Refused | Renewed | Lost | None] = [None] * len(rates)
-        self.strays: list[tuple[int, Claim | Renew]] = []  # given up by who sent them
+        self.strays: list[tuple[int, Claim | Renew]] = []  # given up by their senders
         self.epochs_begun: list[int] = []
 
     def until_first_leads(self) -> None:
-        """As most histories begin; random ones seldom come this far."""
+        """Runs until the first candidate leads. Random histories seldom get this far."""
         while not self.states[0].leads(self.clock(0)):
             self.step("turn", 0)
 
@@ -157,8 +157,8 @@ class World:
         return Member(endpoint=endpoint, role="conductor", owner=f"c{number}")
 
     def step(self, verb: str, number: int) -> None:
-        """`verb`: tick, ask (the question arrives), answer (it comes back), drop (given up), stray (arrives late),
-        talk (all of the first three), wait (until it has something to do), turn (wait, then talk)."""
+        """Does a step. `verb`: tick, ask (request arrives), answer (reply arrives), drop (the sender gives up), stray
+        (a dropped request arrives), talk (answer, tick, ask, answer), wait (until due), turn (wait, then talk)."""
         if verb in _COMPOUND:
             for each in _COMPOUND[verb]:
                 self.step(each, number)
@@ -222,7 +222,7 @@ class World:
         self.table.validate()
 
 
-RATES = st.floats(0.955, 1.045)  # any two of them apart by less than CLOCK_DRIFT
+RATES = st.floats(0.955, 1.045)  # any two rates differ by less than CLOCK_DRIFT
 Steps = list[tuple[str, int, float]]
 STEPS = st.lists(
     st.tuples(
@@ -251,7 +251,7 @@ def test_never_do_two_lead_and_epochs_grow(rates: list[float], registry_rate: fl
 @settings(deadline=None, max_examples=examples(50))
 @given(st.lists(RATES, min_size=3, max_size=3), RATES, STEPS)
 def test_whatever_happened_there_is_a_leader_again_soon(rates: list[float], registry_rate: float, steps: Steps) -> None:
-    """Within three times the claim: a lost one's runs out, and one that was granted too early is waited for."""
+    """A candidate leads within three TTLs: a lost claim expires, and a claim granted too early is waited for."""
     world = World(rates, registry_rate)
     for verb, number, pause_s in steps:
         world.step(verb, number)

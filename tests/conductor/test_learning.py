@@ -1,4 +1,4 @@
-"""What reports and heartbeats teach changes what is predicted, and nobody is refused for good by what they taught."""
+"""Tests of learning: reports and heartbeats change predictions, and never cause rejections for good."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ODD = [math.nan, math.inf, -1.0, 0.0]
 
 
 def ran(cluster: Cluster, request_id: str, elapsed_s: float, **times: float) -> None:
-    """A prompt of 100 tokens, from its placement to its end; prefill worker p1 is not asked."""
+    """Runs a prompt of 100 tokens from placement to end. Prefill worker p1 is excluded."""
     cluster.place(request_id, excluded_instances=frozenset({"p1"}))
     cluster.report(request_id, Phase.FIRST_TOKEN, elapsed_s, **times)
     cluster.report(request_id, Phase.FINISHED, output_tokens=5)
@@ -30,7 +30,7 @@ def ran(cluster: Cluster, request_id: str, elapsed_s: float, **times: float) -> 
 
 def test_an_instance_that_computes_slower_than_it_said_is_believed_what_it_does() -> None:
     cluster = Cluster("p0", "d0")
-    for number in range(5):  # reports without times teach nothing about an instance
+    for number in range(5):  # reports without terms teach nothing about an instance
         ran(cluster, f"s{number}", 9.0)
     assert cluster.place("before").predicted_ttft_s == NEAR(1.0)
     cluster.report("before", Phase.CANCELLED)
@@ -54,7 +54,7 @@ def test_a_profile_of_zeros_and_a_limit_of_none_break_no_book() -> None:
 
 
 def test_errors_are_told_by_term_as_shares_of_the_ttft() -> None:
-    """1 s was predicted and it took 1.25: a fifth of the actual time too short, all of it in the queue."""
+    """Errors are shares of the actual TTFT, by term: 1 s predicted for 1.25 s is a bias of -0.2, all in the queue."""
     cluster = Cluster("p0", "d0")
     assert cluster.state.ttft_accuracy() == {}
     for number in range(10):
@@ -77,7 +77,7 @@ def test_times_that_cannot_be_are_as_if_they_were_not_sent(odd: float) -> None:
 
 
 def steps_of(number: int, slower: float, seconds: float | None = None) -> Load:
-    """Of 4 sequences with 900 tokens in all."""
+    """Returns a load of `number` steps of 4 sequences and 900 tokens: `seconds`, or `slower` times the profile's."""
     took_s = number * slower * DECODE.step_s(4, 900) if seconds is None else number * seconds
     steps = Steps(num_steps=number, seconds=took_s, sequences=number * 4, context_tokens=number * 900)
     return Load(free_blocks=1000, steps=steps)
@@ -86,9 +86,9 @@ def steps_of(number: int, slower: float, seconds: float | None = None) -> Load:
 @pytest.mark.parametrize(
     ("loads", "times"),
     [
-        # The first one says from where to count.
+        # The first heartbeat only gives the baseline of the totals.
         ([steps_of(100 * number, 2.0) for number in range(1, 17)], NEAR(2.0, rel=0.06)),
-        ([steps_of(10_000, 3.0), steps_of(5_000, 3.0)], 1.0),  # totals that go back
+        ([steps_of(10_000, 3.0), steps_of(5_000, 3.0)], 1.0),  # totals that decrease
         *(([steps_of(1, 1.0, odd), steps_of(2, 1.0, odd)], 1.0) for odd in ODD),
     ],
 )
@@ -104,7 +104,7 @@ KEYS = chain("a", 20)
 
 
 def beside(*, home: bool) -> Cluster:
-    """A prefix in a store that is another host's, or the worker's home."""
+    """Returns a cluster with a prefix in a store, which is on another host than the worker or is its home store."""
     cluster = Cluster("s0")
     cluster.prefill("p0", host="host-of-s0" if home else None, home_store="s0" if home else None)
     cluster.decode("d0")
@@ -134,7 +134,7 @@ def test_a_prefix_takes_the_bandwidth_that_was_seen(peer: str, home: bool, bytes
 
 @pytest.mark.parametrize(("told", "waits_s"), [(100, 0.5), (0, 40.96)])
 def test_a_worker_tells_how_large_its_steps_are(told: int, waits_s: float) -> None:
-    """One that takes 100 tokens at a time lets others in after half of that, 10 ms each."""
+    """A prompt waits for half a step: of 100 tokens of 10 ms, or of 8,192 if the worker reports no step size."""
     cluster = Cluster(policy="moonserve")
     cluster.prefill("p0", max_num_batched_tokens=told, max_model_len=99_999)
     cluster.decode("d0", max_model_len=99_999, num_blocks=99_999)
@@ -157,7 +157,7 @@ def slow_first_tokens(cluster: Cluster, number: int, *, elapsed_s: float, prefil
 
 
 def slow_steps(cluster: Cluster, number: int) -> None:
-    """A step of one sequence takes 10 ms by the formula."""
+    """Reports steps of one sequence that take 70 ms, for which the profile says 10 ms."""
     steps = Steps(num_steps=10 * number, sequences=10.0 * number, seconds=0.7 * number)
     cluster.now += 1.0
     cluster.heartbeat("d0", Load(free_blocks=1000, steps=steps))
@@ -170,7 +170,7 @@ def fading() -> Cluster:
 @pytest.mark.parametrize(
     "teach",
     [
-        partial(slow_first_tokens, elapsed_s=9.0, prefill_s=1.0),  # much beside computing
+        partial(slow_first_tokens, elapsed_s=9.0, prefill_s=1.0),  # mostly other time than compute
         partial(slow_first_tokens, elapsed_s=6.0, prefill_s=6.0),
         slow_steps,
     ],
@@ -183,7 +183,7 @@ def test_one_refused_for_what_nobody_confirms_is_let_in_within_seconds(teach: Ca
         teach(cluster, number := number + 1)
         assert number < 60, "nobody was refused"
     began = cluster.now
-    while not is_placed(cluster, "again"):  # asked once a second, as a client that is refused asks
+    while not is_placed(cluster, "again"):  # once a second, like a rejected client that retries
         cluster.now += 1.0
         cluster.send(Tick())
         assert cluster.now < began + 120.0, "refused for good"

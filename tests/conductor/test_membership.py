@@ -1,4 +1,4 @@
-"""Joining, leaving, falling silent, and the prefix index that follows."""
+"""Tests of membership: instances join, leave and fall silent, and the prefix index follows."""
 
 from __future__ import annotations
 

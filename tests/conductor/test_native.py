@@ -1,5 +1,5 @@
-"""What is computed in C is what Python's books and the policy's words say. Flows and sequences: `test_transfers` and
-`test_outlook` hold them to plain loops."""
+"""Tests of the C kernels against Python's queues and the policy's written terms. `test_transfers` and `test_outlook`
+compare flows and sequences with plain loops."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TERMS = st.builds(
     counts_delayed=st.booleans(),
 )
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])
-# Seconds of placed prompts, each with its rank, and of a step.
+# One instance: seconds and rank of each placed prompt, and seconds of a step.
 QUEUES = st.tuples(st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf]))
 
 
 def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> float:
-    """Terms 1 to 3 of the policy."""
+    """Returns the rank of a prompt by terms 1 to 3 of the policy."""
     patience_s = terms.patience * prefill_s
     if math.isinf(slo_s):
         return patience_s
@@ -48,7 +48,7 @@ def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Terms) -> fl
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
 
 
-# One that would yield to what waits, and may not.
+# A prompt that would yield to waiting prompts, but may not.
 @example([([], 0.5), ([(10.0, 0.0), (3.0, 4.5)], math.inf)], [0] * 4, 1.0, 0.0, math.inf, Terms())
 @settings(max_examples=examples(400))
 @given(
@@ -67,7 +67,7 @@ def test_moonserve_weighs_as_its_words_say(
     slo_s: float,
     terms: Terms,
 ) -> None:
-    """With waits as `PrefillQueue.look` gives them, also for a prompt that others may not pass or that is urgent."""
+    """The columns equal the terms with waits from `PrefillQueue.look`, also with a rank limit or shifted places."""
     now, count, ones = 3.0, len(queues), np.ones(len(queues))
     books = []
     for jobs, step_s in queues:

@@ -1,4 +1,4 @@
-"""What is foreseen: prefill queues and what decode instances will run, as plain lists of prompts and sequences say."""
+"""Tests of predictions for prefill queues and decode instances, against plain lists of prompts and sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY = np.array([1, 2])
 
 
 def seen(outlook: Outlook, number: int, *instants: float) -> list[list[float]]:
-    """Running sequences, tokens of their contexts, tokens held: of one instance, on straight lines between instants."""
+    """Returns [running sequences, context tokens, held tokens] of an instance at instants, interpolated linearly."""
     offsets = np.array(instants) - outlook._instants[0]
     columns = [np.interp(offsets, INSTANTS, sums) for sums in outlook._sums[number]]
     return np.maximum(np.array(columns).T, 0.0).tolist()  # type: ignore[no-any-return]
@@ -36,17 +36,17 @@ NONE = [0.0, 0.0, 0.0]
 @pytest.mark.parametrize(
     ("sequence", "expected"),
     [
-        # It is held from its placement and runs from its begin to its limit: 40 tokens, one per 0.1 s.
+        # Tokens are held from placement on. The sequence runs from its begin to its limit: 40 tokens, one per 0.1 s.
         (
             {"most": 40, "begins_at": 2.0, "step_s": 0.1, "expected": 40.0},
             {0.0: [0, 0, 100], 2.0: [1, 100, 100], 4.0: [1, 120, 120], 6.0: NONE, 500.0: NONE},
         ),
-        # An answer of unknown length ends at the rate of its mean.
+        # An output of unknown length ends at a constant rate, which is one over its mean.
         (
             {"most": 10**9, "begins_at": 0.0, "step_s": 0.1, "expected": 40.0},
             {4.0: [math.exp(-1), 140 * math.exp(-1), 140 * math.exp(-1)]},
         ),
-        # A short one between two instants counts at both by its share of the time.
+        # A short sequence between two instants counts at both, by its share of the time between them.
         (
             {"most": 10, "begins_at": 2.5, "step_s": 0.02, "expected": 10.0},
             {1.5: [0, 0, 100], 2.0: [0.2, 21, 100], 3.0: [0.2, 21, 21], 4.0: NONE},
@@ -91,7 +91,7 @@ def test_a_first_token_that_comes_later_moves_the_end_and_a_heartbeat_renews_it(
 
 @pytest.mark.parametrize("policy", ["global-cache-aware", "moonserve"])
 def test_a_burst_of_very_short_answers_is_spread_over_decode_workers(policy: str) -> None:
-    """One of two decode workers runs a sequence more: it gets fewer of them, not none."""
+    """A decode worker with one more running sequence gets fewer requests of the burst, but not none."""
     cluster = Cluster("p0", "p1", "p2", "p3", "d0", "d1", policy=policy)
     cluster.heartbeat("d0", Load(num_running=1, free_blocks=990))
     placed = [cluster.place(f"r{i}", tokens=10, max_tokens=20) for i in range(12)]
@@ -101,7 +101,7 @@ def test_a_burst_of_very_short_answers_is_spread_over_decode_workers(policy: str
 
 @dataclass
 class Known:
-    """A sequence as a plain record."""
+    """A sequence of the reference model."""
 
     number: int
     tokens: float
@@ -113,7 +113,7 @@ class Known:
     generated: float = 0.0
 
     def at(self, instant: float, now: float) -> tuple[float, float, float]:
-        """Running, context and held tokens."""
+        """Returns running sequences, context tokens and held tokens at `instant`."""
         left_s = (self.most - self.generated) * self.step_s
         mean_s = 1.0 / (self.end_rate + 1.0 / max(left_s, self.step_s))
         for before, after in pairwise((now + INSTANTS).tolist()):
@@ -132,7 +132,7 @@ class Known:
 
 
 class Sequences(RuleBasedStateMachine):
-    """Two instances, looked at only where an instant lies: between them a line is drawn."""
+    """State machine test of `Outlook` with two instances. Compares at its instants only; others are interpolated."""
 
     @initialize()
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class Sequences(RuleBasedStateMachine):
             known = self.known[slot]
             known.begins_at = known.as_of = self.now
             known.generated = 0.0
-            self.outlook.advance(self.now + 1.0)  # too far from the last time: draws
+            self.outlook.advance(self.now + 1.0)  # the instants are stale: draws again
             self.outlook.advance(self.now)
 
     @rule(data=st.data())
@@ -203,7 +203,7 @@ class Sequences(RuleBasedStateMachine):
         sums = self.outlook._sums[EVERY]
         for column, instant in enumerate(instants):
             if any(self.is_edge(known, instant) for known in self.known.values()):
-                continue  # rounding decides on which side it lies
+                continue  # rounding decides on which side of the edge the instant lies
             for row, number in enumerate(EVERY.tolist()):
                 own = [k.at(instant, self.drawn_at) for k in self.known.values() if k.number == number]
                 for kind, found in enumerate(sums[row, :, column].tolist()):
@@ -223,7 +223,7 @@ NEAR = pytest.approx
 
 
 def queue_of(*jobs: tuple[str, float, float], step_s: float = math.inf) -> PrefillQueue:
-    """Names, seconds and ranks of prompts that came at 0."""
+    """Returns a queue of prompts (name, seconds, rank) that arrived at 0."""
     queue = PrefillQueue(Seat.alone(PrefillTable), step_s)
     for name, seconds, rank in jobs:
         queue.add(RequestId(name), seconds, 100, 0.0, rank)
@@ -231,7 +231,7 @@ def queue_of(*jobs: tuple[str, float, float], step_s: float = math.inf) -> Prefi
 
 
 def test_a_prompt_yields_only_to_those_that_come_within_its_rank() -> None:
-    """So that nobody starves, and equal ranks are the order of arrival."""
+    """A waiting prompt yields only to prompts that arrive within its rank, so none starves. Ties go by arrival."""
     queue = queue_of(("running", 4.0, 0.0), ("patient", 1.0, 10.0))
     assert queue.look(3.0, 6.0) == (NEAR(1.0), 1)
     assert queue.look(3.0, 7.0) == (NEAR(2.0), 0), "arrived later, yields as much"
@@ -239,7 +239,7 @@ def test_a_prompt_yields_only_to_those_that_come_within_its_rank() -> None:
 
 
 def test_where_work_runs_in_steps_a_lower_rank_goes_before_the_rest_of_what_runs() -> None:
-    """10 s of work, interrupted after 2 s by 3 s: what is left then is 8 s, and 7 s after one more."""
+    """A lower rank interrupts a running prompt between steps. 10 s of work interrupted after 2 s still need 8 s."""
     queue = queue_of(("running", 10.0, 9.0), step_s=1.0)
     assert queue.look(2.0, 1.0) == (NEAR(1.0), 1), "for the step under way"
     assert queue.look(9.5, -1.0) == (NEAR(0.5), 0), "its last step is under way"
@@ -251,7 +251,7 @@ def test_where_work_runs_in_steps_a_lower_rank_goes_before_the_rest_of_what_runs
 
 
 def test_a_heartbeat_takes_out_what_goes_first_by_rank() -> None:
-    """Three settled prompts, tokens of one left: it is the one that would run last, placed when it may have been."""
+    """If a heartbeat reports the tokens of one of three settled prompts, the last to run stays, and runs from then."""
     queue = queue_of(("first", 1.0, 9.0), ("last", 1.0, 8.0), ("middle", 1.0, 1.0))
     assert queue.correct(Load(queued_tokens=100), PREFILL, SETTLE_S / 2) == []
     assert queue.correct(Load(queued_tokens=100), PREFILL, 10.0) == ["first", "middle"]
@@ -260,7 +260,7 @@ def test_a_heartbeat_takes_out_what_goes_first_by_rank() -> None:
 
 
 class Queues(RuleBasedStateMachine):
-    """Beside a plain list."""
+    """State machine test of `PrefillQueue` against a plain list."""
 
     @initialize(step_s=st.sampled_from([math.inf, 0.0, 5.0]))
     def begin_with(self, step_s: float) -> None:

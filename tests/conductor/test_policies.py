@@ -1,4 +1,4 @@
-"""What each placement policy promises, and changing them while serving.
+"""Tests of the placement policies: the guarantees of each one, and loading of user-defined policies.
 
 A block is 10 tokens, a computed token takes 10 ms, a fetched block 1 ms.
 """
@@ -38,7 +38,7 @@ SHARED = chain("a", 20)
 
 
 def offers(prefixes: Sequence[int], **columns: object) -> Offers:
-    """One instance for each prefix; `columns` are fields of `Offers`."""
+    """Returns the offers of one instance per prefix length. `columns` sets fields of `Offers`."""
     own, ones = np.array(prefixes), np.ones(len(prefixes))
     made = Offers(
         identity=np.arange(len(prefixes), dtype=np.uint64),
@@ -57,7 +57,7 @@ def offers(prefixes: Sequence[int], **columns: object) -> Offers:
 
 
 def of(num_prefills: int, policy: str, *, slo_s: float = 1000.0, admission: Admission = Admission.CURRENT) -> Cluster:
-    """Prefill instances, each with a store beside it."""
+    """Returns a cluster of prefill instances, each with a home store on its host, and one decode instance."""
     cluster = Cluster(policy=policy, ttft_slo_s=slo_s, lease_s=1e3, admission=admission)
     for i in range(num_prefills):
         cluster.store(f"s{i}", host=f"h{i}")
@@ -71,7 +71,7 @@ def sources(placement: Placement) -> list[tuple[str, int, int]]:
 
 
 def ended(cluster: Cluster, request_id: str, **changes: object) -> str:
-    """The prefill instance of a request that is over at once."""
+    """Places a request, cancels it at once and returns its prefill instance."""
     reply = cluster.ask(request_id, **changes)
     cluster.report(request_id, Phase.CANCELLED)
     return str(reply.placement.prefill.instance_id)  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def ended(cluster: Cluster, request_id: str, **changes: object) -> str:
 )
 @settings(max_examples=examples(300), deadline=None)
 def test_columns_decide_as_the_paper(instances: list[tuple[int, int, int, int]], best: int, threshold: float) -> None:
-    """Algorithm 1 line by line; of equal ones the least recently chosen, then the first."""
+    """Terms and choice equal Algorithm 1. Ties go to the least recently chosen instance, then to the first."""
     device = np.array([min(a, b) for a, b, _, _ in instances])
     prefix = np.array([max(a, b) for a, b, _, _ in instances])
     queue = np.array([q / 10 for _, _, q, _ in instances])
@@ -136,9 +136,9 @@ def test_the_last_token_is_always_computed() -> None:
 @pytest.mark.parametrize(
     ("holds", "expected", "ttft_s"),
     [
-        # The home store continues the device cache, also without the leading blocks.
+        # The home store continues the device cache, even if it lacks the leading blocks.
         ({"p0": (0, 4), "s0": (4, 8)}, [("s0", 4, 4)], 4 * 1e6 / 5e9 + 0.2),
-        # A remote store serves what home lacks, and home comes first.
+        # A remote store serves the blocks that the home store lacks. The home store comes first.
         ({"p0": (0, 1), "s0": (0, 3), "s1": (0, 9)}, [("s0", 1, 2), ("s1", 3, 6)], 2 * 1e6 / 5e9 + 6 * 0.001 + 0.1),
     ],
 )
@@ -195,8 +195,8 @@ def test_random_depends_on_its_seed_and_spreads_what_an_excluded_instance_had() 
 @pytest.mark.parametrize(
     ("policy", "chosen"),
     [
-        ("round-robin", ["p0", "p1", "p2", "p3"] * 2),  # whatever the queues and prefixes
-        ("least-loaded", ["p0", "p1", "p3", "p0", "p1", "p3"]),  # whatever the prefixes
+        ("round-robin", ["p0", "p1", "p2", "p3"] * 2),  # ignores queues and prefixes
+        ("least-loaded", ["p0", "p1", "p3", "p0", "p1", "p3"]),  # ignores prefixes
         ("local-cache-aware", ["p2", "p2"]),
     ],
 )
@@ -256,7 +256,7 @@ def test_without_a_session_id_the_block_behind_the_common_ones_tells_the_convers
 
 
 def announce(cluster: Cluster, name: str, chains: list[tuple[BlockKey, ...]]) -> None:
-    """With parents, as instances do."""
+    """Reports the blocks of `chains` with their parents, as instances do."""
     pairs = [pair for keys in chains for pair in zip(keys[1:], keys, strict=False)]
     changes = BlockChanges(first_seq=1, next_seq=1 + len(pairs), added=tuple(pairs))
     cluster.send(Heartbeat(instance_id=InstanceId(name), epoch=1, load=Load(), changes=changes))
@@ -281,7 +281,7 @@ def test_a_short_prompt_goes_before_a_long_one_that_waits_and_not_before_what_yi
 
 
 def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> None:
-    """An objective of 10 s, 6 s of queue: worth it up to 10 · 0.4⁴ = 0.256 s of prefill."""
+    """For an objective of 10 s and 6 s of queue, prompts over 10 · 0.4⁴ = 0.256 s of prefill wait behind all others."""
     made = of(1, "moonserve", slo_s=10.0, admission=Admission.NONE)
     made.place("running", tokens=600)
     assert made.place("late", tokens=100).rank == NEAR(300.0 + 10.0)
@@ -290,7 +290,7 @@ def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> No
     for name in ("running", "worth it"):
         made.report(name, Phase.FIRST_TOKEN)
     assert made.place("next", tokens=100).predicted_ttft_s == NEAR(2.0)
-    # Nothing but late prompts wait behind what runs, so the price is that of an idle instance.
+    # Only late prompts wait behind the running one, so the price is that of an idle instance.
     made.now += 0.9
     for number in range(3):
         made.place(f"late {number}", tokens=900)
@@ -298,7 +298,7 @@ def test_a_prompt_that_costs_more_than_it_brings_waits_behind_all_others() -> No
 
 
 def test_admission_refuses_a_prompt_that_costs_more_than_it_brings() -> None:
-    """Its 6 s of queue and 1 s of prefill were within the objective, but not what would pass it."""
+    """6 s of queue and 1 s of prefill are within the objective, but prompts that would overtake it count too."""
     made = of(1, "moonserve", slo_s=10.0)
     made.place("running", tokens=600)
     rejected = made.reject("late", num_prompt_tokens=100)
@@ -322,8 +322,8 @@ def test_of_many_instances_only_some_are_looked_at_exactly_and_the_best_is_among
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_closed_instance_is_never_chosen_and_one_that_leaves_takes_its_row_with_it(name: str) -> None:
-    """Draining or excluded: the rows that are left stand for the right instances. Reports for the dead reach nobody
-    else, and the rows behind it keep their figures."""
+    """Draining and excluded instances are never chosen, and the remaining rows stand for the right instances. Reports
+    for a removed instance change no other row."""
     cluster = of(4, name)
     chosen = [cluster.place(f"r{i}").prefill.instance_id for i in range(8)]
     cluster.send(Deregister(instance_id=InstanceId("p1"), epoch=1))
@@ -362,7 +362,7 @@ class Broken:
 
 
 def test_a_policy_of_ones_own_is_found_and_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "random.py"  # as a module of Python's is called, which it does not hide
+    path = tmp_path / "random.py"  # named like a module of the standard library, which must stay importable
     for name in ("mine", "changed"):
         path.write_text(SOURCE.replace('"mine"', f'"{name}"'))
         assert make_policy(f"{path}:Mine", 1.25).name == name

@@ -1,4 +1,4 @@
-"""When a rejected request may come back: places in a queue on paper, and that who obeys is let in. In virtual time."""
+"""Tests of retry times of rejected requests, in virtual time: places in a queue, and admission of returns."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SLO_S = 2.0
     ("asked", "expected"),
     [  # earliest, seconds, now
         ([(0.0, 0.25, 100.0)] * 4 + [(0.0, 0.25, 100.9)], [100.25, 100.5, 100.75, 101.0, 101.25]),
-        ([(0.0, 2.5, 100.0)] * 3, [102.5, 105.5, 108.5]),  # those behind a long one stay free
-        # One that is longer than a second does not end with the second that it began in; then they turn out shorter.
+        ([(0.0, 2.5, 100.0)] * 3, [102.5, 105.5, 108.5]),  # the seconds that a long place reaches into stay free
+        # A place longer than a second reaches into the next ones. Later places turn out shorter.
         ([(0.0, 2.5, 100.0), (0.0, 2.5, 101.0), (0.0, 2.5, 102.0), (0.0, 0.5, 103.0)], [102.5, 105.5, 108.5, 104.0]),
-        ([(107.3, 0.25, 100.0), (0.0, 0.25, 100.0)], [107.3, 100.25]),  # what is before is others'
+        ([(107.3, 0.25, 100.0), (0.0, 0.25, 100.0)], [107.3, 100.25]),  # the time before stays free for others
     ],
 )
 def test_places_follow_each_other(asked: list[tuple[float, float, float]], expected: list[float]) -> None:
@@ -59,7 +59,7 @@ def test_no_second_is_promised_twice(place_s: float, asked: list[tuple[float, fl
         taken.append(places.take(now + wait_s, place_s, now))
         assert taken[-1] >= now + max(wait_s, min(place_s, 1.0)) - 1e-9
     taken.sort()
-    # Any stretch holds what fits, one place that began before it, and those of the seconds at both its ends.
+    # An interval holds the places that fit, one that began before it, and those of the seconds at both its ends.
     for (i, first), (j, last) in itertools.combinations(enumerate(taken), 2):
         assert (j - i) * place_s <= last - first + 2 * place_s + 2.0 + 1e-9
 
@@ -69,11 +69,11 @@ def test_no_second_is_promised_twice(place_s: float, asked: list[tuple[float, fl
 
 @dataclass
 class Server:
-    """One machine that takes `service_s` for each request, and lets in whoever would wait no longer than `most_s`."""
+    """One machine that takes `service_s` for each request and admits requests that would wait at most `most_s`."""
 
     service_s: float
     most_s: float = SLO_S
-    errs: float = 0.0  # standard deviation of its predictions, as a share
+    errs: float = 0.0  # relative standard deviation of its predictions
     rng: random.Random = field(default_factory=lambda: random.Random(2))
     returns: Returns = field(default_factory=Returns)
     free_at: float = 0.0
@@ -99,15 +99,15 @@ class Server:
 
 @dataclass
 class Crowd:
-    """Poisson arrivals for `until_s`; a share of who is rejected comes back once, a moment after it was told."""
+    """Poisson arrivals for `until_s`. A share `obeying` of rejections returns once, just after its retry time."""
 
     server: Server
-    factor: float  # arrivals ÷ what the server can do
+    factor: float  # arrival rate ÷ service rate
     obeying: float
     until_s: float = 120.0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     num_returned: int = 0
-    num_let_in: int = 0  # of these
+    num_let_in: int = 0  # of num_returned
     told_s: list[float] = field(default_factory=list)
 
     def run(self) -> None:
@@ -121,11 +121,11 @@ class Crowd:
             now, who, is_return = heapq.heappop(events)
             ticket = hashlib.blake2b(who.to_bytes(8), digest_size=16).digest()
             verdict = self.server.ask(ticket, now)
-            if is_return and now < self.until_s:  # afterwards everybody is
+            if is_return and now < self.until_s:  # afterwards all are admitted
                 self.num_returned += 1
                 self.num_let_in += verdict is None
             if not is_return and verdict is not None:
-                told_s = -(-verdict.retry_after_s // 1)  # whole seconds, as HTTP tells them
+                told_s = -(-verdict.retry_after_s // 1)  # rounded up to seconds, as in HTTP
                 self.told_s.append(told_s)
                 if self.rng.random() < self.obeying:
                     heapq.heappush(events, (now + told_s + self.rng.random() * 0.05, who, True))
@@ -139,7 +139,7 @@ class Crowd:
         (1.5, 0.1, SLO_S, 0.0, 0.9),
         (4.0, 1.0, SLO_S, 0.0, 0.9),
         (10.0, 0.5, SLO_S, 0.0, 0.9),
-        # A policy that refuses early and errs.
+        # A policy that rejects early and mispredicts.
         (4.0, 1.0, 0.6 * SLO_S, 0.1, 0.95),
         (4.0, 0.25, 0.6 * SLO_S, 0.1, 0.95),
     ],
@@ -152,12 +152,12 @@ def test_who_obeys_is_let_in_and_the_machine_is_not_idle(
     crowd.run()
     assert crowd.num_returned > 100
     assert crowd.num_let_in >= 0.95 * crowd.num_returned
-    # While the crowd lasts; afterwards only those who return are there.
+    # 120 s is the duration of the crowd. Afterwards only returning requests arrive.
     assert server.num_served >= served * 120.0 / server.service_s
 
 
 def test_places_of_those_who_do_not_come_are_given_to_others() -> None:
-    """Of 60 refused in a second one in ten comes, fewer than are served. At first nobody knows, and all get a place."""
+    """If one in ten of 60 rejected requests per second returns, retry times get short once this is learned."""
     crowd = Crowd(Server(0.05), 4.0, 0.1)
     crowd.run()
     assert max(crowd.told_s) > 30
@@ -173,7 +173,7 @@ def test_below_saturation_nobody_is_turned_away_for_others() -> None:
 
 @pytest.mark.parametrize("prefill_s", [0.01, 0.05, 0.1, 0.2])
 def test_behind_newcomers_there_is_room_that_the_policy_gives(prefill_s: float) -> None:
-    """It refuses long before the objective, and where newcomers fill the queue up to there, nobody can return."""
+    """Newcomers are held below the queue length at which the policy rejects, so that returning requests find room."""
     newcomers_s = NEWCOMER_TTFT_SHARE * (1.0 - prefill_s)
     yields = yields_s(prefill_s, 1.5 * newcomers_s, 1.0, Terms())
     assert yields <= 1.0, "a prompt that is too dear yields for many objectives"
@@ -204,7 +204,7 @@ def judge(returns: Returns, ticket: bytes, rejection: Rejection | None, now: flo
 
 
 def test_who_comes_and_is_refused_has_come() -> None:
-    """Else places would be given away more freely the more of those who had one were refused."""
+    """A return that is rejected still counts as a return. Otherwise more rejections would make places shorter."""
     returns, now = Returns(), 0.0
     late = Rejection(reason="ttft_slo", retry_after_s=0.1)
     for number in range(2_000):
@@ -212,7 +212,7 @@ def test_who_comes_and_is_refused_has_come() -> None:
         assert told is not None
         if number % 4 == 0:
             now += told.retry_after_s
-            judge(returns, number.to_bytes(2), late, now)  # gets another place, and does not come
+            judge(returns, number.to_bytes(2), late, now)  # gets another place and does not return
     first, second = (judge(returns, ticket, late, now) for ticket in (b"one", b"two"))
     assert first is not None
     assert second is not None
@@ -262,15 +262,15 @@ def test_promises_end_and_nobody_waits_less_than_needed(asked: list[tuple[int, R
 
 
 def test_a_request_that_waits_as_told_is_admitted_though_the_queue_that_held_it_back_is_gone() -> None:
-    """Three sequences of 10 ms are too many. The two there end 60 s after they began; the third prompt would have
-    waited 2 s in a queue, so that it may not come 3 s before the moment at which it may land, but 1 s."""
+    """Three sequences of 10 ms are too many, and the first two end after 60 s. The third prompt would have queued for
+    2 s. That queue will be gone, so the retry time is 1 s before the earliest landing time, and not 3 s."""
     cluster = Cluster("p0", "d0", tbt_slo_s=0.029, lease_s=1e6, admission=Admission.PREDICTED)
     for name in ("r0", "r1"):
         cluster.place(name, max_tokens=3000)
     rejected = cluster.reject("r2", max_tokens=3000)
     assert rejected.reason == "tbt_slo"
     began = cluster.now
-    # 1.3: of what is foreseen between two instants of the outlook, and of ends that are learned only by and by.
+    # 1.3 allows for the resolution of the outlook and for ends that are learned only gradually.
     for share, reply in ((0.5, Rejected), (1.3, Placed)):
         cluster.now = began + share * rejected.retry_after_s
         assert isinstance(cluster.ask("r2", max_tokens=3000), reply)
@@ -278,7 +278,7 @@ def test_a_request_that_waits_as_told_is_admitted_though_the_queue_that_held_it_
 
 @dataclass
 class World:
-    """A cluster in which everything happens as it was predicted."""
+    """A cluster in which everything happens as predicted."""
 
     cluster: Cluster
     num_outputs: int
@@ -299,7 +299,7 @@ class World:
         self.cluster.now = until
 
 
-@example([301, 314, 574, 105, 80, 465], 687, 3, 1, Admission.PREDICTED)  # five
+@example([301, 314, 574, 105, 80, 465], 687, 3, 1, Admission.PREDICTED)  # five rejections
 @given(
     prompts=st.lists(st.integers(20, 600), min_size=3, max_size=20),
     num_outputs=st.integers(5, 800),
@@ -311,8 +311,8 @@ class World:
 def test_whoever_waits_as_told_is_admitted_where_all_goes_as_predicted(
     prompts: list[int], num_outputs: int, num_prefill: int, num_decode: int, admission: Admission
 ) -> None:
-    """After at most six rejections: as many as there are targets, as many grains of what is foreseen, and two more,
-    since an answer that ends meanwhile teaches how long answers are, and moves what is foreseen of the others."""
+    """At most six rejections: one per target, one per step of the outlook's resolution, and two more, because outputs
+    that end meanwhile change the expected length of the others."""
     names = [*(f"p{number}" for number in range(num_prefill)), *(f"d{number}" for number in range(num_decode))]
     cluster = Cluster(*names, ttft_slo_s=9.0, tbt_slo_s=0.055, lease_s=1e6, admission=admission)
     world = World(cluster, num_outputs)

@@ -1,4 +1,4 @@
-"""When a worker changes its role: helped where it is needed, never to and fro; and how the conductor tells it."""
+"""Tests of role changes: workers help the role in need without oscillation, and the conductor notifies them."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def decodes(*uses: float, can_change: bool = True) -> list[WorkerLoad]:
 
 @pytest.mark.parametrize(
     ("loads", "chosen"),
-    [  # the same ones, seen for as long as it takes
-        ([*prefills(0.9), *decodes(0.3, 0.1, 0.2)], "d1"),  # the least used of the other role
+    [  # shown unchanged until a decision is due
+        ([*prefills(0.9), *decodes(0.3, 0.1, 0.2)], "d1"),  # the least used worker of the other role
         ([*prefills(0.1, 0.2), *decodes(0.8)], "p0"),
-        # No help that would leave the helpers above the lower threshold.
+        # No change that would leave the helping role above the lower threshold.
         ([*prefills(0.9), *decodes(0.26, 0.26)], None),
         ([*prefills(0.9), *decodes(0.25, 0.25)], "d0"),
-        ([*prefills(5.0), *decodes(0.0)], None),  # the last of a role stays
+        ([*prefills(5.0), *decodes(0.0)], None),  # the last worker of a role keeps it
         ([*prefills(0.9), *decodes(0.0, can_change=False), load("d1", Role.DECODE, 0.1)], "d1"),
         ([*prefills(0.9), *decodes(0.0, 0.0, can_change=False)], None),
-        ([load("p0", Role.PREFILL, 1.0, need=0.1), *decodes(0.0, 0.0)], None),  # use, no need
+        ([load("p0", Role.PREFILL, 1.0, need=0.1), *decodes(0.0, 0.0)], None),  # in use, but not in need
         ([*prefills(0.9), *decodes(0.0, 0.0), load("x", Role.DECODE, 0.0, draining=True)], None),
     ],
 )
@@ -60,7 +60,7 @@ def test_who_helps(loads: list[WorkerLoad], chosen: str | None) -> None:
     assert controller.decide(loads, 0.0) is None
     change = controller.decide(loads, TERMS.hold_s)
     assert (None if change is None else change.instance_id) == chosen
-    # The next change waits for the effect of the last.
+    # The next change waits until the last one can have taken effect.
     assert controller.decide(loads, TERMS.hold_s + TERMS.cool_down_s - 1) is None
     again = controller.decide(loads, 2 * TERMS.hold_s + TERMS.cool_down_s)
     assert again == change
@@ -108,13 +108,13 @@ def test_whatever_loads_come_each_role_keeps_one_and_who_changes_is_able(rounds:
 
 
 class Fluid:
-    """A cluster under constant load: work flows in, is shared out evenly, and queues where it is too much."""
+    """A fluid model of a cluster under constant load: work is shared evenly, and excess work queues."""
 
     def __init__(self, num_prefill: int, num_decode: int, prompts: float, answers: float) -> None:
         names = [f"w{i}" for i in range(num_prefill + num_decode)]
         self.roles = {name: Role.PREFILL if i < num_prefill else Role.DECODE for i, name in enumerate(names)}
-        self._prompts, self._answers = prompts, answers  # workers' worth
-        # Of each prefill worker, over the target; full at 1, where requests are rejected.
+        self._prompts, self._answers = prompts, answers  # in units of one worker's capacity
+        # Queue of each prefill worker as a share of the target. At 1 it is full, and requests are rejected.
         self._queue = 0.0
         self.changes: Counter[str] = Counter()
 
@@ -151,7 +151,7 @@ def test_constant_load_changes_nobody_twice(num_prefill: int, num_decode: int, p
 
 
 def test_a_cluster_that_has_enough_workers_balances() -> None:
-    """Six workers' worth of room for four of prompts and half a one of answers, begun the wrong way round."""
+    """Seven workers, of which 3.8 are needed for prefill and 0.5 for decode, reach balance from one prefill worker."""
     cluster = Fluid(1, 6, prompts=3.8, answers=0.5)
     cluster.settle()
     assert cluster.count(Role.PREFILL) >= 4
@@ -162,7 +162,7 @@ def test_a_cluster_that_has_enough_workers_balances() -> None:
 
 
 def cluster_of(*, can_switch_role: bool = True, switching: bool = True) -> Cluster:
-    """One prefill and three decode workers."""
+    """Returns a cluster of one prefill and three decode workers."""
     roles = RoleController(RoleTerms(hold_s=1.0, cool_down_s=60.0)) if switching else None
     cluster = Cluster(roles=roles, ttft_slo_s=30.0, tbt_slo_s=1.0, lease_s=1000.0)
     for name in ("p0", "d0", "d1", "d2"):
@@ -173,7 +173,7 @@ def cluster_of(*, can_switch_role: bool = True, switching: bool = True) -> Clust
 
 
 def overload(cluster: Cluster) -> None:
-    """28 s of prompts, of which 27 are left when a need has lasted long enough."""
+    """Places 28 s of prompts. 27 s are left when the need has lasted long enough."""
     for number in range(28):
         cluster.place(f"r{number}", max_tokens=1)
 
@@ -208,7 +208,7 @@ def test_a_long_queue_turns_a_decode_worker_into_a_prefill_worker_with_another_e
     ids=["nobody is refused", "what no worker could do", "what another worker could"],
 )
 def test_refused_prompts_ask_for_help_where_queues_are_short(objectives_s: tuple[float, ...], num_changes: int) -> None:
-    """A queue of 2 s under an objective of 30 keeps the only prefill worker busy; a prompt takes it 1 s."""
+    """Rejections count as need only if another worker could serve the prompt. The queue is 2 s, the objective 30 s."""
     cluster = cluster_of()
     changes: list[RoleChangeDue] = []
     for second in range(60):
@@ -230,7 +230,7 @@ def test_nobody_is_told_who_cannot_or_where_it_is_off(built: dict[str, bool]) ->
 
 
 def test_full_decode_workers_ask_for_help_that_prefill_workers_may_not_have() -> None:
-    """The only prefill worker stays; a second one that has nothing to do helps once that is known."""
+    """The only prefill worker keeps its role. A second, idle one changes it once it is known to be idle."""
     cluster = cluster_of()
     for name in ("d0", "d1", "d2"):
         cluster.heartbeat(name, Load(free_blocks=100))
@@ -246,9 +246,9 @@ def test_full_decode_workers_ask_for_help_that_prefill_workers_may_not_have() ->
     ("load", "c0", "tbt_slo_s", "need"),
     [
         (Load(free_blocks=900, num_running=40), 0.0, 1.0, 0.4),  # 10 ms per sequence
-        (Load(free_blocks=250, num_running=1), 0.0, 1.0, 0.75),  # its blocks
+        (Load(free_blocks=250, num_running=1), 0.0, 1.0, 0.75),  # share of its blocks
         (Load(free_blocks=1000), 0.0, 1.0, 0.0),
-        # Only what sequences add to a step counts: 40 take 0.4 of the other 0.5 s.
+        # Only the time that sequences add to a step counts: 40 take 0.4 of the remaining 0.5 s.
         (Load(free_blocks=1000, num_running=40), 0.5, 1.0, 0.8),
         (Load(free_blocks=1000, num_running=40), 0.5, 0.5, 0.0),
     ],

@@ -1,6 +1,6 @@
-"""The pitfall of Algorithm 1's longest match: on the conversation trace all requests share their first block.
+"""Tests of the pitfall of Algorithm 1's longest match: all requests of the conversation trace share their first block.
 
-A trace is simulated. What counts is where uncached tokens, the work, were placed: the busiest machine's over the mean.
+Each test simulates a trace and measures the uncached tokens placed on the busiest machine, relative to the mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAIVE = "tests.conductor.test_spreading:LongestPrefix"
 
 
 class LongestPrefix:
-    """The naive router: whoever has most of the prompt, the first of equals."""
+    """A naive policy: the instance with the longest cached prefix, the first of equals."""
 
     name = "longest-prefix"
     balancing_threshold: float | None = None
@@ -46,7 +46,7 @@ def imbalance(policy: str, records: Sequence[TraceRecord]) -> float:
 
 
 def conversations(num_requests: int) -> list[TraceRecord]:
-    """As the conversation trace: one first block for all, sessions that grow turn by turn, a load of about a half."""
+    """Returns records like the conversation trace's: one shared first block, growing sessions, a load of about 0.5."""
     rng = np.random.default_rng(7)
     sessions: list[tuple[int, ...]] = []
     next_id, now, records = 1, 0.0, []
@@ -57,14 +57,14 @@ def conversations(num_requests: int) -> list[TraceRecord]:
         count = int(np.clip(rng.lognormal(2.3, 0.8), 1, 200))
         ids = begun + tuple(range(next_id, next_id + count))
         next_id += count
-        sessions.append(ids[:-1])  # the partial last block is nobody else's
+        sessions.append(ids[:-1])  # the partial last block is never shared
         length = len(ids) * TOKENS_PER_HASH - int(rng.integers(TOKENS_PER_HASH))
         records.append(TraceRecord(arrived_s=now, input_length=length, output_length=100, hash_ids=ids))
     return records
 
 
 def test_the_longest_prefix_alone_sends_everything_to_one_machine() -> None:
-    """The contrast, without which the other tests would prove nothing."""
+    """Control for the other tests: the naive policy places more than 95 % of the work on one machine."""
     assert imbalance(NAIVE, conversations(400)) > 0.95 * NUM_PREFILLS
 
 

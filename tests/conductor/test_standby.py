@@ -1,5 +1,4 @@
-"""Conductors as processes are, alone and standing by for each other, over a real registry and real sockets, in one
-event loop."""
+"""Tests of single and standby conductors over a real registry and real sockets, in one event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ TOKEN = "secret"
 
 
 class FactsOfReady(Lifecycle):
-    """A lifecycle that keeps what the process said when it was ready."""
+    """A lifecycle that keeps the RPC address that the process reports when it is ready."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -47,7 +46,7 @@ class FactsOfReady(Lifecycle):
 
 
 class Cluster:
-    """Conductors under names, their common registry, and clients of them all."""
+    """Named conductors, their shared registry, and clients of all of them."""
 
     def __init__(self, registry: str | None = None) -> None:
         self._registry = registry
@@ -57,7 +56,7 @@ class Cluster:
         self.channels = Channels(TOKEN)
 
     async def start(self, name: str, **options: float) -> None:
-        """`options` are fields of its configuration."""
+        """Starts a conductor and waits for its address. `options` sets fields of its configuration."""
         common = {"leader_ttl_s": 3.0, "heartbeat_interval_s": 0.1}
         config = ConductorConfig(cluster_token=TOKEN, registry=self._registry, **common | options)
         lifecycle = self._lifecycles[name] = FactsOfReady()
@@ -85,7 +84,7 @@ class Cluster:
         return Conductors(self.channels, ",".join(self.addresses.values()))
 
     async def ask(self, name: str, method: str, request: Any) -> Any:
-        """That one and no other."""
+        """Calls this conductor only, without following the leader."""
         stub = conductor_pb2_grpc.ConductorStub(self.channels.to(self.addresses[name]))
         return await self.channels.call(getattr(stub, method), request, timeout_s=PATIENCE_S)
 
@@ -133,7 +132,7 @@ async def test_a_standby_refuses_every_call_and_names_the_leader(pair: Cluster) 
 
 @contextlib.asynccontextmanager
 async def living(cluster: Cluster, name: str, role: common_pb2.Role) -> AsyncIterator[Membership]:
-    """An instance that can serve nine blocks of chain a, with the client that every instance has."""
+    """Runs the `Membership` client of an instance that holds nine blocks of chain a."""
     log = BlockLog()
     for key in chain("a", 9):
         log.added(key, NO_PARENT)
@@ -170,7 +169,7 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
 
 
 class Service:
-    """A conductor that calls back while it answers."""
+    """A conductor service that calls `answering` while it handles a request."""
 
     def __init__(self, answering: Callable[[], None]) -> None:
         self._answering = answering
@@ -203,7 +202,7 @@ async def test_a_registry_that_refuses_the_credentials_ends_the_start(cluster: C
 
 
 async def test_one_without_a_registry_keeps_house_and_is_found_at_one_of_several_addresses() -> None:
-    """As where it may be on several hosts, and is on one."""
+    """A conductor without a registry removes silent members, and clients find it at one of several addresses."""
     alone = Cluster()
     await alone.start("a", lease_s=0.2, heartbeat_interval_s=0.02)
     alone.addresses["nobody"] = f"127.0.0.1:{free_port()}"
@@ -239,7 +238,7 @@ async def test_values_that_cannot_work_are_config_errors(flags: str, named: str)
 
 
 async def test_an_answer_made_before_a_long_sleep_is_not_given_after_it() -> None:
-    """By one that leads alone, over a registry of its own; in the end it gives its claim up."""
+    """A leader that sleeps past its lease during a call answers NotLeader. On shutdown it gives its claim up."""
     slept_s, began, registry = 0.0, asyncio.Event(), EmbeddedRegistry()
 
     def sleep_long() -> None:

@@ -1,7 +1,7 @@
-"""Random joins, deaths, silences, lies, placements, reports and changes of policy keep the books consistent.
+"""State machine test: random joins, deaths, false reports, placements and policy changes keep the books consistent.
 
-Two states are fed the same events: whatever happened, they answer alike. Every placement ends exactly once: by the
-report of its end, by being placed again, or by being forgotten.
+Two states receive the same events and must give the same answers. Every placement ends exactly once: by the report of
+its end, by being placed again, or by being forgotten.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ instances = st.sampled_from(sorted(ROLES))
 requests = st.sampled_from([RequestId(f"r{i}") for i in range(8)])
 prompts = st.sampled_from(["a", "b"])
 policies = st.sampled_from(POLICY_NAMES)
-# Also as large as the messages of conductor.proto carry them, whatever a worker could have.
+# Includes the largest values that the fields of conductor.proto hold, although no worker could have them.
 counts, tokens = st.integers(0, 40) | st.just(2**32 - 1), st.integers(0, 400) | st.just(2**64 - 1)
 loads = st.builds(
     Load, num_running=counts, free_blocks=counts, leased_blocks=counts, context_tokens=tokens, queued_tokens=tokens
@@ -71,7 +71,7 @@ wishes = st.builds(
     session_id=st.sampled_from([None, "x", "y"]),
 )
 times = st.none() | st.floats(0.0, 1e6)
-# Also with times and counts that cannot be.
+# Includes impossible times and counts.
 reports = st.builds(
     Report,
     request_id=requests,
@@ -119,7 +119,7 @@ class ConductorMachine(RuleBasedStateMachine):
         assert repr(actions) == repr(self.twin.handle(event, self.now)), "equal histories differ"
         for action in actions:
             if isinstance(action, PlacementForgotten):
-                self.live.remove(action.request_id)  # a KeyError where it had ended before
+                self.live.remove(action.request_id)  # raises KeyError if it had already ended
         return actions[-1] if actions else Tick()
 
     def teardown(self) -> None:
@@ -187,7 +187,7 @@ class ConductorMachine(RuleBasedStateMachine):
     @rule(event=wishes)
     def place(self, event: Place) -> None:
         reply, request_id = self.send(event), event.request_id
-        self.live.discard(request_id)  # placed again: its first placement is over, whatever the reply
+        self.live.discard(request_id)  # placing a request again ends its first placement, whatever the reply
         match reply:
             case Placed():
                 self.live.add(request_id)

@@ -1,4 +1,4 @@
-"""Prefixes on their way delay those that come after them, as in a plain simulation; what was measured is believed."""
+"""Tests of transfer predictions: transfers in flight delay later ones, as in a simulation, and measured rates count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEAR = pytest.approx
 
 
 def endpoints(count: int, rate: float = RATE) -> Transfers:
-    """On hosts of their own."""
+    """Returns `Transfers` with `count` endpoints on different hosts."""
     transfers = Transfers()
     assert [transfers.join(host, rate, 0.0) for host in range(count)] == list(range(count))
     return transfers
@@ -33,7 +33,7 @@ def alone(transfers: Transfers, source: int, target: int, nbytes: float, now: fl
 
 @dataclass
 class Simulation:
-    """The same sharing in plain loops."""
+    """Reference model of link sharing, in plain loops."""
 
     ends: list[tuple[int, int]] = field(default_factory=list)
     left: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Simulation:
         return RATE / max(sum(a == source for a, _ in moving), sum(b == target for _, b in moving))
 
     def step(self, most_s: float) -> float:
-        """Until the next flow has arrived, or as long as told."""
+        """Advances until the next flow arrives, or by `most_s`. Returns the seconds advanced."""
         rates = {flow: self.rate(flow) for flow, left in enumerate(self.left) if left > 0}
         times = {flow: self.left[flow] / rate for flow, rate in rates.items()}
         step_s = min([most_s, *times.values()])
@@ -61,7 +61,7 @@ class Simulation:
             seconds -= self.step(seconds)
 
     def finish(self, flow: int) -> float:
-        """Seconds until it has nothing left."""
+        """Advances until `flow` has arrived. Returns the seconds advanced."""
         passed_s = 0.0
         while self.left[flow] > 0:
             passed_s += self.step(math.inf)
@@ -77,7 +77,7 @@ class Simulation:
 SIZES = st.floats(1.0, 5e8)
 
 
-# Two that share their receiver alone.
+# Two flows that share only their receiver.
 @example([(0, 4, 2e8, 0.0), (1, 4, 2e8, 1.0)], False, set(), [2e8] * 4)
 @given(
     flows=st.lists(st.tuples(st.integers(0, 3), st.integers(4, 7), SIZES, st.floats(0.0, 2.0)), max_size=12),
@@ -88,8 +88,8 @@ SIZES = st.floats(1.0, 5e8)
 def test_flows_move_as_in_a_plain_simulation_and_new_ones_are_predicted_beside_them(
     flows: list[tuple[int, int, float, float]], is_star: bool, ended: set[int], nbytes: list[float]
 ) -> None:
-    """Of each new flow the prediction is the formula's, which is never more than a simulation of it takes, since a flow
-    that is held up elsewhere leaves its share to others; and as much where one link is the bottleneck of all."""
+    """Predictions equal the formula, which never exceeds the simulated time, since a flow that is held up elsewhere
+    leaves its share to others. Formula and simulation agree if one link is the bottleneck of all flows."""
     transfers, simulation, now = endpoints(8), Simulation(), 100.0
     for number, (source, target, size, pause) in enumerate(flows):
         source = 0 if is_star else source
@@ -163,18 +163,18 @@ def test_a_pair_that_was_measured_is_predicted_so_whatever_its_ends_do_elsewhere
     transfers.validate()
 
 
-SHARED = chain("a", 99)  # of 1 MB: 99 ms over the default network, 0.99 s of computing
+SHARED = chain("a", 99)  # 1 MB each: 99 ms over the default network, 9.9 s of compute
 
 
 def holder() -> Cluster:
-    """One store has everything, two prefill workers on other hosts have nothing."""
+    """Returns a cluster where one store holds `SHARED`, and two prefill workers on other hosts hold nothing."""
     cluster = Cluster("s0", "p0", "p1", "d0", threshold=1.0)
     cluster.heartbeat("s0", holds=SHARED)
     return cluster
 
 
 def transfer_s(cluster: Cluster, request_id: str) -> dict[str, float]:
-    """Predicted for each candidate of a prompt that shares everything."""
+    """Places a prompt that begins with `SHARED` and returns the predicted transfer time of each candidate."""
     cluster.place(request_id, keys=SHARED, tokens=1000)
     decided = cluster.explain(request_id)
     return {c.instance_id: c.transfer_s for c in decided.prefill_candidates}
@@ -184,17 +184,17 @@ IDLE, BUSY = NEAR({"p0": 0.099, "p1": 0.099}), NEAR({"p0": 0.198, "p1": 0.198})
 
 
 def test_a_sender_that_is_busy_takes_longer_until_its_bytes_have_arrived() -> None:
-    """Two equal flows share the sender's link; when one is through, so is the other."""
+    """Two equal flows share the sender's link and arrive together. Then the next transfer has the link to itself."""
     cluster = holder()
     assert transfer_s(cluster, "r0") == IDLE
     assert transfer_s(cluster, "r1") == BUSY
-    cluster.now += 1.0  # nobody has reported, but all must be there
+    cluster.now += 1.0  # no report has come, but both must have arrived
     assert transfer_s(cluster, "r2") == IDLE
 
 
 @pytest.mark.parametrize("phase", [Phase.FIRST_TOKEN, Phase.FAILED, Phase.CANCELLED, None])
 def test_what_is_over_takes_its_transfer_with_it(phase: Phase | None) -> None:
-    """None: it is placed again."""
+    """A request that ends, or is placed again (None), no longer delays other transfers."""
     cluster = holder()
     transfer_s(cluster, "r0")
     if phase is not None:

@@ -1,4 +1,4 @@
-"""Whether a decode worker had better read a prompt itself: what is weighed, when it is chosen, what the books keep."""
+"""Tests of prefill on a decode worker: what is weighed, when it is chosen, what the books keep."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from protocol.request import Placement
 from protocol.step_budget import CHUNK_SHARE
 from tests.conductor.cluster import Cluster, chain, worker
 
-# 1 ms per token; a step of 20 ms under an objective of 0.1 s: half of it leaves 30 tokens per step.
+# 1 ms per token and steps of 20 ms. Half of the objective of 0.1 s leaves room for 30 tokens per step.
 PREFILL = PrefillProfile(c0=0.0, c1=0.001, c2=0.0)
 DECODE = DecodeProfile(c0=0.02, c1=0.0, c2=0.0)
 NEAR = pytest.approx
-ALONE_S = 0.01 + 2 * 0.02 + 0.06  # 60 tokens: half a step, then two with chunks
+ALONE_S = 0.01 + 2 * 0.02 + 0.06  # 60 tokens: half of the running step, then two steps with chunks
 
 
 def busy(*, conditional: bool = True, reads: bool = True) -> Cluster:
-    """A prefill worker that computes for 2 s, and two decode workers that may read."""
+    """Returns a cluster of a prefill worker with 2 s of work and two decode workers that may prefill."""
     cluster = Cluster(ttft_slo_s=30.0, tbt_slo_s=0.1, lease_s=30.0, conditional=conditional)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)):
         profiles = {"prefill_profile": PREFILL, "decode_profile": DECODE}
@@ -33,14 +33,14 @@ def place(cluster: Cluster, name: str, tokens: int = 60) -> Placement:
 
 
 def read(cluster: Cluster, name: str, elapsed_s: float) -> None:
-    """After 0.1 s of computing and no wait that anybody names."""
+    """Reports the first token after 0.1 s of compute, without queue or transfer time."""
     cluster.now += elapsed_s
     terms = {"queue_s": 0.0, "transfer_s": 0.0, "prefill_s": 0.1}
     cluster.report(name, Phase.FIRST_TOKEN, elapsed_s, 1, **terms)
 
 
 def test_short_prompts_behind_a_long_one_are_left_to_decode_workers_one_after_the_other() -> None:
-    """Each is counted until its first token; the record has all candidates and their terms."""
+    """A prompt counts at its decode worker until its first token. The record has all candidates and their terms."""
     cluster = busy()
     first, second, third = (place(cluster, name) for name in "abc")
     assert first.is_undivided
@@ -69,14 +69,14 @@ def test_reports_take_out_what_was_added_and_teach_what_every_request_pays(late_
 
 @pytest.mark.parametrize(("conditional", "reads"), [(False, True), (True, False)])
 def test_only_who_is_allowed_and_able_to_reads(conditional: bool, reads: bool) -> None:
-    """The option of the conductor, and what each decode worker registers."""
+    """A decode worker prefills only if the conductor's option allows it and its registration says that it can."""
     cluster = busy(conditional=conditional, reads=reads)
     assert not place(cluster, "short").is_undivided
     assert cluster.explain("short").undivided_candidates == []
 
 
 def test_an_objective_that_prefill_workers_miss_is_kept_by_a_decode_worker_or_not_at_all() -> None:
-    """2 s of queue under 0.5 s: 60 tokens are there in 0.11 s, 400 tokens take 14 steps, 0.69 s."""
+    """With 2 s of queue and 0.5 s allowed, a decode worker takes 60 tokens (0.11 s), but not 400 (14 steps, 0.69 s)."""
     cluster = busy()
     cluster.reject("late", num_prompt_tokens=400, ttft_slo_s=0.5)
     reply = cluster.ask("tight", num_prompt_tokens=60, ttft_slo_s=0.5)

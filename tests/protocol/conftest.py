@@ -1,4 +1,4 @@
-"""Certificates of a cluster that exists for these tests only, and processes that are patient with each other."""
+"""Fixtures: certificates of a test cluster, and long handshake timeouts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def tls(authority: Authority) -> Certificates:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever shakes hands slowly is on a busy machine."""
+    """Raises the handshake timeouts, because handshakes are slow on a busy machine."""
     for name in ("served.HANDSHAKE_S", "server.HANDSHAKE_S"):
         monkeypatch.setattr(f"protocol.lean.{name}", PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Blocks: their keys, which are chained, salted and stable, and where their pieces lie."""
+"""Tests of blocks: their keys, which are chained, salted and stable, and the offsets of their pieces."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_other_salts_and_other_models_share_no_key() -> None:
 
 
 def test_keys_do_not_change_between_releases() -> None:
-    """Stored blocks outlive a process; a changed derivation must be a deliberate act."""
+    """Keys equal fixed values. Stored blocks outlive a process, so their derivation may change only deliberately."""
     assert root_key("fp", "salt").hex() == "cc91f09f4b56fa5a817f04b6957a0a02"
     assert block_keys(root_key("fp", "salt"), [1, 2, 3, 4], 2)[1].hex() == "fbab2c9d58ee818ad82ef9503e1affda"
 

@@ -1,4 +1,4 @@
-"""A call reaches the conductor that leads, over real sockets, whichever of several that is."""
+"""Tests of `Conductors`: a call reaches the leading one of several conductors, over real sockets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TOKEN = "secret"
 
 
 class Scripted(conductor_pb2_grpc.ConductorServicer, leadership_pb2_grpc.LeadershipServicer):
-    """Explains with its own name while it leads."""
+    """A conductor that answers `Explain` with its own name while it leads."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.epoch = 0  # it leads when above 0
         self.hint = ""
-        self.answers = asyncio.Event()  # cleared: it is silent, as a stopped process is
+        self.answers = asyncio.Event()  # if cleared, it never answers, like a stopped process
         self.answers.set()
         self.asked = asyncio.Event()
         self.num_asked = 0
@@ -49,7 +49,7 @@ class Scripted(conductor_pb2_grpc.ConductorServicer, leadership_pb2_grpc.Leaders
 
 
 class Rig:
-    """Two conductors, a and b, that clients know, and one that they do not."""
+    """Two conductors, a and b, that clients know, and one that clients do not know."""
 
     def __init__(self) -> None:
         self.a, self.b, self.unknown = Scripted("a"), Scripted("b"), Scripted("unknown")
@@ -84,7 +84,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def explain(conductors: Conductors, timeout_s: float = LONG_ENOUGH_S) -> str:
-    """The name of who answered."""
+    """Returns the name of the conductor that answered."""
     request = conductor_pb2.ExplainRequest(request_id="r")
     reply = await conductors.call(lambda c: c.Explain, request, timeout_s=timeout_s)
     return str(reply.decision_json)
@@ -118,7 +118,7 @@ async def test_a_call_waits_until_one_leads(rig: Rig) -> None:
 
 
 async def test_all_who_wait_for_a_silent_leader_leave_it(rig: Rig) -> None:
-    """Also those whose turn to look comes when others have found the next one already."""
+    """All calls move on to the next leader, also calls that look for it after others have found it."""
     rig.a.epoch = 1
     conductors = rig.client()
     assert await explain(conductors) == "a"
@@ -137,7 +137,7 @@ async def test_a_slow_leader_is_believed_in_while_no_other_leads(rig: Rig) -> No
     rig.a.epoch = 1
 
     async def times_asked() -> int:
-        """0 when the time was over before the call reached it."""
+        """Returns 0 if the time ran out before the call reached the leader."""
         rig.a.answers.set()
         conductors = rig.client()
         assert await explain(conductors) == "a"
@@ -153,7 +153,7 @@ async def test_a_slow_leader_is_believed_in_while_no_other_leads(rig: Rig) -> No
 async def test_a_slow_leader_that_is_the_only_one_is_waited_for(rig: Rig) -> None:
     rig.a.epoch = 1
     conductors = Conductors(rig.channels, rig.addresses["a"])
-    conductors._is_alone = False  # it has once said that it does not lead
+    conductors._is_alone = False  # as if it had once answered NotLeader
     assert await explain(conductors) == "a"
     rig.a.answers.clear()
     with pytest.raises(PeerLost):
@@ -161,7 +161,7 @@ async def test_a_slow_leader_that_is_the_only_one_is_waited_for(rig: Rig) -> Non
 
 
 async def test_of_two_that_say_they_lead_the_later_epoch_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.conductors.ASK_TIMEOUT_S", LONG_ENOUGH_S)  # both are heard
+    monkeypatch.setattr("protocol.conductors.ASK_TIMEOUT_S", LONG_ENOUGH_S)  # waits for both answers
     rig.a.epoch, rig.b.epoch = 1, 2
     assert await explain(rig.client()) == "b"
 

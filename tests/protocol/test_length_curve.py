@@ -1,4 +1,4 @@
-"""Output lengths: beside numpy on random streams, with limits that cut, with drift, in bounded memory."""
+"""Tests of output lengths: against numpy on random streams, with limits, with drift, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.length_curve import EDGES, ENOUGH, MOST_TENANTS, MOST_TOKENS, LengthCurve, OutputLengths
 
-_ENDLESS = 1e9  # half-life: nothing fades, as in numpy
+_ENDLESS = 1e9  # half-life so long that nothing fades, as in numpy
 _lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
 
 
@@ -25,7 +25,7 @@ def remaining(curve: LengthCurve, generated: int, max_tokens: int = MOST_TOKENS)
 
 
 def bin_of(length: int) -> tuple[int, int]:
-    """The lengths that are not told from this one."""
+    """Returns the least and greatest length in the bin of `length`."""
     top = int(np.searchsorted(EDGES, length))
     return int(EDGES[top - 1]) + 1, int(EDGES[top])
 
@@ -41,7 +41,7 @@ def test_bins_are_one_token_up_to_16_and_then_9_percent() -> None:
 
 @given(_lengths, st.integers(0, len(EDGES) - 1))
 def test_the_mean_that_remains_is_numpy_s_within_a_bin(lengths: list[int], edge: int) -> None:
-    """At the edge of a bin, where it is known exactly who is still running."""
+    """At the edge of a bin, where the longer outputs are known exactly, the mean is numpy's to within a bin."""
     generated = int(EDGES[edge])
     longer = np.array([length for length in lengths if length > generated])
     curve = curve_of(lengths)
@@ -72,8 +72,8 @@ def test_a_limit_cuts_the_mean_as_it_cuts_each_length(lengths: list[int], limit:
 
 @given(st.integers(0, 2**32 - 1), st.floats(3.0, 7.0), st.floats(0.3, 1.2))
 def test_low_limits_do_not_make_answers_look_short(seed: int, mean: float, sigma: float) -> None:
-    """Half of 4,000 lognormal answers is cut at a random limit; the curve is still that of the uncut ones, up to where
-    the highest limit lets one look."""
+    """Half of 4,000 lognormal outputs get a random limit. The curve is still that of the uncut outputs, as far as the
+    highest limit allows."""
     random = np.random.default_rng(seed)
     lengths = np.maximum(np.round(random.lognormal(mean, sigma, 4000)), 1).astype(int)
     limits = np.where(random.random(4000) < 0.5, lengths * 2, random.lognormal(mean, sigma, 4000))
@@ -89,7 +89,7 @@ def test_low_limits_do_not_make_answers_look_short(seed: int, mean: float, sigma
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
 def test_after_a_change_the_new_lengths_are_learned(before: int, after: int) -> None:
-    """Ten half-lives later the old ones weigh a thousandth."""
+    """Ten half-lives after a change, the mean is that of the new lengths: old ones weigh a thousandth."""
     curve = LengthCurve(half_life=20)
     for length in [before] * 200 + [after] * 200:
         curve.observe(length, stopped=False)
@@ -97,7 +97,7 @@ def test_after_a_change_the_new_lengths_are_learned(before: int, after: int) -> 
 
 
 def test_a_request_that_used_up_its_limit_is_learned_as_stopped_there() -> None:
-    """By whoever asks next with more room: it may need all of that. Without data the limit is expected."""
+    """After outputs that were stopped by a limit, a higher limit is expected to be used up, as without any data."""
     lengths = OutputLengths()
     assert lengths.expected(max_tokens=300, prompt_tokens=10) == 300
     for _ in range(ENOUGH):
@@ -120,7 +120,7 @@ def test_the_most_particular_curve_with_enough_data_answers() -> None:
 
 
 def test_tenants_without_end_do_not_fill_memory() -> None:
-    """Those that finish something stay."""
+    """The number of tenants is bounded. A tenant whose requests keep finishing is not evicted."""
     lengths = OutputLengths()
     for number in range(3 * MOST_TENANTS):
         lengths.observe(10, max_tokens=100, prompt_tokens=1, tenant=f"t{number}")
@@ -163,7 +163,7 @@ def test_it_falls_from_one_and_leaves_the_curve_alone(ended: list[int], running:
 
 @given(st.integers(0, 2**32 - 1))
 def test_it_is_the_curve_of_all_once_the_others_have_ended(seed: int) -> None:
-    """1,000 begin at once; when a quarter has ended the curve is right as far as anybody came, and to within a bin."""
+    """When a quarter of 1,000 simultaneous requests has ended, the curve is right to 0.05 up to the length reached."""
     random = np.random.default_rng(seed)
     lengths = np.maximum(np.round(random.lognormal(5.0, 1.0, 1000)), 1).astype(int)
     now = int(np.quantile(lengths, 0.25))

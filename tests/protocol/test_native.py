@@ -1,4 +1,4 @@
-"""C files become libraries once, and whatever goes wrong is one kind of error."""
+"""Tests of compiling C files: each becomes a library once, and every failure is a CompilerError."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_without_a_cache_folder_it_is_compiled_for_this_process(tmp_path: Path) 
 
 
 def test_why_there_is_no_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source is refused, the folder cannot be made, or there is no compiler."""
+    """CompilerError is raised if the source is invalid, the folder cannot be created, or there is no compiler."""
     path = source(tmp_path, 1)
     with pytest.raises(CompilerError, match="PLUS"):
         load_library(path, [], tmp_path)

@@ -1,4 +1,4 @@
-"""A process: its configuration, what it says of its start, its tasks, timers, waits, and its rare looks for garbage."""
+"""Tests of process helpers: configuration, start reports, tasks, timers, waits, and infrequent garbage collection."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPORTS = st.one_of(
 
 
 def said(*entries: Report) -> int:
-    """The reading end of a pipe on which a process that has ended said them."""
+    """Returns the read end of a pipe to which a process wrote `entries` before it ended."""
     read_fd, write_fd = os.pipe()
     for entry in entries:
         status.write(write_fd, entry)
@@ -61,7 +61,7 @@ async def test_a_processs_facts_come_with_its_readiness_and_no_descriptor_stays_
 
 @pytest.mark.parametrize(("entries", "reason"), [([Failed("no such model")], "no such model"), ([], "it ended")])
 async def test_why_a_process_will_not_serve(entries: list[Report], reason: str) -> None:
-    """In its own words, or that there were none."""
+    """NotReady has the reason that the process gave, or says that it ended without one."""
     with pytest.raises(NotReady, match=reason):
         await asyncio.wait_for(status.until_ready(said(Progress("loading"), *entries)), PATIENCE_S)
 
@@ -81,7 +81,7 @@ async def test_a_wait_for_a_silent_process_can_be_cancelled() -> None:
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_a_process_waits_until_it_is_told_to_stop_or_cancelled(is_cancelled: bool) -> None:
-    """Then what it watched goes on."""
+    """A stop or a cancellation ends the wait. The watched task goes on."""
     lifecycle = Lifecycle(None)
     async with running(asyncio.Event().wait()) as other:
         waiting = asyncio.create_task(lifecycle.until_stopped(other))
@@ -108,7 +108,7 @@ async def test_what_ends_a_watched_task_ends_the_wait() -> None:
 
 @pytest.mark.parametrize(("times", "hurries"), [(1, False), (2, False), (1, True)])
 async def test_what_is_under_way_has_all_its_time_until_it_ends_or_somebody_hurries(times: int, hurries: bool) -> None:
-    """However often the process was asked to end when idle."""
+    """Work in flight gets all its time however often `stop_when_idle` was called. Only `stop` ends the wait early."""
     lifecycle, idle = Lifecycle(None), asyncio.Event()
     for _ in range(times):
         lifecycle.stop_when_idle()
@@ -169,7 +169,7 @@ async def test_a_task_that_nobody_else_holds_goes_on() -> None:
     await begun.wait()
     gc.collect()
     await ended.wait()
-    await asyncio.sleep(0)  # its callbacks
+    await asyncio.sleep(0)  # lets the task's callbacks run
     assert len(tasks) == 0
 
 
@@ -206,7 +206,7 @@ async def test_it_tells_whether_the_event_came() -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_an_end_that_comes_together_with_the_event_is_not_lost(turns: int) -> None:
-    """However many turns of the loop lie between them, unless it has returned already."""
+    """A cancellation ends the task however many turns of the loop after the event it comes."""
     event = asyncio.Event()
 
     async def waits_then_rests() -> None:
@@ -226,7 +226,7 @@ async def test_an_end_that_comes_together_with_the_event_is_not_lost(turns: int)
 
 @pytest.fixture(autouse=True)
 def _really(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests' services leave the heap alone (tests/conftest.py)."""
+    """Restores the real `gc`. For other tests, tests/conftest.py replaces it so that services leave the heap alone."""
     monkeypatch.setattr(garbage, "gc", gc)
 
 
@@ -236,7 +236,7 @@ class Cycle:
 
 
 def test_cycles_do_not_pile_up() -> None:
-    """As gRPC's server leaves them behind its calls."""
+    """Cycles, such as gRPC's server leaves after its calls, are collected in batches."""
     alive: weakref.WeakSet[Cycle] = weakref.WeakSet()
     most = 0
     with seldom_collected():

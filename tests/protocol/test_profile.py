@@ -1,4 +1,4 @@
-"""Cost profiles: fitted to measurements; when prompts share a step, and how large a chunk it has room for."""
+"""Tests of cost profiles: fits to measurements, when prompts share a step, and how large a chunk fits into it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _columns(pairs: list[tuple[float, float]]) -> np.ndarray:
 
 
 def test_a_fit_finds_the_coefficients_that_made_the_points() -> None:
-    """Also where the columns differ by eight orders of magnitude."""
+    """A fit finds the true coefficients, also if the columns differ by eight orders of magnitude."""
     columns = _columns([(16, 256), (64, 4096), (512, 262144), (256, 196608), (8192, 67108864)])
     truth = np.array([0.002, 3e-5, 4e-8])
     assert fit_relative(columns, columns @ truth) == pytest.approx(truth, rel=1e-6)
@@ -39,7 +39,7 @@ def test_a_column_of_zeros_gets_a_coefficient_of_zero() -> None:
 def test_no_allowed_change_of_the_result_is_better(
     points: list[tuple[float, float, float]], change: tuple[float, float, float]
 ) -> None:
-    """The problem is convex: a minimum among its neighbours is the minimum."""
+    """No other non-negative coefficients nearby have a smaller error. A local minimum of a convex problem is global."""
     columns = _columns([(x1, x2) for x1, x2, _ in points])
     seconds = np.array([s for _, _, s in points])
     found = fit_relative(columns, seconds)
@@ -69,7 +69,7 @@ def test_points_without_a_time_are_refused(seconds: list[float]) -> None:
 def test_a_prompt_joins_where_the_first_tokens_of_all_come_sooner_in_sum(
     c0: float, c1: float, num_tokens: int, num_delayed: int, num_behind: int
 ) -> None:
-    """Joined: those who end with the step wait for it too, it and all behind it are spared a constant."""
+    """A prompt that joins a step delays the prompts that end with it. It and all behind it save a constant."""
     profile = PrefillProfile(c0=c0, c1=c1, c2=0.0)
     own_s = c1 * num_tokens
     joined_s = (num_delayed + 1 + num_behind) * own_s
@@ -101,7 +101,7 @@ def test_a_budget_is_a_time(most_step_s: float) -> None:
 def test_a_chunk_is_the_largest_that_keeps_to_the_budget(
     c0: float, c1: float, c2: float, spent_s: float, num_done: int, most: int
 ) -> None:
-    """One token more would not, or is not there; where even the least does not, it is the least."""
+    """One more token would exceed the budget or does not exist. If even the least chunk exceeds it, it is returned."""
     budget = StepBudget(decode=DECODE, prefill=PrefillProfile(c0=c0, c1=c1, c2=c2), most_step_s=0.3)
     chunk = budget.chunk_tokens(spent_s, num_done, most)
 
@@ -125,7 +125,7 @@ def test_a_chunk_is_the_largest_that_keeps_to_the_budget(
 def test_several_prompts_share_what_there_is(
     num_seqs: int, context: int, prompts: list[tuple[int, int]], most: int
 ) -> None:
-    """In order: only whole rests let others join, and only the first one may break the budget, by the least chunk."""
+    """A prompt follows only if the one before completes. Only the first may exceed the budget, by the least chunk."""
     budget = StepBudget(decode=DECODE, prefill=A800, most_step_s=0.1)
     chunks = budget.chunks(num_seqs, context, prompts, most)
     assert sum(chunks) <= most

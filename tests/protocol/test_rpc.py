@@ -1,4 +1,4 @@
-"""gRPC plumbing over real loopback sockets: tokens, error translation, lost peers, streams."""
+"""Tests of RPC over real loopback sockets: tokens, error translation, lost peers, streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.patience import NEVER_S, PATIENCE_S
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
-    """Raises what it is told to; streams through GatewayStreams."""
+    """A worker whose `Cancel` hangs or raises `error`, and which streams through GatewayStreams."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -67,7 +67,7 @@ async def channels() -> AsyncIterator[Channels]:
 
 @pytest.fixture(params=["grpc", "lean"])
 async def address(request: pytest.FixtureRequest, worker: Worker, channels: Channels) -> AsyncIterator[str]:
-    """The worker's, as `host:port`; the channels call it over either transport."""
+    """The worker's address as `host:port`. `channels` call it over gRPC or lean."""
     server = RpcServer("secret")
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
     if request.param == "lean":
@@ -82,7 +82,7 @@ async def address(request: pytest.FixtureRequest, worker: Worker, channels: Chan
 
 
 async def until_lean(channels: Channels, address: str) -> None:
-    """Calls until calls to this address go over lean."""
+    """Repeats calls until calls to `address` go over lean."""
     channel = cast(RoutedChannel, channels.to(address))
     async with asyncio.timeout(PATIENCE_S):
         while channel.connection_for("/moonserve.Worker/Cancel") is None:
@@ -117,7 +117,7 @@ async def test_a_wrong_token_is_refused(address: str) -> None:
 async def test_a_call_ends_with_its_caller_and_when_its_peer_is_forgotten(
     worker: Worker, channels: Channels, address: str, forgets: bool
 ) -> None:
-    """Then nobody wanted the caller to end."""
+    """A call to a forgotten peer ends with PeerLost, not with a cancellation, because its caller was not cancelled."""
     worker.hangs = True
     calling = asyncio.create_task(cancel(channels, address))
     await worker.called.wait()
@@ -138,11 +138,11 @@ async def test_a_call_that_is_not_answered_in_time_is_lost(worker: Worker, chann
 
 async def test_a_handler_is_told_how_much_time_is_left(worker: Worker, channels: Channels, address: str) -> None:
     await cancel(channels, address)
-    assert 0 < worker.remaining_s <= PATIENCE_S + 0.1  # gRPC tells tenths of seconds, rounded up
+    assert 0 < worker.remaining_s <= PATIENCE_S + 0.1  # gRPC sends tenths of seconds, rounded up
 
 
 async def test_calls_reach_a_restarted_server_over_lean_again() -> None:
-    """Its lean addresses are new ones; its first reply over gRPC names them."""
+    """A restarted server has new lean addresses, which its first reply over gRPC names."""
     channels, address, port = Channels("secret"), "", 0
     for _ in range(2):
         server, worker = RpcServer("secret"), Worker()
@@ -176,7 +176,7 @@ async def test_events_sent_before_the_stream_are_not_lost(worker: Worker, channe
     worker.streams.send(GatewayId("g"), tokens=[token(1)])
     worker.streams.send(GatewayId("g"), tokens=[token(2)])
     assert [t.index for t in (await anext(stream)).tokens] == [1, 2]
-    worker.streams._grace_s = 0.0  # of whoever leaves from now on
+    worker.streams._grace_s = 0.0  # for gateways that leave from now on
     await stream.aclose()  # type: ignore[attr-defined]
     assert await asyncio.wait_for(worker.lost.get(), PATIENCE_S) == "g"
 

@@ -1,4 +1,4 @@
-"""What a process tells of its work: log lines that say whose they are, progress, spans, and tallies."""
+"""Tests of observability: log lines with request ids, progress, tracing spans, and metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("some.module")
 
 @pytest.fixture(autouse=True)
 def untouched() -> Iterator[None]:
-    """The test run's own handlers and level come back."""
+    """Restores the root logger's handlers and level after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -136,7 +136,7 @@ def test_clients_decide_and_else_the_ratio(tmp_path: Path, incoming: str, ratio:
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes what an OpenTelemetry collector takes."""
+    """A minimal OpenTelemetry collector that records the names of spans."""
 
     received: list[str]
 
@@ -150,7 +150,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """To nobody."""
+        """Logs nothing."""
 
 
 def test_a_collector_gets_them_over_otlp() -> None:
@@ -184,7 +184,7 @@ LABELS = {"model_name": "demo", "engine": 'a"b'}
 
 
 def page(registry: CollectorRegistry) -> list[str]:
-    """Without the instants at which metrics were made."""
+    """Returns the lines of the metrics page without creation times."""
     lines = generate_latest(registry).decode().splitlines()
     return [line for line in lines if "_created" not in line]
 
@@ -203,7 +203,7 @@ def test_they_tell_the_same(observed: list[tuple[float, int]]) -> None:
         counter.inc(times)
         for _ in range(times):
             histogram.labels(**LABELS).observe(seconds)
-    histogram.labels(**LABELS)  # also where nothing was observed
+    histogram.labels(**LABELS)  # exists even if nothing was observed
     mine, others = page(ours), page(theirs)
     assert [line.rsplit(" ", 1)[0] for line in mine] == [x.rsplit(" ", 1)[0] for x in others]
     for one, other in zip(mine, others, strict=True):
@@ -213,7 +213,7 @@ def test_they_tell_the_same(observed: list[tuple[float, int]]) -> None:
 
 
 class Clock:
-    """Stands still until it is set."""
+    """A clock that stands still until it is set."""
 
     now = 0.0
 

@@ -1,6 +1,6 @@
-"""Who shows no certificate of the cluster's authority says nothing to its processes and learns nothing from them.
+"""Tests of TLS: peers without a certificate of the cluster's authority cannot call its processes or learn from them.
 
-Refusals are looked at from both sides, over gRPC and lean connections, against real servers.
+Refusals are checked from both sides, over gRPC and lean connections, against real servers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEMBERS = "/moonserve.Registry/Members"
 
 
 class Counting(registry_pb2_grpc.RegistryServicer):
-    """How often somebody was let in."""
+    """A registry service that counts the calls that reach it."""
 
     calls = 0
 
@@ -74,7 +74,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Aut
 
 
 async def ask(address: str, tls: Certificates | None) -> None:
-    """Raises why not."""
+    """Makes a call from asyncio. Raises its error if it is refused."""
     channels = Channels(TOKEN, tls)
     try:
         stub = registry_pb2_grpc.RegistryStub(channels.to(address))
@@ -127,7 +127,7 @@ async def test_a_stranger_with_the_token_is_refused(
     assert await asyncio.to_thread(_says_hello, served.lean, context) == b""
     await ask(served.rpc, tls)
     await ask(served.lean, tls)
-    assert served.service.calls == 2  # those of the member
+    assert served.service.calls == 2  # the member's calls
 
 
 def _grpc_credentials(authority: Authority, files: Files | None) -> grpc.ChannelCredentials:
@@ -144,7 +144,7 @@ def _context(authority: Authority, files: Files | None) -> ssl.SSLContext:
 
 
 def _says_hello(address: str, context: ssl.SSLContext | None) -> bytes:
-    """What a lean server answers to the beginning of a handshake; nothing when it hangs up, however it does."""
+    """Begins a handshake and returns the lean server's answer, which is empty if the server hangs up in any way."""
     family, target = sockets.parse(address)
     with socket.socket(family) as plain:
         plain.settimeout(PATIENCE_S)
@@ -155,7 +155,7 @@ def _says_hello(address: str, context: ssl.SSLContext | None) -> bytes:
                 answer: bytes = sock.recv(64)
         except (ssl.SSLError, ConnectionError):
             return b""
-        # An alert of TLS is not an answer of the server's.
+        # A TLS alert is not an answer of the lean server.
         return b"" if answer[:1] == b"\x15" else answer
 
 
@@ -218,7 +218,7 @@ async def test_a_peer_that_is_gone_before_the_handshake_leaves_no_socket(tls: Ce
         sock = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        accepted.close()  # resets it
+        accepted.close()  # resets the connection
     fd = sock.fileno()
     with pytest.raises(ConnectionResetError):
         tls.initiator.wrap_socket(sock)

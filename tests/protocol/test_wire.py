@@ -1,4 +1,4 @@
-"""What one process says arrives at another unchanged, and whatever is lost or repeated can be made whole."""
+"""Tests of messages between processes: values arrive unchanged, and receivers recover from lost or repeated ones."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ GATEWAY = GatewayId("g")
 
 
 async def test_a_stream_that_ends_after_the_close_gives_nobody_up() -> None:
-    """A worker that changes its role lives on while the streams of its earlier role end."""
+    """A stream that ends after `close` gives no gateway up, as when a worker changes its role and old streams end."""
     lost: list[GatewayId] = []
     streams = GatewayStreams(lost.append, grace_s=0.0)
     events = streams.events(GATEWAY)
@@ -185,7 +185,7 @@ async def test_a_stream_that_ends_after_the_close_gives_nobody_up() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _loop, what: failures.append(what))
     await events.aclose()
     done = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.0, done.set)  # behind whatever was to be called then
+    asyncio.get_running_loop().call_later(0.0, done.set)  # runs after all pending callbacks
     await done.wait()
     assert not lost
     assert not failures
@@ -195,7 +195,7 @@ async def test_a_stream_begins_with_how_many_batches_were_taken_before_it() -> N
     streams = GatewayStreams(lambda gateway_id: None)
     first = streams.events(GATEWAY)
     assert (await anext(first)).standing.num_batches == 0
-    await anext(first)  # whatever waited; here nothing
+    await anext(first)  # the waiting events, here none
     streams.send(GATEWAY, failures=[(RequestId("r"), PeerLost("gone"))])
     taken = await anext(first)
     assert taken.failures
@@ -231,7 +231,7 @@ async def test_a_gateway_that_was_given_up_is_told_when_it_comes_back() -> None:
 
 
 async def test_a_finished_stream_gives_what_waits_and_ends() -> None:
-    """So does one that is opened then: its gateway has not heard of the end yet."""
+    """After `finish`, a stream gives the waiting events and ends. So does a stream of a gateway that missed the end."""
     streams = GatewayStreams(lambda _: None)
     events = streams.events(GATEWAY)
     await anext(events)
@@ -267,7 +267,7 @@ def test_changes_replayed_in_order_give_what_is_present() -> None:
             present.discard(key(number))
         if rng.random() < 0.2:
             events = log.changes()
-            if rng.random() < 0.5:  # else it is lost, and sent again with what came since
+            if rng.random() < 0.5:  # otherwise it is lost, and sent again with later changes
                 view = apply(view, events)
                 log.acknowledge(events)
     while log.has_changes:

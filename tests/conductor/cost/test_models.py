@@ -1,4 +1,4 @@
-"""The models that learn from reports: they converge at the stated speed, are steady under noise, and survive lies."""
+"""Tests of models that learn from reports: stated speed of convergence, stability under noise, impossible reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COEFFICIENTS = st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.floats(0, 
 
 @given(COEFFICIENTS, SEEDS)
 def test_a_fit_predicts_exact_points_and_errs_by_the_noise_of_others(c: tuple[float, float, float], seed: int) -> None:
-    """With 5 % of noise on 200 points, the truth is within 5 % of nearly all predictions."""
+    """Exact points are predicted to within 0.01 %, and 90 % of 200 points with 5 % noise to within 5 % of the truth."""
     random = np.random.default_rng(seed)
     n = random.integers(16, 100_000, 200)
     p = (n * random.random(200)).astype(np.int64)
@@ -65,7 +65,7 @@ def test_a_report_of_errors_names_the_worst_points_first_and_no_points_cannot_be
 
 @given(linear=st.floats(0.5, 2.0), square=st.floats(0.5, 2.0), seed=SEEDS)
 def test_a_formula_that_is_wrong_in_its_shape_is_set_right(linear: float, square: float, seed: int) -> None:
-    """Both coefficients were measured badly, each by a factor of its own; prompts of all lengths are then predicted."""
+    """80 reports correct linear and square coefficients wrong by different factors, for prompts of any length."""
     cost = PrefillCost(PrefillProfile(c0=2e-3, c1=4e-5, c2=5e-8))
     truth = PrefillProfile(c0=linear * 2e-3, c1=linear * 4e-5, c2=square * 5e-8)
     lengths = np.exp(np.random.default_rng(seed).uniform(np.log(50), np.log(8000), 80))
@@ -95,7 +95,7 @@ SECONDS = st.floats(1e-4, 10.0)
 
 @given(usual=st.lists(st.tuples(SECONDS, SECONDS), min_size=30, max_size=30), wild=st.floats(0.0, 1e6))
 def test_one_wild_report_moves_predictions_by_a_bounded_share(usual: list[tuple[float, float]], wild: float) -> None:
-    """Of a prompt that is like those before it."""
+    """A wild report about a prompt like the earlier ones changes the prediction for it by less than 40 %."""
     tracking = Tracking()
     for linear_s, square_s in usual * 2:
         tracking.observe(linear_s, square_s, linear_s + square_s)
@@ -128,7 +128,7 @@ def test_whatever_is_reported_all_beliefs_are_bounded(reports: list[tuple[float,
 
 
 def reports_to_converge(change: float) -> int:
-    """Reports without noise after which the factor is within 5 % once the machine has become `change` times slower."""
+    """Returns how many noise-free reports bring the factor to within 5 % once a machine is `change` times slower."""
     distance, reports = abs(math.log(change)), 0
     while distance > math.log(1.05):
         distance -= WEIGHT * min(distance, CLIP)
@@ -145,8 +145,8 @@ def settled(log_factor: float) -> Correction:
 
 @given(st.floats(0.26, 3.9), st.floats(1e-4, 1e3), st.floats(0.13, 7.9))
 def test_a_change_is_known_after_the_stated_number_of_reports(before: float, predicted_s: float, after: float) -> None:
-    """Whatever the factor was, and whatever the work. docs/cost-models.md states 15 reports for twice, 27 for four
-    times."""
+    """The stated number of reports is enough for any earlier factor and any work. docs/cost-models.md states 15 reports
+    for a factor of two and 27 for a factor of four."""
     assert [reports_to_converge(times) for times in (2.0, 0.5, 4.0, 1.0)] == [15, 15, 27, 0]
     correction = settled(math.log(before))
     for _ in range(reports_to_converge(after / before)):
@@ -156,7 +156,7 @@ def test_a_change_is_known_after_the_stated_number_of_reports(before: float, pre
 
 @given(SEEDS, st.floats(0.02, CLIP), st.floats(0.3, 3.0))
 def test_noise_moves_the_factor_by_a_third_of_its_own_deviation(seed: int, sigma: float, truth: float) -> None:
-    """Clipping only ever makes it steadier. The bounds leave room for 2,000 dependent samples."""
+    """Clipping can only lower the deviation. The bounds leave room for the error of 2,000 dependent samples."""
     correction, logs = settled(math.log(truth)), []
     for one in np.random.default_rng(seed).normal(0.0, sigma, 2_000).tolist():
         correction.observe(1.0, truth * math.exp(one))
@@ -188,7 +188,7 @@ def test_times_that_are_none_say_nothing_and_the_factor_stops_at_its_bound() -> 
 
 
 def reported(overhead: Overhead, landing_s: float, *, lands_only: bool) -> None:
-    """6 ms more than its terms."""
+    """Observes a TTFT that is 6 ms more than the sum of its terms."""
     times = Times(ttft_s=1.506 + landing_s, queue_s=1.0, transfer_s=landing_s, prefill_s=0.5)
     overhead.observe(times, 0.0, lands_only=lands_only)
     overhead.validate()
@@ -207,7 +207,7 @@ def test_a_landing_delays_only_who_does_not_wait_anyway_and_prefixes_say_nothing
 
 @given(usual=st.floats(1e-3, 0.1), wild=st.lists(st.floats(-1.0, 100.0), max_size=3))
 def test_the_middle_follows_what_is_usual_and_not_what_is_wild(usual: float, wild: list[float]) -> None:
-    """Each wild report moves it by at most 6.2 %, and that of a tenth of a millisecond more."""
+    """Each wild report moves the middle by at most 6.2 % of the middle plus 0.1 ms."""
     middle = Middle()
     for seconds in [usual] * 5 + wild:
         middle.observe(seconds)
@@ -232,13 +232,13 @@ def observed(*seen: tuple[float, float]) -> Overtaking:
     ("seen", "lead_s", "deviations", "expected"),
     [
         ([], 3.0, 0.0, 0.0),
-        ([(3.0, 4.0), (3.0, 6.0)], 2.5, 0.0, NEAR(5.0)),  # of leads alike
-        ([(3.0, 4.0), (3.0, 6.0)], 0.2, 0.0, 0.0),  # and of no others
+        ([(3.0, 4.0), (3.0, 6.0)], 2.5, 0.0, NEAR(5.0)),  # from similar leads
+        ([(3.0, 4.0), (3.0, 6.0)], 0.2, 0.0, 0.0),  # and from no others
         ([(3.0, 4.0), (3.0, 6.0)], 50.0, 1.0, 0.0),
-        ([(1.0, -3.0)], 1.0, 0.0, 0.0),  # not less than none
-        ([(1.0, 0.0)] * 1000 + [(1.0, 10.0)] * 200, 1.0, 0.0, NEAR(10.0, rel=0.03)),  # the newest
+        ([(1.0, -3.0)], 1.0, 0.0, 0.0),  # never negative
+        ([(1.0, 0.0)] * 1000 + [(1.0, 10.0)] * 200, 1.0, 0.0, NEAR(10.0, rel=0.03)),  # newer observations count more
         ([(4.0, 2.0), (4.0, 10.0)] * 500, 4.0, 1.0, NEAR(10.0, abs=0.2)),
-        ([(1.0, 7.0)], 1.0, 3.0, 7.0),  # one case alone deviates from nothing
+        ([(1.0, 7.0)], 1.0, 3.0, 7.0),  # a single case has no deviation
         ([(0.0, 2.0)], 1e-9, 0.0, 2.0),
         ([(1e9, 2.0)], 1e9, 0.0, 2.0),
     ],
@@ -259,7 +259,7 @@ def test_quantiles_of_errors_are_numpy_s_within_5_percent(errors: list[float]) -
         accuracy.observe(Times(ttft_s=2.0 * (1.0 + error)), Times(ttft_s=2.0))
     found = accuracy.of(Term.TTFT)
     assert found is not None
-    # The oldest of 60 weighs 0.81 of the newest: a quantile is within a tenth of the ranks.
+    # The oldest of 60 weighs 0.81 times as much as the newest, so a quantile is off by at most a tenth of the ranks.
     for value, q in ((found.p50, 0.5), (found.p90, 0.9)):
         low = np.quantile(errors, max(q - 0.1, 0.0), method="inverted_cdf")
         high = np.quantile(errors, min(q + 0.1, 1.0), method="inverted_cdf")
@@ -268,7 +268,7 @@ def test_quantiles_of_errors_are_numpy_s_within_5_percent(errors: list[float]) -
 
 
 def test_a_model_that_became_good_is_known_to_be_and_impossible_times_say_nothing() -> None:
-    """Ten half-lives after."""
+    """Ten half-lives after a model became good, its reported errors are small. Impossible times are ignored."""
     accuracy = Accuracy()
     for actual_s in (0.0, -1.0, math.nan):
         accuracy.observe(Times(ttft_s=1.0), Times(ttft_s=actual_s))

@@ -1,4 +1,4 @@
-"""A lean server in this process, and one in another process under either event loop."""
+"""Fixtures: a lean server in this process, and one in another process under asyncio or uvloop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.protocol.lean.scripted import TOKEN, ScriptedStore, ServerProcess, se
 
 @pytest.fixture
 async def store() -> ScriptedStore:
-    """What the lean server serves."""
+    """The service of the lean server."""
     return ScriptedStore()
 
 
 @pytest.fixture
 async def lean(store: ScriptedStore) -> AsyncIterator[LeanServer]:
-    """Not started yet."""
+    """A lean server that is not started yet."""
     server = LeanServer(TOKEN)
     server.add("KvStore", store)
     yield server
@@ -27,7 +27,7 @@ async def lean(store: ScriptedStore) -> AsyncIterator[LeanServer]:
 
 @pytest.fixture
 async def address(lean: LeanServer) -> str:
-    """Of the lean server, by TCP."""
+    """Starts the lean server and gives its TCP address."""
     tcp, _ = await lean.start("127.0.0.1")
     return tcp
 

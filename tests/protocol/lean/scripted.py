@@ -1,4 +1,4 @@
-"""A store's servicer that does what a test says, the process that serves one, and a client that sends any bytes."""
+"""A scripted store servicer, a process that serves one, and a client that sends arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
 EXISTS_PATH, LEASE_PATH = "/moonserve.KvStore/Exists", "/moonserve.KvStore/Lease"
 LEASE = kvstore_pb2.StoreLeaseRequest(lease_id="l")
 ECHO, FULL = "/test!echo", "/test!full"
-"""What connections can be handed over to."""
+"""Names of the services to which connections can be handed over."""
 
 
 def stub_of(channel: Any) -> Any:
-    """Of any kind of channel."""
+    """Returns a `KvStore` stub over any kind of channel."""
     return kvstore_pb2_grpc.KvStoreStub(channel)
 
 
 class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
-    """`Exists` answers at once, `Lease` waits for `go`, `Remove` raises `error`, `Commit` gives what it is told."""
+    """`Exists` answers at once, `Lease` waits for `go`, `Remove` raises `error`, `Commit` returns `commit_reply`."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Queue[str]()
@@ -62,7 +62,7 @@ class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.StoreLeaseReply(segment_id=len(request.keys))
 
     async def Remove(self, request: Any, context: Any) -> kvstore_pb2.StoreRemoveReply:
-        if request.corrupt:  # after a wait
+        if request.corrupt:  # raises after a wait, not at once
             await asyncio.sleep(0)
         raise self.error
 
@@ -72,7 +72,7 @@ class ScriptedStore(kvstore_pb2_grpc.KvStoreServicer):
 
 
 def _echo(sock: socket.socket) -> None:
-    """Gives back in upper case what comes, in a thread of its own, and ends with its peer."""
+    """Echoes received bytes in upper case, in its own thread, until the peer closes the connection."""
 
     def run() -> None:
         with sock:
@@ -110,7 +110,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(loop: str = "asyncio") -> Iterator[ServerProcess]:
-    """`loop`: asyncio or uvloop."""
+    """Runs `serve` in a process whose event loop is `loop` (asyncio or uvloop)."""
     command = [sys.executable, "-m", "tests.protocol.lean.scripted", loop]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -121,7 +121,7 @@ def server_process(loop: str = "asyncio") -> Iterator[ServerProcess]:
 
 
 class Raw:
-    """A client that sends whatever bytes it likes."""
+    """A client that sends arbitrary bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -134,7 +134,7 @@ class Raw:
         return cls(*await asyncio.open_connection(sock=sock))
 
     async def prove(self) -> tuple[str, ...]:
-        """Shakes hands; gives the paths that the server offers."""
+        """Completes the handshake and returns the method paths that the server offers."""
         initiator = Initiator(TOKEN, secrets.token_bytes(NONCE_BYTES))
         self.writer.write(initiator.hello)
         while initiator.needed:
@@ -156,7 +156,7 @@ class Raw:
 
 
 if __name__ == "__main__":
-    served.HANDSHAKE_S = PATIENCE_S  # a busy machine is no stranger
+    served.HANDSHAKE_S = PATIENCE_S  # handshakes are slow on a busy machine
     loop_factory = uvloop.new_event_loop if sys.argv[1] == "uvloop" else None
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(serve())

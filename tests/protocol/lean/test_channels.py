@@ -1,5 +1,5 @@
-"""The clients: cancellation, reconnecting, many calls on one connection; idle connections, threads, time limits; when a
-routed channel dials, what happens to its calls when the lean connection ends, and how it closes."""
+"""Tests of the lean clients: cancellation, reconnects, concurrent calls, idle connections, threads and time limits;
+when a routed channel dials, what happens to its calls when the lean connection ends, and how it closes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_closing_a_channel_ends_its_calls_and_cancels_their_handlers(
 
 
 class Silent(contextlib.AsyncExitStack):
-    """A server that answers nothing, and whether it has met a client and the end of its connection."""
+    """A server that never answers. `met` is set when a client connects, `ended` when its connection ends."""
 
     async def __aenter__(self) -> Silent:
         self.met, self.ended = asyncio.Event(), asyncio.Event()
@@ -89,7 +89,7 @@ class Silent(contextlib.AsyncExitStack):
 
 
 async def test_closing_a_channel_ends_the_calls_that_wait_for_its_connection(channels: Channels) -> None:
-    """With an error, as all others: a task must not take it for its own cancellation."""
+    """Calls that wait for a connection end with PeerLost, which a task cannot take for its own cancellation."""
     async with Silent() as silent:
         stub = stub_of(channels.to(silent.address))
         call = asyncio.create_task(channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S))
@@ -156,7 +156,7 @@ async def test_many_threads_share_a_channel(address: str, spin_s: float) -> None
 
 
 class Clock:
-    """`time` of a connection, which only tests move; its socket's limits, in the order in which they were set."""
+    """A fake `time` of connections, moved by tests only. `limits` has the socket's timeouts in the order of setting."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -237,7 +237,7 @@ NOBODY = LeanAddresses("lean://127.0.0.1:1", "lean+unix://nobody").metadata()
 
 @pytest.fixture
 async def over_grpc() -> ScriptedStore:
-    """What the gRPC server serves. It does not name a lean address: a test says when the channel learns one."""
+    """The service of the gRPC server, which names no lean address: the test decides when the channel learns one."""
     return ScriptedStore()
 
 
@@ -258,7 +258,7 @@ def call(channel: RoutedChannel, method: str, request: Any) -> asyncio.Task[Any]
 
 
 async def dial(channel: RoutedChannel, metadata: Any) -> None:
-    """Tells the channel a lean address and waits for the end of its attempt to dial it."""
+    """Gives the channel a lean address and waits until its attempt to dial has ended."""
     channel.learn(metadata)
     assert channel._dialling is not None
     await asyncio.wait([channel._dialling])
@@ -304,7 +304,7 @@ async def test_a_connection_that_stands_is_kept_whatever_addresses_replies_name(
 async def test_dialling_after_a_loss_leaves_calls_over_grpc_alone(
     channel: RoutedChannel, lean: LeanServer, store: ScriptedStore, over_grpc: ScriptedStore
 ) -> None:
-    """The old connection is let go, and a call that went over gRPC meanwhile ends with its own reply."""
+    """The old connection is released, and a call sent over gRPC meanwhile ends with its own reply."""
     await dial_server(channel, lean)
     await lean.stop(0)
     over = LeanServer(TOKEN)

@@ -1,4 +1,4 @@
-"""What a caller may rely on, over TCP and Unix sockets, from asyncio and from threads."""
+"""Tests of the guarantees to lean callers, over TCP, Unix sockets and TLS, from asyncio and from threads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def lease(name: str = "l", num_keys: int = 0) -> kvstore_pb2.StoreLeaseRequest:
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0])
 async def test_a_call_without_any_time_left_is_the_deadlines(call: Call, timeout_s: float) -> None:
-    await call("Exists", ASKED)  # the connection stands
+    await call("Exists", ASKED)  # opens the connection
     with pytest.raises(DeadlineExceeded):
         await call("Lease", lease(), timeout_s=timeout_s)
 
@@ -115,10 +115,10 @@ async def test_a_handler_that_returns_no_message_is_an_internal_error(call: Call
 
 async def test_a_handler_that_is_late_is_told_and_so_is_its_caller(call: Call, store: ScriptedStore) -> None:
     async def late() -> bool:
-        await call("Exists", ASKED)  # the connection stands
+        await call("Exists", ASKED)  # opens the connection
         with pytest.raises(DeadlineExceeded):
             await call("Lease", lease(), 0.05)
-        return not store.begun.empty()  # its time may be over before it is read
+        return not store.begun.empty()  # the deadline may pass before the server reads the request
 
     await answered(late)
     assert await store.cancelled.get() == "l"

@@ -1,4 +1,4 @@
-"""A coroutine that is started at once cannot tell that it is not a task's, and becomes one when it waits."""
+"""Tests of eager start: a coroutine runs at once as if in a task, and becomes a task when it first waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def eager() -> AsyncIterator[EagerStart]:
 
 
 async def in_callback(call: Callable[[], T]) -> T:
-    """What it gives when the loop calls it, as a protocol is called; Raised with what it raised."""
+    """Returns the result of `call` when the loop calls it, like a protocol callback. Wraps its error in `Raised`."""
     outcome = asyncio.get_running_loop().create_future()
 
     def callback() -> None:
@@ -37,7 +37,7 @@ async def in_callback(call: Callable[[], T]) -> T:
 
 
 class Raised(Exception):
-    """By the coroutine, at once."""
+    """Wraps an error that the call raised at once."""
 
 
 async def fails(waits: bool) -> None:
@@ -74,7 +74,7 @@ async def handles_a_failed_wait() -> str:
 
 
 async def times_out() -> str:
-    """By a limit that began before the first wait."""
+    """Runs into a timeout that began before the first wait."""
     try:
         async with asyncio.timeout(0):
             await asyncio.Event().wait()
@@ -135,7 +135,7 @@ async def test_the_task_is_the_current_one_before_and_after_the_first_wait(eager
 
 @pytest.mark.parametrize("shielded", [False, True])
 async def test_cancelling_in_the_turn_it_was_started_in(eager: EagerStart, shielded: bool) -> None:
-    """Before the task has come to wait for what the coroutine waits for, and before it ever ran."""
+    """A task can be cancelled before it waits for the coroutine's future, and before it ever ran."""
     inner, log = asyncio.create_task(asyncio.Event().wait()), []
 
     async def body() -> None:
@@ -147,7 +147,7 @@ async def test_cancelling_in_the_turn_it_was_started_in(eager: EagerStart, shiel
 
     def start_and_cancel() -> list[asyncio.Task[None]]:
         tasks = []
-        for _ in range(2):  # the second one's task has not even begun
+        for _ in range(2):  # the second task has not even begun
             tasks.append(eager.start(body()))
             tasks[-1].cancel()
         return tasks

@@ -1,4 +1,4 @@
-"""Peers that die, stop, lie or say nothing: every call ends, and the server goes on, also with what it hands over."""
+"""Tests of peers that die, stop, lie or stay silent: every call ends, and the server keeps serving and handing over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.protocol.lean.scripted import (
 )
 from tests.stopping import stop
 
-# Of a MiB each: more than the sockets' buffers hold.
+# Replies of 1 MiB each: more than the sockets' buffers hold.
 NUM_UNREAD = 32
 
 
@@ -50,19 +50,19 @@ async def stub(peer: ServerProcess, request: pytest.FixtureRequest) -> AsyncIter
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_a_client_in_uvloop_is_answered(peer: ServerProcess, kind: str) -> None:
-    """Gateways run in it."""
+    """Clients under uvloop are served, as gateways are."""
     assert uvloop.run(still_serves(getattr(peer, kind)))
 
 
 async def test_a_killed_peer_is_lost_at_once(peer: ServerProcess, stub: Any) -> None:
-    """For threads too."""
+    """Calls in flight and later ones end with PeerLost, from asyncio and from threads."""
     with SyncChannel(peer.tcp, TOKEN) as channel:
         threads = stub_of(channel)
         threads.Exists(EXISTS, timeout=PATIENCE_S)
         await stub.Exists(EXISTS, timeout=PATIENCE_S)
         calls = [asyncio.create_task(stub.Lease(LEASE, timeout=NEVER_S)) for _ in range(5)]
         calls.append(asyncio.create_task(asyncio.to_thread(threads.Lease, LEASE, timeout=NEVER_S)))
-        await stub.Exists(EXISTS, timeout=PATIENCE_S)  # it has read the others before
+        await stub.Exists(EXISTS, timeout=PATIENCE_S)  # the peer has read the other calls before this one
         os.kill(peer.process.pid, signal.SIGKILL)
         for error in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S):
             assert isinstance(error, PeerLost)
@@ -87,7 +87,7 @@ async def test_a_stopped_peer_is_the_deadlines_and_serves_again_later(peer: Serv
         stop(peer.process.pid)
         with pytest.raises(DeadlineExceeded):
             await stub.Exists(EXISTS, timeout=0.05)
-        for _ in range(2):  # on a connection that stands, and on one that is dialled
+        for _ in range(2):  # on an open connection, and on a new one
             with pytest.raises(DeadlineExceeded):
                 await asyncio.to_thread(threads.call, EXISTS_PATH, b"", timeout_s=0.05)
         os.kill(peer.process.pid, signal.SIGCONT)
@@ -135,7 +135,7 @@ async def test_a_message_that_cannot_be_parsed_is_an_invalid_request(address: st
 
 
 async def asks_for_a_lease(address: str) -> tuple[Raw, bytes]:
-    """A client that is let in, and a request with id 1 that waits."""
+    """Returns a client after its handshake, and the frame of a request with id 1 that waits."""
     client = await Raw.dial(address)
     method = (await client.prove()).index(LEASE_PATH)
     return client, frames.request(1, method, NEVER_S, LEASE.SerializeToString())
@@ -174,7 +174,7 @@ async def test_strangers_beyond_a_number_push_out_the_oldest_and_keep_no_peer_ou
     strangers = [await Raw.dial(address) for _ in range(4)]
     assert await strangers[0].ended()
     assert await still_serves(address)
-    assert await strangers[1].ended()  # the peer that was just served took its place
+    assert await strangers[1].ended()  # pushed out by the peer that was just served
     proven.writer.write(frames.request(1, 0, 1.0, b""))
     assert await proven.reader.readexactly(frames.REPLY.size)
     for client in (proven, *strangers[2:]):
@@ -185,7 +185,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def proven(then: Serve) -> Serve:
-    """A server that proves itself, and what it does then."""
+    """Returns a server callback that completes the handshake and then runs `then`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         responder = Responder(TOKEN, [EXISTS_PATH], secrets.token_bytes(NONCE_BYTES))
@@ -198,7 +198,7 @@ def proven(then: Serve) -> Serve:
 
 
 async def require_lost(serve: Serve) -> None:
-    """A call ends with its peer, not with its deadline."""
+    """Asserts that a call ends with PeerLost before its deadline."""
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as rude:
         port = rude.sockets[0].getsockname()[1]
         channels = Channels(TOKEN)
@@ -233,7 +233,7 @@ async def test_a_failure_that_cannot_be_read_ends_its_call(payload: bytes) -> No
 
 
 async def test_a_client_that_reads_nothing_is_not_read_from(address: str, store: ScriptedStore) -> None:
-    """Replies to it do not pile up in the server's memory, and it gets all of them later."""
+    """Replies to a client that reads nothing do not pile up in the server's memory, and all arrive later."""
     store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=[bytes(1 << 20)])
     client = await Raw.dial(address)
     method = (await client.prove()).index("/moonserve.KvStore/Commit")
@@ -263,7 +263,7 @@ def exists(channel: SyncChannel) -> bool:
 
 
 def test_what_follows_goes_to_whoever_took_the_connection(where: str) -> None:
-    """The channel's other connections stay what they are, also when the handed one ends."""
+    """Bytes after a handover go to the new owner. The channel's other connections are unchanged, also after its end."""
     with SyncChannel(where, TOKEN) as channel:
         assert exists(channel)
         with channel.hand_over(ECHO, timeout_s=PATIENCE_S) as first:
@@ -291,7 +291,7 @@ def test_whom_nobody_takes_is_told_why(where: str) -> None:
 
 
 async def test_bytes_behind_the_question_end_the_connection(where: str) -> None:
-    """They would have reached the old protocol: nobody could tell whose they are."""
+    """Bytes sent before the reply to a handover would reach the old protocol, so they end the connection."""
     client = await Raw.dial(where)
     methods = await client.prove()
     client.writer.write(frames.request(1, methods.index(ECHO), 10.0, b"") + b"early")

@@ -1,4 +1,4 @@
-"""Frames come out as they went in, however the stream was cut, and only behind a handshake that proves the token."""
+"""Tests of frames, which survive any cut of the stream, and of the handshake, in which both sides prove the token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_garbage_gives_frames_or_a_refusal_and_nothing_else(data: bytes, cuts: l
 def test_an_impossible_length_is_refused_by_its_four_bytes(length: int) -> None:
     with pytest.raises(MalformedFrame):
         frames.request_reader().feed(LENGTH.pack(length))
-    # The largest one is waited for.
+    # The largest allowed length is accepted, and the reader waits for the rest.
     assert frames.request_reader().feed(LENGTH.pack(12 + MAX_MESSAGE_BYTES)) == []
 
 

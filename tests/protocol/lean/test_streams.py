@@ -1,4 +1,4 @@
-"""Streams: over lean once the way is known, in order, ended by either side, and no faster than they are read."""
+"""Tests of streams: over lean once its address is known, in order, ended by either side, with backpressure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE, NUM_LARGE = bytes(1 << 20), 64
 
 
 class Lister(ScriptedStore):
-    """`List` sends what is told: a key, an error to raise, or None to end. Over gRPC it sends one key and ends."""
+    """`List` sends the items of `told`: a key, an error to raise, None to end. Over gRPC it sends one key and ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ async def stub(server: RpcServer, channels: Channels) -> Any:
 
 @pytest.fixture
 async def stream(stub: Any, channels: Channels) -> AsyncIterator[AsyncIterator[Any]]:
-    """Begun behind a call, whose reply named the lean address."""
+    """A stream that begins after a call whose reply named the lean address."""
     await channels.call(stub.Exists, EXISTS, timeout_s=PATIENCE_S)
     async with aclosing(channels.stream(stub.List, kvstore_pb2.StoreListRequest())) as messages:  # type: ignore[type-var]
         yield messages
@@ -149,7 +149,7 @@ async def test_who_closes_it_ends_it_at_the_server(stream: AsyncGenerator[Any, N
 async def test_it_stands_still_while_the_client_does_not_read(
     stream: AsyncIterator[Any], store: Lister, channels: Channels
 ) -> None:
-    """The kernel's buffers take a few messages of a MiB, and the transport a little more."""
+    """The server stops sending if the client does not read. Buffers hold a few messages of 1 MiB only."""
     store.told.put_nowait(b"a")
     await key_of(stream)
     (routed,) = channels._channels.values()

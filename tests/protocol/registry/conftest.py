@@ -1,4 +1,4 @@
-"""The three registries behind one interface, the Redis that they share, and members that join them."""
+"""Fixtures for registry tests: the three registries behind one interface, Redis servers, and members."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer
 
 Connect = Callable[[], Registry]
-"""Another process's way to the same registry."""
+"""Opens the same registry as another process would."""
 
 OpenRedis = Callable[..., RedisRegistry]
-"""RedisRegistry's constructor."""
+"""Constructor of `RedisRegistry`."""
 
 _prefixes = itertools.count()
 
 
 @pytest.fixture(scope="module")
 def shared_redis() -> Iterator[RedisServer]:
-    """One server for the tests that leave it as it is; each has a prefix of its own."""
+    """A Redis server shared by the tests that neither stop nor reconfigure it. Each test uses its own prefix."""
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
-    """A server that a test may stop and kill."""
+    """A Redis server that the test may stop and kill."""
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture
 async def open_redis() -> AsyncIterator[OpenRedis]:
-    """RedisRegistry's constructor, patient with a busy machine; what it opens is closed after the test."""
+    """The constructor of `RedisRegistry` with a long deadline. Registries that it opens are closed after the test."""
     opened: list[RedisRegistry] = []
 
     def open_one(*args: Any, **kwargs: Any) -> RedisRegistry:
@@ -61,7 +61,7 @@ async def open_redis() -> AsyncIterator[OpenRedis]:
 
 @contextlib.asynccontextmanager
 async def served(port: int = 0) -> AsyncIterator[str]:
-    """The address of an embedded registry that begins empty."""
+    """Serves a new, empty embedded registry over gRPC and gives its address."""
     registry, server = EmbeddedRegistry(), RpcServer("secret")
     registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(registry), server.grpc)
     try:
@@ -116,7 +116,7 @@ def ids(members: list[Member]) -> list[str]:
 
 
 async def watched_until(registry: Registry, holds: Callable[[list[Member]], bool]) -> list[Member]:
-    """The first membership that a watcher is shown for which `holds` is true."""
+    """Watches the registry and returns the first membership for which `holds` is true."""
     watching: Any = registry.watch()
     async with asyncio.timeout(PATIENCE_S), aclosing(watching):
         async for members in watching:

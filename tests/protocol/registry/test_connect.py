@@ -1,4 +1,4 @@
-"""What a process needs to join: its registry's address, of which no password is quoted, and its identity."""
+"""Tests of what a process needs to join: a registry address, whose password is never shown, and an identity."""
 
 from __future__ import annotations
 

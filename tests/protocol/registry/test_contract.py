@@ -1,4 +1,4 @@
-"""What every registry promises, over each of them."""
+"""Tests of the guarantees of every registry, run against each implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_S, answered
 from tests.protocol.registry.conftest import Connect, ids, member, watched_until
 
 SHORT_S = 0.5
-"""A lease that a test waits out."""
+"""Length of a lease whose end a test waits for."""
 
 
 async def test_a_member_is_shown_as_it_joined_with_its_epoch(connect: Connect) -> None:
@@ -60,7 +60,7 @@ async def test_of_many_claimants_one_gets_the_id(connect: Connect) -> None:
 
 
 async def test_an_epoch_is_above_the_one_that_the_member_remembers(connect: Connect) -> None:
-    remembered = 2**61 + 1  # a double would round it
+    remembered = 2**61 + 1  # a double would round this
     joined = await connect().join(member(epoch=remembered))
     assert joined.endpoint.epoch == remembered + 1
     await connect().renew(joined)
@@ -69,7 +69,7 @@ async def test_an_epoch_is_above_the_one_that_the_member_remembers(connect: Conn
 
 
 async def test_the_epoch_that_one_member_claims_moves_no_other_id(connect: Connect) -> None:
-    claimed = MAX_EPOCH - 1  # with one that is higher its own id cannot join again
+    claimed = MAX_EPOCH - 1  # the highest claim accepted: the id cannot join again with the epoch that it gets
     assert (await connect().join(member("a", epoch=claimed))).endpoint.epoch == claimed + 1
     other = await connect().join(member("b"))
     assert other.endpoint.epoch < 2**61
@@ -91,7 +91,7 @@ async def test_a_lease_that_has_ended_is_not_revived_and_the_next_ones_epoch_is_
 
 async def test_a_renewed_lease_outlives_its_first_end(connect: Connect) -> None:
     async def renewed() -> Member | None:
-        """Unless its first end has come before."""
+        """Returns None if the lease ended before it was renewed."""
         joined = await connect().join(member("kept"), ttl_s=1)
         with suppress(StaleLease):
             await connect().renew(joined, ttl_s=60)
@@ -123,7 +123,7 @@ async def test_a_watch_shows_now_and_then_each_change(connect: Connect) -> None:
         second = await connect().join(member("b"))
         assert await anext(watching) == [first, second]
         await connect().renew(second, ttl_s=SHORT_S)
-        assert await anext(watching) == [first]  # the other one's lease ended by itself
+        assert await anext(watching) == [first]  # the lease of `second` ended by itself
         again = await connect().join(member("a"))
         assert await anext(watching) == [again]
         await connect().leave(again)
@@ -144,7 +144,7 @@ async def test_a_watch_and_a_call_that_are_cancelled_harm_nobody(connect: Connec
     registry = connect()
     watching = asyncio.create_task(watched_until(registry, lambda members: False))
     joining = asyncio.create_task(registry.join(member("cut")))
-    await asyncio.sleep(0)  # both are under way
+    await asyncio.sleep(0)  # both are in flight
     for task in (watching, joining):
         task.cancel()
     await asyncio.wait({watching, joining})

@@ -1,4 +1,4 @@
-"""Registries of other processes that are stopped, killed, full, locked, empty, fail over, or have another time."""
+"""Tests of remote registries that stop, die, fill up, lock out, fail over, come back empty or change their clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 0.5
 
 
 async def require_silence(registry: Registry) -> None:
-    """Nothing but its deadline ends a call."""
+    """Asserts that every call ends with PeerLost, at its deadline."""
     async with asyncio.timeout(PATIENCE_S):
         for call in (registry.join, registry.renew, registry.leave):
             with pytest.raises(PeerLost):
@@ -60,7 +60,7 @@ async def test_a_watch_goes_on_over_a_kill_and_a_stop(redis_server: RedisServer,
         upcoming = asyncio.ensure_future(anext(watching))
         redis_server.kill()
         redis_server.start()
-        assert await upcoming == []  # it forgot, and says so
+        assert await upcoming == []  # the restarted server reports an empty membership
         with pytest.raises(StaleLease, match="the registry forgot it"):
             await patient.renew(joined)
         upcoming = asyncio.ensure_future(anext(watching))
@@ -68,7 +68,7 @@ async def test_a_watch_goes_on_over_a_kill_and_a_stop(redis_server: RedisServer,
         with pytest.raises(PeerLost):
             await registry.members()
         redis_server.go_on()
-        again = await patient.join(member())  # a process that remembers nothing
+        again = await patient.join(member())  # a process that remembers no epoch
         assert again.endpoint.epoch > joined.endpoint.epoch
         assert await upcoming == [again]
 
@@ -88,7 +88,7 @@ async def test_a_watch_waits_for_a_server_that_is_not_there_yet(
 async def test_a_watch_outlives_a_password_that_was_changed(
     redis_server: RedisServer, open_redis: OpenRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a seat does; only who is refused from the first is told."""
+    """A running watch survives refused credentials, as a seat does. A new watch raises Unauthenticated."""
     registry = open_redis(redis_server.url)
     joined = await registry.join(member())
     refused, bounded = asyncio.Event(), registry._bounded
@@ -116,7 +116,7 @@ async def test_a_watch_outlives_a_password_that_was_changed(
 async def test_a_failover_that_loses_the_last_join_is_a_forgotten_lease(
     shared_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
-    """A replica that lagged shows an earlier epoch: whoever has the later one joins again, above both."""
+    """A lagging replica shows an earlier epoch. The member with the later epoch joins again, above both."""
     registry = open_redis(shared_redis.url, prefix="lagging")
     early = await registry.join(member())
     late = await registry.join(member())
@@ -131,7 +131,7 @@ async def test_a_failover_that_loses_the_last_join_is_a_forgotten_lease(
 async def test_a_server_whose_clock_jumps_ahead_ends_leases_and_stays_above(
     shared_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
-    """PEXPIREAT 1 is what every lease looks like after such a jump."""
+    """A jump ahead ends leases, and epochs still grow. PEXPIREAT 1 has the effect of a jump on a lease."""
     registry = open_redis(shared_redis.url, prefix="ahead")
     joined = await registry.join(member())
     shared_redis.ask("PEXPIREAT", "ahead:member:store-0", "1")
@@ -145,7 +145,7 @@ async def test_a_server_whose_clock_was_set_back_stays_above_what_it_gave(
     shared_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
     registry = open_redis(shared_redis.url, prefix="back")
-    in_2040 = str(2_208_988_800 * 10**9)  # what it gave before its clock was corrected
+    in_2040 = str(2_208_988_800 * 10**9)  # an epoch given before the clock was corrected
     shared_redis.ask("HSET", "back:epochs", "store-0", in_2040)
     assert (await registry.join(member())).endpoint.epoch == int(in_2040) + 1
 
@@ -215,7 +215,7 @@ async def test_no_cancellation_is_lost_at_whatever_moment_it_comes(
     joined = await registry.join(member())
     for turns in range(300):
         renewing = asyncio.create_task(registry.renew(joined))
-        for _ in range(turns % 30):  # so many steps of the loop into the call
+        for _ in range(turns % 30):  # the number of loop turns before the cancellation
             await asyncio.sleep(0)
         was_under_way = renewing.cancel()
         await asyncio.wait({renewing})
@@ -272,11 +272,11 @@ async def test_a_silent_process_is_peer_lost_within_the_deadline() -> None:
 
 
 DOWN_AFTER_MS = 60_000
-"""A server that is only slow stays what it is."""
+"""Long enough that a slow server keeps its role."""
 
 
 class Guarded(NamedTuple):
-    """A server, its replica, and the Sentinel that watches both as `main`."""
+    """A Redis server, its replica, and the Sentinel that watches both as `main`."""
 
     master: RedisServer
     replica: RedisServer
@@ -284,7 +284,7 @@ class Guarded(NamedTuple):
 
     @property
     def url(self) -> str:
-        # The first of the Sentinels is dead.
+        # The first Sentinel in the list is dead.
         return f"redis+sentinel://127.0.0.1:1,{self.sentinel.address}/main"
 
 
@@ -293,7 +293,7 @@ def guarded() -> Iterator[Guarded]:
     with ExitStack() as stack:
         master = stack.enter_context(RedisServer("--repl-diskless-sync-delay", "0"))
         replica = stack.enter_context(RedisServer("--replicaof", "127.0.0.1", str(master.port)))
-        # A Sentinel looks for replicas when it starts, then every 10 s: the replica must be there before.
+        # A Sentinel looks for replicas when it starts, then every 10 s, so the replica must be online before.
         until(lambda: b"state=online" in master.ask("INFO", "replication"))
         lines = [
             f"sentinel monitor main 127.0.0.1 {master.port} 1",
@@ -301,7 +301,7 @@ def guarded() -> Iterator[Guarded]:
             "sentinel failover-timeout main 5000",
         ]
         sentinel = stack.enter_context(RedisServer(sentinel=lines))
-        # Without it, a Sentinel has nobody to promote, however long it is waited for.
+        # A Sentinel that does not know the replica can never promote it.
         until(lambda: str(replica.port).encode() in sentinel.ask("SENTINEL", "REPLICAS", "main"))
         yield Guarded(master, replica, sentinel)
 
@@ -325,7 +325,7 @@ async def test_a_failover_is_followed_by_seats_and_watchers(guarded: Guarded, op
         async for members in watching:
             if members == [seat.member]:
                 break
-        # A Sentinel that stood still looks on for 30 s, and promotes none that lost its master ten times this before.
+        # A paused Sentinel is passive for 30 s, and promotes no replica that lost its master ten times this long ago.
         guarded.sentinel.ask("SENTINEL", "SET", "main", "down-after-milliseconds", "4000")
         guarded.master.kill()
         newcomer = member("store-1", owner="b")

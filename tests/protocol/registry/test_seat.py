@@ -1,4 +1,4 @@
-"""A seat outlives its registry, follows its epochs, and ends when the id belongs to another process."""
+"""Tests of seats: a seat outlives its registry, follows its epochs, and ends when another process has the id."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.protocol.registry.conftest import Connect, OpenRedis, member, served,
 from tests.redis_server import RedisServer
 
 TTL_S = 60.0
-"""Many times what a busy machine takes to renew it."""
+"""Many times as long as a renewal takes on a busy machine."""
 RENEW_EVERY_S = 0.1
 
 
 async def told(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> None:
-    """Waits until this was logged so often."""
+    """Waits until `text` was logged at least `times` times."""
 
     async def is_told() -> bool:
         return caplog.text.count(text) >= times
@@ -30,7 +30,7 @@ async def told(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> N
 
 
 class Holder:
-    """A seat, the epochs that it told of, and its task."""
+    """A seat and a queue of the epochs that it reported."""
 
     def __init__(self, registry: Registry, who: Member) -> None:
         self.epochs: asyncio.Queue[int] = asyncio.Queue()
@@ -43,7 +43,7 @@ class Holder:
         )
 
     async def epoch(self) -> int:
-        """The next one that the seat tells of."""
+        """Waits for the next epoch that the seat reports."""
         return await asyncio.wait_for(self.epochs.get(), PATIENCE_S)
 
 
@@ -53,7 +53,7 @@ async def lost(task: asyncio.Task[None]) -> BaseException | None:
 
 
 async def lease_end(registry: Registry, instance_id: str) -> tuple[float, float]:
-    """By the loop's clock, not before and not after these, as another owner is told."""
+    """Returns the earliest and latest end of a lease by the loop's clock, as reported to another owner."""
     loop = asyncio.get_running_loop()
     asked_at = loop.time()
     with pytest.raises(StaleLease) as caught:
@@ -99,7 +99,7 @@ async def test_a_lease_of_a_dead_owner_is_waited_for(connect: Connect) -> None:
 
 
 async def test_of_two_owners_the_first_keeps_the_seat(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one is told that the lease ends now, and joins only after it was renewed again."""
+    """The second owner ends with StaleLease. It is told that the lease ends now, and joins only after a renewal."""
     first, registry = Holder(connect(), member(owner="a")), connect()
     join, loop = registry.join, asyncio.get_running_loop()
 
@@ -127,7 +127,7 @@ async def test_of_two_owners_the_first_keeps_the_seat(connect: Connect, monkeypa
             assert "belongs to another process, which keeps renewing it" in str(error)
             assert "another id" in str(error)
         assert not first_task.done()
-        # The loser's good-bye must not take the winner's seat.
+        # The loser's leave must not end the winner's lease.
         assert await connect().members() == [first.seat.member]
 
 
@@ -137,7 +137,7 @@ async def test_a_seat_that_another_owner_took_meanwhile_is_lost(connect: Connect
         await holder.epoch()
 
         async def taken() -> bool:
-            """Unless the seat's own renewal comes before."""
+            """Returns False if the seat's own renewal comes first."""
             await registry.leave(holder.seat.member)  # as if its lease had ended
             with contextlib.suppress(StaleLease):
                 await registry.join(member(owner="b"), ttl_s=60)
@@ -174,7 +174,7 @@ async def test_a_join_whose_answer_was_lost_does_not_end_the_seat(
 
 
 async def test_a_join_that_is_done_late_is_followed(connect: Connect) -> None:
-    """A registry that was stopped may do what was asked before in any order once it goes on."""
+    """A seat follows a join that takes effect late, since a resumed registry may handle old requests in any order."""
     registry, holder = connect(), Holder(connect(), member())
     async with seated(holder.seat) as task:
         await holder.epoch()
@@ -200,7 +200,7 @@ async def test_a_wrong_token_ends_the_seat_at_once() -> None:
 async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture, open_redis: OpenRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis comes back empty: each renewal is refused, each seat is taken again under a later epoch."""
+    """Redis comes back empty: it refuses each renewal, and each seat joins again under a later epoch."""
     registry = open_redis(redis_server.url, poll_s=0.1)
     renew, asked = registry.renew, asyncio.Semaphore(0)
 
@@ -217,7 +217,7 @@ async def test_members_survive_a_killed_redis_and_join_again_when_it_is_back(
         )
         redis_server.kill()
         await told(caplog, "cannot be used", len(holders))
-        for _ in range(4 * len(holders)):  # they go on asking, and tell it once each
+        for _ in range(4 * len(holders)):  # the seats keep asking, and log it once each
             await asked.acquire()
         assert not a.done()
         assert not b.done()

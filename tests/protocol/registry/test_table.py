@@ -1,4 +1,4 @@
-"""The membership, as the registry's table keeps it under clocks that jump, and as processes believe in it."""
+"""Tests of the membership: the registry's table under clocks that jump, and `KnownMembers`, the view of a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TTLS = st.sampled_from([1.0, 10.0])
 
 
 class TableMachine(RuleBasedStateMachine):
-    """The table beside a model of one line per id: (member, end). Its clock jumps both ways; time in it only grows."""
+    """Compares the table with a dict of id to (member, end). The clock jumps both ways; the table's time only grows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class TableMachine(RuleBasedStateMachine):
             del self.model[who.instance_id]
 
     def somebody(self, data: st.DataObject) -> Member | None:
-        """Who holds, or once held, a lease."""
+        """Draws a member that holds, or once held, a lease."""
         return data.draw(st.sampled_from(self.given)) if self.given else None
 
     @invariant()
@@ -102,7 +102,7 @@ TestTable.settings = settings(max_examples=examples(50), stateful_step_count=40,
 
 
 def test_ids_that_are_gone_take_bounded_memory_and_still_get_later_epochs() -> None:
-    """One of them claims a very high epoch, which raises nobody else's."""
+    """Ids that are gone get later epochs. A very high epoch that one id claims does not raise those of others."""
     table, epochs = MembershipTable(first_epoch=1), {}
     for number in range(2 * MAX_ENDED):
         name = f"w{number}"
@@ -117,8 +117,8 @@ def test_ids_that_are_gone_take_bounded_memory_and_still_get_later_epochs() -> N
 
 @pytest.mark.parametrize("ttl_s", range(2, 14))
 async def test_a_lease_that_ends_while_it_is_looked_at_is_another_version(ttl_s: int) -> None:
-    """Whoever has seen that version waits for the next one, and would never hear of the end."""
-    looks = itertools.count()  # a second after each other
+    """The end of a lease during a read changes the version. Otherwise watchers of the version would miss the end."""
+    looks = itertools.count()  # one second apart
     registry = EmbeddedRegistry(clock=lambda: float(next(looks)))
     await registry.join(member(), ttl_s=ttl_s)
     shown: dict[int, list[Member]] = {}
