@@ -18,6 +18,7 @@ from protocol.errors import Incompatible, InvalidRequest, MoonserveError, PeerLo
 from tests.patience import NEVER_S, until
 from tests.thoroughness import examples
 from tests.transfer.conftest import Pair
+from tests.transfer.peer_process import TOKEN
 from tests.transfer.stage import (
     GUARD,
     NBYTES,
@@ -127,15 +128,28 @@ def test_an_initiator_of_another_version_is_told_so(stage: Stage) -> None:
 
 
 def test_a_proof_cannot_be_reflected_or_replayed(stage: Stage) -> None:
-    """A peer that sends its own nonce as its proof is refused and gets no proof in return."""
-    connection = dial(stage.far.address)
-    nonce = secrets.token_bytes(32)
-    connection.send(handshake._HELLO.pack(b"MOONXFER", 2, 0, nonce))
-    connection.receive_bytes(handshake._CHALLENGE.size)
-    connection.send(handshake._PROOF.pack(nonce, parse(stage.far.address).instance))
-    status, _, answer = handshake._WELCOME.unpack(connection.receive_bytes(handshake._WELCOME.size))
-    assert (status, answer) == (4, bytes(32))
-    until_closed(connection)
+    """A recorded proof, the target's own proof and the nonce are refused, and the refusal carries no proof."""
+    nonce, instance = secrets.token_bytes(32), parse(stage.far.address).instance
+
+    def shake_hands(proof_for: Callable[[int, bytes], bytes]) -> tuple[int, bytes, bytes]:
+        """Returns the target's status, the proof sent and the proof received."""
+        connection = dial(stage.far.address)
+        connection.send(handshake._HELLO.pack(b"MOONXFER", 2, 0, nonce))
+        challenge = handshake._CHALLENGE.unpack(connection.receive_bytes(handshake._CHALLENGE.size))
+        proof = proof_for(*challenge[3:])
+        connection.send(handshake._PROOF.pack(proof, instance))
+        status, _, answer = handshake._WELCOME.unpack(connection.receive_bytes(handshake._WELCOME.size))
+        if status:
+            until_closed(connection)
+        return status, proof, answer
+
+    def honest(flags: int, theirs: bytes) -> bytes:
+        return handshake._Proof(TOKEN.encode(), flags, nonce, theirs, instance).of(b"initiator")
+
+    status, proof, answer = shake_hands(honest)
+    assert status == 0
+    for stolen in (proof, answer, nonce):
+        assert shake_hands(lambda _flags, _theirs, stolen=stolen: stolen) == (4, stolen, bytes(32))
 
 
 BIG = 1 << 62
