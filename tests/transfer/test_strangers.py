@@ -141,6 +141,7 @@ def test_a_proof_cannot_be_reflected_or_replayed(stage: Stage) -> None:
         status, _, answer = handshake._WELCOME.unpack(connection.receive_bytes(handshake._WELCOME.size))
         if status:
             until_closed(connection)
+        connection.close()
         return status, proof, answer
 
     def honest(flags: int, theirs: bytes) -> bytes:
