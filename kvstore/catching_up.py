@@ -87,7 +87,7 @@ class CatchingUp:
         self._channels = channels
         remembering.settled = False
         self._cursors: dict[str, tuple[int, int]] = {}
-        """By peer: (life, next sequence number) of the removals that are known here."""
+        """(life, next sequence number) of the removals known here, by peer."""
         self._peers: list[Member] = []
         self._turn = 0
         self._decided = asyncio.Event()

@@ -97,7 +97,7 @@ async def render() -> str:
 
 
 def described(collectors: Sequence[Collector]) -> list[Described]:
-    """By name."""
+    """Returns the metrics of the collectors, sorted by name."""
     return sorted({found for collector in collectors for found in _of_collector(collector)})
 
 

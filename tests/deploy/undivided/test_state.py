@@ -33,11 +33,8 @@ from worker.events import Submitted
 
 STORE = Endpoint(instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host")
 # A decode step takes 4 ms plus 1 ms per sequence; each prompt token adds 1 ms.
-BUDGET = StepBudget(
-    decode=DecodeProfile(c0=0.004, c1=0.001, c2=0.0),
-    prefill=PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
-    most_step_s=0.025,
-)
+DECODE, PREFILL = DecodeProfile(c0=0.004, c1=0.001, c2=0.0), PrefillProfile(c0=0.0, c1=0.001, c2=0.0)
+BUDGET = StepBudget(decode=DECODE, prefill=PREFILL, most_step_s=0.025)
 
 
 class UndividedDriver(Driver):
@@ -45,9 +42,8 @@ class UndividedDriver(Driver):
 
     def __init__(self, num_blocks: int = 16, budget: StepBudget | None = BUDGET, **changes: int) -> None:
         super().__init__(num_blocks, **changes)
-        self.pool = BlockPool(
-            num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: self.publishing.evicted(key)
-        )
+        ignore, removed = lambda key, parent: None, lambda key: self.publishing.evicted(key)
+        self.pool = BlockPool(num_blocks, on_added=ignore, on_removed=removed)
         self.publishing = Publishing(self.pool, max_in_flight=2, max_pending=4)
         self.state = UndividedState(self.pool, replace(limits(**changes), budget=budget), self.publishing)
         self.loads: list[LoadPrefix] = []
