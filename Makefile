@@ -123,8 +123,8 @@ docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # SHIPPED: the packages that users install. The other ones are for developers.
-SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy
-PACKAGES := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy models benchmarks docs
+SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy moonserve
+PACKAGES := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy moonserve models benchmarks docs
 
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotocol/pb=proto
 PROTOS := $(patsubst proto/%,protocol/pb/%,$(wildcard proto/*.proto))

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.measure import median, random_prompts, table, write_json
 from deploy.config import ServeConfig
-from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from deploy.plan import Kind, ProcessSpec, conductor_spec, member_specs
 from deploy.ports import free_port
 from deploy.supervisor import Supervisor
 from models import demo_model_path
@@ -192,7 +192,7 @@ async def cluster_of(side: str) -> AsyncIterator[str]:
             (conductor,) = await supervisor.start([conductor_spec(config)])
             specs = member_specs(config, str(demo_model_path()), conductor.facts["rpc"])
             await supervisor.start(specs if side == "disaggregated" else coupled_specs(specs))
-            _pin([c.pid for c in supervisor.children if "worker" in c.spec.module])
+            _pin([c.pid for c in supervisor.children if c.spec.kind in (Kind.PREFILL, Kind.DECODE)])
             await _until_ready(f"http://127.0.0.1:{config.port}")
             yield f"http://127.0.0.1:{config.port}"
         finally:
@@ -201,9 +201,9 @@ async def cluster_of(side: str) -> AsyncIterator[str]:
 
 def coupled_specs(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
     """Replaces decode workers by coupled workers and removes prefill workers."""
-    kept = [spec for spec in specs if spec.module != "prefill_worker"]
+    kept = [spec for spec in specs if spec.kind is not Kind.PREFILL]
     return [
-        replace(spec, module="benchmarks.coupled_worker") if spec.module == "decode_worker" else spec for spec in kept
+        replace(spec, argv=("-m", "benchmarks.coupled_worker")) if spec.kind is Kind.DECODE else spec for spec in kept
     ]
 
 

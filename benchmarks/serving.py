@@ -71,14 +71,20 @@ def main() -> int:
     return 0 if all(claim["met"] for claim in result["claims"].values()) else 1
 
 
+def _role(process: psutil.Process) -> str | None:
+    """Returns the role in a worker's command line."""
+    words = process.cmdline()
+    return words[words.index("--role") + 1] if "--role" in words else None
+
+
 class _Workers:
     """Processes of the workers; pins each to a core or releases all."""
 
     def __init__(self, launcher: int) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
         children = psutil.Process(launcher).children()
-        self._prefill = [c for c in children if "prefill_worker" in c.cmdline()]
-        self._decode = [c for c in children if "decode_worker" in c.cmdline()]
+        self._prefill = [c for c in children if _role(c) == "prefill"]
+        self._decode = [c for c in children if _role(c) == "decode"]
 
     def pin(self) -> None:
         self._set(self._cores[:1], self._cores[-1:])

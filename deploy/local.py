@@ -50,7 +50,7 @@ class LocalCluster:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_dir = log_dir
         self._output: list[str] = []
-        command = [sys.executable, "-m", "deploy", "serve", *([str(model)] if model else [])]
+        command = [sys.executable, "-m", "moonserve", "serve", *([str(model)] if model else [])]
         command += ["--port", str(self.port), "--log-dir", str(log_dir), *flags]
         command += ["--parent-pid", str(os.getpid())]
         self.process = subprocess.Popen(

@@ -45,22 +45,22 @@ class Kind(StrEnum):
 ROLES = {Kind.PREFILL: Role.PREFILL, Kind.DECODE: Role.DECODE}
 _KINDS = {role: kind for kind, role in ROLES.items()}
 _PROCESSES: dict[Kind, tuple[str, type]] = {
-    Kind.DIRECTORY: ("kvstore.directory", DirectoryConfig),
+    Kind.DIRECTORY: ("directory", DirectoryConfig),
     Kind.CONDUCTOR: ("conductor", ConductorConfig),
-    Kind.STORE: ("kvstore", StoreConfig),
-    Kind.PREFILL: ("prefill_worker", PrefillConfig),
-    Kind.DECODE: ("decode_worker", DecodeConfig),
+    Kind.STORE: ("store", StoreConfig),
+    Kind.PREFILL: ("worker --role prefill", PrefillConfig),
+    Kind.DECODE: ("worker --role decode", DecodeConfig),
     Kind.GATEWAY: ("gateway", GatewayConfig),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process to start as `python -m module flags`."""
+    """One process to start as `python *argv *flags`."""
 
     instance_id: str
     kind: Kind
-    module: str
+    argv: tuple[str, ...]  # such as ("-m", "moonserve", "store")
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
@@ -162,9 +162,9 @@ def worker_spec(
         values["gpu_memory_utilization"] = f"{share:.4g}"
     process = _PROCESSES[_KINDS[role]]
     if config.role_switching == "on":
-        process, values["role"] = ("deploy.worker", WorkerConfig), role.value
+        process, values["role"] = ("worker --role-switching on", WorkerConfig), role.value
     elif config.conditional_disaggregation == "on" and role is Role.DECODE:
-        process = "deploy.undivided", UndividedConfig
+        process = "worker --role decode --conditional-disaggregation on", UndividedConfig
     spec = _spec(config, instance_id, _KINDS[role], values, process)
     return replace(spec, nice=config.worker_nice, stop_grace_s=site.stop_grace_s)
 
@@ -214,7 +214,7 @@ def _spec(
     process: tuple[str, type] | None = None,
 ) -> ProcessSpec:
     """Returns a spec. `values`: options that override the configuration; None = omit, so that the default applies."""
-    module, config_class = process or _PROCESSES[kind]
+    command, config_class = process or _PROCESSES[kind]
     flags: list[str] = ["--instance-id", instance_id]
     environment: dict[str, str] = {}
     for option in options_of(config_class):
@@ -230,7 +230,7 @@ def _spec(
     return ProcessSpec(
         instance_id=instance_id,
         kind=kind,
-        module=module,
+        argv=("-m", "moonserve", *command.split()),
         flags=tuple(flags),
         environment=environment,
     )

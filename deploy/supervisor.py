@@ -166,8 +166,7 @@ class Supervisor:
             with _log_of(child) as log_file:
                 child.process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    "-m",
-                    child.spec.module,
+                    *child.spec.argv,
                     *child.spec.flags,
                     "--status-fd",
                     str(write_fd),

@@ -34,12 +34,12 @@ class Starting:
 
 
 def start(
-    module: str, *flags: str, token: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
+    verb: str, *flags: str, token: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
 ) -> Starting:
-    """Starts `python -m module flags` with a status pipe."""
+    """Starts `moonserve verb flags` with a status pipe."""
     read_fd, write_fd = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *flags, "--status-fd", str(write_fd)],
+        [sys.executable, "-m", "moonserve", verb, *flags, "--status-fd", str(write_fd)],
         cwd=ROOT,
         env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": token, **(environment or {})},
         pass_fds=[write_fd],
@@ -50,9 +50,9 @@ def start(
 
 
 @contextlib.contextmanager
-def running(module: str, *flags: str, token: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+def running(verb: str, *flags: str, token: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
     """Yields a serving process and its facts. Stops it by SIGTERM, with exit code 0, unless the test ended it."""
-    starting = start(module, *flags, token=token)
+    starting = start(verb, *flags, token=token)
     process = starting.process
     try:
         yield process, starting.facts()

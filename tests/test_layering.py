@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moonserve.__main__ import SERVERS, VERBS
+
 ROOT = Path(__file__).parent.parent
 
 ALLOWED = {
@@ -86,8 +88,9 @@ def test_the_proto_folder_is_no_python_package() -> None:
 
 def test_who_computes_nothing_starts_without_torch_and_without_redis_where_there_is_none() -> None:
     """Processes that compute nothing import neither torch nor redis at start; that would take longer than all else."""
-    modules = ("conductor", "kvstore", "kvstore.directory", "gateway", "deploy")
-    imports = "; ".join(f"import {module}.__main__" for module in modules)
+    own = ("gateway", "conductor", "store", "directory")
+    places = ["moonserve.__main__", VERBS["serve"][0], *(place for verb in own for place in SERVERS[verb])]
+    imports = "; ".join(f"import {place.partition(':')[0]}" for place in places)
     unwanted = "torch transformers redis matplotlib"
     show = f"import sys; print(*sorted(set('{unwanted}'.split()) & set(sys.modules)))"
     command = [sys.executable, "-c", f"{imports}; {show}"]

@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.measure import latencies_ms, median, medians, random_prompts, table, write_json
 from benchmarks.turns import in_turns, tell
 from deploy.config import ServeConfig
-from deploy.plan import ProcessSpec, conductor_spec, member_specs
+from deploy.plan import Kind, ProcessSpec, conductor_spec, member_specs
 from deploy.ports import free_port
 from deploy.supervisor import Supervisor
 from engine.config import load_model_config
@@ -100,12 +100,12 @@ def flags_of(way: str, budget: int, ledger: Path) -> dict[str, Any]:
 def fixed_parts(specs: Sequence[ProcessSpec], third: int) -> list[ProcessSpec]:
     """Sets each worker's share of its model's third of the memory."""
     parts = {
-        "prefill_worker": third // PREFILL_SHARE,
-        "decode_worker": third - third // PREFILL_SHARE,
+        Kind.PREFILL: third // PREFILL_SHARE,
+        Kind.DECODE: third - third // PREFILL_SHARE,
     }
     return [
-        replace(spec, flags=_with(spec.flags, "--kv-cache-memory", str(parts[spec.module])))
-        if spec.module in parts
+        replace(spec, flags=_with(spec.flags, "--kv-cache-memory", str(parts[spec.kind])))
+        if spec.kind in parts
         else spec
         for spec in specs
     ]
@@ -151,7 +151,7 @@ async def _cluster(way: str, budget: int, folder: Path, number: int) -> AsyncIte
         await supervisor.start(fixed_parts(specs, budget // NUM_MODELS) if way == WAYS[0] else specs)
         url = f"http://127.0.0.1:{config.port}"
         await _until_ready(url)
-        workers = [c for c in supervisor.children if c.spec.module.endswith("_worker")]
+        workers = [c for c in supervisor.children if c.spec.kind in (Kind.PREFILL, Kind.DECODE)]
         pids = [child.pid for child in workers if child.pid is not None]
         assert len(pids) == len(workers), "they are ready"
         yield Model(url=url, workers=pids)

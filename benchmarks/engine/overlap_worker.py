@@ -207,7 +207,8 @@ async def store_process(transports: str, nbytes: int) -> AsyncIterator[str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kvstore",
+        "moonserve",
+        "store",
         *(word for flag in flags.items() for word in flag),
         env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
         pass_fds=[writing],

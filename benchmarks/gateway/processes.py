@@ -46,7 +46,7 @@ async def running_gateway(
     process = await asyncio.create_subprocess_exec(
         *("taskset", "--cpu-list", str(core)),
         *(profiler or (sys.executable,)),
-        *("-m", "gateway", "--model", str(model), "--conductor", conductor),
+        *("-m", "moonserve", "gateway", "--model", str(model), "--conductor", conductor),
         *("--port", str(port), "--log-level", "warning", "--request-timeout-s", "3600"),
         env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": CLUSTER_TOKEN},
     )

@@ -58,21 +58,18 @@ class HostsCluster:
     def start(self, *flags: str) -> None:
         """Starts all processes and waits until the gateway serves requests. `flags`: passed to every process."""
         joined = ("--conductor", self._conductor, *flags)
-        self._wait([self._begin(FRONT, "conductor", "--port", "7100", *flags)])
+        self._wait([self._begin(FRONT, "conductor", "--instance-id", "conductor", "--port", "7100", *flags)])
         store = ("--instance-id", "store-0", "--dram", "128MiB")
         prefill = ("--instance-id", "prefill-0", "--home-store", "store-0")
+        decode = ("--instance-id", "decode-0")
         self._wait(
             [
-                self._begin(PREFILL, "kvstore", *store, *joined),
-                self._begin(PREFILL, "prefill_worker", *prefill, *_COMPUTING, *_MEMORY, *joined),
-                self._begin(
-                    DECODE,
-                    "decode_worker",
-                    *("--instance-id", "decode-0", *_COMPUTING, *_MEMORY, *joined),
-                ),
+                self._begin(PREFILL, "store", *store, *joined),
+                self._begin(PREFILL, "worker", "--role", "prefill", *prefill, *_COMPUTING, *_MEMORY, *joined),
+                self._begin(DECODE, "worker", "--role", "decode", *decode, *_COMPUTING, *_MEMORY, *joined),
             ]
         )
-        gateway = ("--port", str(_HTTP_PORT), "--model", str(demo_model_path()))
+        gateway = ("--instance-id", "gateway", "--port", str(_HTTP_PORT), "--model", str(demo_model_path()))
         self._wait([self._begin(FRONT, "gateway", *gateway, *joined)])
         give_up_at = time.monotonic() + _START_S
         while self.ask("ready?", max_tokens=1, timeout_s=10.0).status != 200:
@@ -112,16 +109,15 @@ class HostsCluster:
                 process.kill()
                 process.wait()
 
-    def _begin(self, host: int, module: str, *flags: str) -> int:
+    def _begin(self, host: int, verb: str, *flags: str) -> int:
         """Starts a process; returns the read end of its status pipe."""
         read_fd, write_fd = os.pipe()
-        if "--instance-id" not in flags:
-            flags = ("--instance-id", module, *flags)
+        name = flags[flags.index("--instance-id") + 1]
         arguments = ["--host", self.net.address(host), "--status-fd", str(write_fd), *flags]
-        with (self.log_dir / f"{module}.log").open("wb") as log:
+        with (self.log_dir / f"{name}.log").open("wb") as log:
             process = self.net.start(
                 host,
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-m", "moonserve", verb, *arguments],
                 env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": self.token},
                 pass_fds=[write_fd],
                 stdout=log,

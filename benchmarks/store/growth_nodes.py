@@ -57,7 +57,7 @@ def _point(count: int) -> Point:
 
 
 def _measured(group: Group, count: int) -> Point:
-    child, reports = launched(group, all_cores(), "kvstore.directory", "directory")
+    child, reports = launched(group, all_cores(), "directory", "directory")
     address = ready(child, reports)["rpc"]
     _start_nodes(group, address, count)
     connects, first_gets = _cold(address, count)

@@ -47,12 +47,12 @@ def store_node(group: Group, cores: set[int], name: str, *flags: str) -> tuple[C
 
 def launched_node(group: Group, cores: set[int], name: str, *flags: str) -> tuple[Child, int]:
     """Starts a node without waiting for it (see `processes.ready`)."""
-    return launched(group, cores, "kvstore", name, *flags)
+    return launched(group, cores, "store", name, *flags)
 
 
-def launched(group: Group, cores: set[int], module: str, name: str, *flags: str) -> tuple[Child, int]:
+def launched(group: Group, cores: set[int], verb: str, name: str, *flags: str) -> tuple[Child, int]:
     """Starts one of this project's processes; returns it and the descriptor of its status reports."""
-    command = python(module, "--instance-id", name, "--log-level", "warning", *flags)
+    command = python("moonserve", verb, "--instance-id", name, "--log-level", "warning", *flags)
     environment = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
     return start_reporting(
         lambda line, fds: group.start(name, line, cores=cores, pass_fds=fds, environment=environment),

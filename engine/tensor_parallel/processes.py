@@ -93,7 +93,7 @@ class RankProcesses:
         handed = [write_fd, pool_fd, other.fileno(), meeting_fd]
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "engine.tensor_parallel", *flags, pass_fds=handed
+                sys.executable, "-m", "moonserve", "tensor-parallel-rank", *flags, pass_fds=handed
             )
         finally:
             other.close()  # then only the rank holds it, and it is closed when the rank ends

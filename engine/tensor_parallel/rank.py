@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig(ReplicaConfig):
-    """Options of `python -m engine.tensor_parallel`, set by rank 0."""
+    """Options of `moonserve tensor-parallel-rank`, set by rank 0."""
 
     tensor_parallel_rank: int = option(help="which rank it is, from 1")
     num_blocks: int = option(help="of the worker's pool")

@@ -266,7 +266,8 @@ async def _start(config: PrefillConfig, rank: int) -> _Started:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "prefill_worker.pipeline",
+            "moonserve",
+            "pipeline-stage",
             *to_flags(follower_config(config, rank, write_fd)),
             env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": config.cluster_token},
             pass_fds=[write_fd],

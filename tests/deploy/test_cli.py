@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli import VERBS, main
 from deploy.keys import main as keys
 from deploy.ports import free_port
 from deploy.remote.explain import main as explain
@@ -27,6 +26,7 @@ from deploy.terminal.output import Output, Table, bar, count, size
 from gateway.access.key_file import read
 from gateway.access.key_record import digest_of, new_key
 from gateway.access.redis_stores import RedisKeys
+from moonserve.__main__ import VERBS, main
 from protocol.errors import MoonserveError
 from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer
@@ -61,7 +61,7 @@ def test_the_command_ends_without_a_traceback_where_nobody_reads(argument: str, 
     read_fd, write_fd = os.pipe()
     if not is_read:
         os.close(read_fd)  # before the command prints anything
-    process = subprocess.Popen([sys.executable, "-m", "deploy", argument], stdout=write_fd, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "moonserve", argument], stdout=write_fd, stderr=subprocess.PIPE)
     os.close(write_fd)
     _, told = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, told.count(b"\n")) == (code, int(is_read))

@@ -14,11 +14,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from deploy.cli import main
 from deploy.doctor import device_checks, machine_checks, peer_checks, service_checks
 from deploy.doctor.findings import Finding, State, as_json, as_text
 from deploy.ports import free_port
 from engine.device import Gpu
+from moonserve.__main__ import main
 from protocol.errors import ConfigError
 from protocol.registry.redis_registry import RedisRegistry
 from tests.patience import PATIENCE_S

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from conductor.config import ConductorConfig
-from deploy.cli import VERBS
 from deploy.config import ServeConfig
 from deploy.ray.config import load_cluster
+from moonserve.__main__ import VERBS
 from protocol.config import options_of
 
 ROOT = Path(__file__).parents[2]

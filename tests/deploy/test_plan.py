@@ -9,33 +9,19 @@ import pytest
 
 from conductor.config import ConductorConfig
 from conductor.policies import PUBLISHED_POLICY
-from decode_worker.config import DecodeConfig
 from deploy.config import STOP_GRACE_S, WORKER_NICE, ServeConfig
-from deploy.plan import ProcessSpec, conductor_spec, member_specs
-from deploy.undivided.config import UndividedConfig
-from deploy.worker.config import WorkerConfig
-from gateway.config import GatewayConfig
-from kvstore.config import StoreConfig
-from prefill_worker.config import PrefillConfig
+from deploy.plan import Kind, ProcessSpec, conductor_spec, member_specs
+from moonserve.__main__ import SERVERS
+from moonserve.__main__ import load as named
 from protocol.config import load, options_of
 from protocol.errors import ConfigError
-from protocol.process import ProcessConfig
 from traces.simulator.command import SimulateConfig
-
-CLASSES: dict[str, type[ProcessConfig]] = {
-    "conductor": ConductorConfig,
-    "kvstore": StoreConfig,
-    "prefill_worker": PrefillConfig,
-    "decode_worker": DecodeConfig,
-    "deploy.worker": WorkerConfig,
-    "deploy.undivided": UndividedConfig,
-    "gateway": GatewayConfig,
-}
 
 
 def parsed(spec: ProcessSpec) -> Any:
     """Returns the configuration that the process itself builds from its flags and environment."""
-    return load(CLASSES[spec.module], spec.flags, prog=spec.module, environ=spec.environment)
+    command = " ".join(spec.argv[2:])
+    return load(named(SERVERS[command][0]), spec.flags, prog=command, environ=spec.environment)
 
 
 def members(gpus: tuple[str, ...] = (), ledger: str | None = None, **options: Any) -> dict[str, ProcessSpec]:
@@ -97,8 +83,8 @@ def test_every_process_understands_its_flags_and_gets_the_shared_options() -> No
     for spec in [conductor_spec(ServeConfig(**options)), *members(**options).values()]:
         config = parsed(spec)
         assert (config.instance_id, config.log_format) == (spec.instance_id, "json")
-        assert config.port == (1234 if spec.module == "gateway" else 0)
-        if spec.module.endswith("worker"):
+        assert config.port == (1234 if spec.kind is Kind.GATEWAY else 0)
+        if spec.kind in (Kind.PREFILL, Kind.DECODE):
             assert (config.block_size, config.transports) == (64, ("tcp",))
 
 
@@ -106,7 +92,7 @@ def test_every_option_of_serve_reaches_a_process_or_is_the_launchers_own() -> No
     launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "gateways"}
     launchers |= {"prefill_tensor_parallel_size", "decode_tensor_parallel_size"}
     launchers |= {"log_dir", "worker_nice"}
-    known = {option.name for cls in CLASSES.values() for option in options_of(cls)}
+    known = {option.name for config, _ in SERVERS.values() for option in options_of(named(config))}
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
 
 
@@ -147,7 +133,7 @@ def test_gpus_are_dealt_out_to_workers_who_share_their_memory() -> None:
     seen = {
         name: (spec.environment["CUDA_VISIBLE_DEVICES"], parsed(spec).gpu_memory_utilization)
         for name, spec in specs.items()
-        if spec.module.endswith("worker")
+        if spec.kind in (Kind.PREFILL, Kind.DECODE)
     }
     assert seen == {"prefill-0": ("0", 0.4), "decode-0": ("3", 0.8), "decode-1": ("0", 0.4)}
     for on_processors in (specs["store-0"], *members(("0",), device="cpu").values()):

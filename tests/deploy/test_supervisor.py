@@ -72,7 +72,7 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
             made.append(supervisor)
         fields = {"kind": Kind.STORE, "stop_grace_s": PATIENCE_S, **fields}  # time to print the signal
         name = f"it-{len(supervisor.children)}"
-        [child] = await supervisor.start([ProcessSpec(instance_id=name, module="serving", flags=flags, **fields)])
+        [child] = await supervisor.start([ProcessSpec(instance_id=name, argv=("-m", "serving"), flags=flags, **fields)])
         return supervisor, child
 
     yield begun
@@ -184,7 +184,7 @@ def test_a_death_is_told_in_half_a_sentence() -> None:
 
 def test_what_a_full_disk_does_not_take_is_not_shown_and_ends_nothing(tmp_path: Path) -> None:
     """Display errors on a full disk do not end the task that follows a process and updates the display."""
-    child = Child(ProcessSpec(instance_id="it", kind=Kind.STORE, module="it", flags=()), tmp_path / "it.log")
+    child = Child(ProcessSpec(instance_id="it", kind=Kind.STORE, argv=("-m", "it"), flags=()), tmp_path / "it.log")
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails, as asserted below
     display = Display(full)
     display.show_start(tmp_path, tmp_path)
@@ -206,7 +206,7 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
 
     def __init__(self, tmp_path: Path, silent_for: int) -> None:
         self.children = [
-            Child(ProcessSpec(kind=kind, module="it", instance_id=f"{kind}-0", flags=()), tmp_path)
+            Child(ProcessSpec(kind=kind, argv=("-m", "it"), instance_id=f"{kind}-0", flags=()), tmp_path)
             for kind in (Kind.DECODE, Kind.PREFILL)
         ]
         self.epochs = {child.spec.instance_id: 1 for child in self.children}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import VERBS
 from docs.reference.configuration import PAGES as OPTIONS
+from moonserve.__main__ import VERBS
 from protocol.config import options_of
 from tests.docs.fences import PAGES, ROOT, RUNNABLE, fences_of, steps_of, without_fences
 

@@ -150,7 +150,7 @@ def addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
     found = {each["instance_id"]: each["rpc_address"] for each in cluster.instances()}
     found["conductor"] = cluster.conductor_address()
     flags = ("--instance-id", "directory")
-    with running("kvstore.directory", *flags, token=cluster.token) as (_, facts):
+    with running("directory", *flags, token=cluster.token) as (_, facts):
         yield {**found, "directory": facts["rpc"]}
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from deploy.cli import main
 from gateway.generation.timings import PHASES
 from models import demo_model_path
+from moonserve.__main__ import main
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster
 from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
@@ -26,7 +26,7 @@ from tests.terminal import terminal
 
 pytestmark = pytest.mark.e2e
 
-COMMAND = (sys.executable, "-m", "deploy")
+COMMAND = (sys.executable, "-m", "moonserve")
 TRIES = 5
 DECODES = ("decode-0", "decode-1")
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

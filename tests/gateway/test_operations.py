@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.__main__ import main
+from moonserve.__main__ import main
 from protocol.errors import PeerLost
 from tests.gateway.conftest import CHAT_PATH, MODEL, TEXT, TEXT_PATH, clients_of, post, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster, failing
@@ -170,6 +170,6 @@ def test_bad_flags_and_a_port_in_use_are_one_line_and_exit_code_2(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         flags = [port if flag == "taken" else flag for flag in flags]
-        assert main([*flags, "--conductor", "127.0.0.1:1"]) == 2
+        assert main(["gateway", *flags, "--conductor", "127.0.0.1:1"]) == 2
     [line] = capfd.readouterr().err.strip().splitlines()
     assert port not in flags or (port in line and "--port" in line)

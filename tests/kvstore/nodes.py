@@ -57,7 +57,7 @@ class Node:
 def running_node(*flags: str, instance_id: str = "store-0") -> Iterator[Node]:
     """Runs a node; yields it once it is ready. SIGTERM must end it with exit code 0, unless the test has ended it."""
     named = ("--instance-id", instance_id, "--log-level", "error")
-    with running("kvstore", *named, *flags, token=TOKEN) as (process, facts):
+    with running("store", *named, *flags, token=TOKEN) as (process, facts):
         yield Node(process, facts["rpc"])
 
 

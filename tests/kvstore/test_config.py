@@ -77,7 +77,7 @@ def test_the_smaller_of_the_machines_and_the_groups_counts(
 def test_a_node_with_more_memory_than_there_is_ends_before_it_takes_any() -> None:
     """A node with more DRAM than is available exits with an error, before the kernel kills it or other processes."""
     ended = subprocess.run(
-        [sys.executable, "-m", "kvstore", "--instance-id", "huge", "--dram", "100TiB"],
+        [sys.executable, "-m", "moonserve", "store", "--instance-id", "huge", "--dram", "100TiB"],
         env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": "token"},
         capture_output=True,
         text=True,

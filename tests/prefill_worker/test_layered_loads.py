@@ -50,7 +50,7 @@ async def mortal_store(
 ) -> AsyncIterator[tuple[Endpoint, subprocess.Popen[bytes]]]:
     """Starts a store node with the blocks of PROMPT, in a process that a test can kill."""
     flags = ("--instance-id", name, "--dram", "4MiB", "--transports", transports)
-    with running("kvstore", *flags, token=TOKEN) as (process, facts):
+    with running("store", *flags, token=TOKEN) as (process, facts):
         async with cluster(model_path, home_store=name) as writer:
             store = await writer.stores.locate(facts["rpc"])
             await put_into(writer, store, [PROMPT])

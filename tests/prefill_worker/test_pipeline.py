@@ -71,7 +71,7 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
         *("--pipeline-parallel-size", str(size), "--cache-dir", str(path / "cache")),
     )
     async with decoding(path, 64) as (decode, decoder):
-        with running("prefill_worker", *own, *flags, token=TOKEN) as (leader, facts):
+        with running("worker", "--role", "prefill", *own, *flags, token=TOKEN) as (leader, facts):
             endpoint = endpoint_of("prefill-0", facts["rpc"])
             async with listening(ears, channels, endpoint), listening(ears, channels, decode):
                 reference = Engine.load(path, config=config, layout=layout, num_blocks=64)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main
+from moonserve.__main__ import main
 from protocol.config import EXIT_CONFIG
 from tests.traces.made import write_sessions
 from traces.cli import VERBS

@@ -21,7 +21,7 @@ from engine.config import load_model_config
 from engine.pool_plan import plan_pool
 from kvstore.config import StoreConfig
 from kvstore.node import serve as serve_store
-from prefill_worker.__main__ import main
+from moonserve.__main__ import main
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import serve as serve_prefill
 from protocol.config import load
@@ -198,7 +198,7 @@ async def test_a_model_that_is_not_there_is_named() -> None:
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(
     flags: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--instance-id", "p", "--model", "x", *flags.split()]) == 2
+    assert main(["worker", "--role", "prefill", "--instance-id", "p", "--model", "x", *flags.split()]) == 2
     assert complaint in capsys.readouterr().err
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from deploy.cli import main
 from deploy.kvctl import cluster
+from moonserve.__main__ import main
 from protocol.registry import remote
 from tests.channels import PatientChannels
 

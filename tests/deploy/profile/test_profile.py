@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.cli import main
 from deploy.doctor import transfer_checks
 from deploy.local import LocalCluster
 from deploy.profile import probe, terms
@@ -19,6 +18,7 @@ from deploy.profile.bursts import Answered, Observations, PromptRun, StepRun, st
 from deploy.profile.probe import steps_between
 from deploy.profile.serving import calibrated
 from deploy.profile.terms import terms_of
+from moonserve.__main__ import main
 from protocol.errors import ConfigError
 from protocol.profile import DecodeProfile, PrefillProfile
 from protocol.timeline import Timeline

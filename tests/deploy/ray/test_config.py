@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli import main
 from deploy.plan import Kind, ProcessSpec, Site
 from deploy.ray.config import parse_cluster
 from deploy.ray.driver import INSTALL, connect
 from deploy.ray.units import Unit, addresses_of, process_spec, serve_config
 from deploy.terminal.client import EXIT_USAGE
-from kvstore.directory.config import DirectoryConfig
-from protocol.config import load
+from moonserve.__main__ import main
 from protocol.errors import ConfigError
-from tests.deploy.test_plan import CLASSES
+from tests.deploy.test_plan import parsed
 
 WHOLE = """
 name: chat
@@ -161,8 +159,7 @@ def spec(kind: Kind, number: int = 0, **more: object) -> ProcessSpec:
 def test_processes_understand_actors(kind: Kind, number: int, more: dict[str, Any], expected: dict[str, Any]) -> None:
     """Each process's own configuration class accepts the flags and yields the expected values."""
     made = spec(kind, number, **more)
-    cls = {**CLASSES, "kvstore.directory": DirectoryConfig}[made.module]
-    config = load(cls, made.flags, prog=made.module, environ=made.environment)
+    config = parsed(made)
     assert {name: getattr(config, name) for name in expected} == expected
     assert not any("k1" in flag for flag in made.flags)
     assert kind not in (Kind.PREFILL, Kind.DECODE) or made.stop_grace_s > 20.0

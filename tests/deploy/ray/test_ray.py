@@ -129,7 +129,7 @@ class Deployed:
         import ray
 
         address = ray.get_runtime_context().gcs_address
-        command = [sys.executable, "-m", "deploy", "deploy", *arguments, "--address", address]
+        command = [sys.executable, "-m", "moonserve", "deploy", *arguments, "--address", address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -21,7 +21,7 @@ T = TypeVar("T")
 def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a directory process. SIGTERM must end it with exit code 0, unless the test has ended it."""
     named = ("--instance-id", "directory-0", "--port", str(port), "--log-level", "error")
-    with running("kvstore.directory", *named, *flags, token=TOKEN) as (process, _):
+    with running("directory", *named, *flags, token=TOKEN) as (process, _):
         yield process
 
 

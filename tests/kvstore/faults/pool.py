@@ -40,7 +40,7 @@ class Starting:
     def __init__(self, flags: Iterable[str], output: Path) -> None:
         self.output = output
         with output.open("ab") as said:
-            self._starting = processes.start("kvstore", *flags, token=TOKEN, stderr=said)
+            self._starting = processes.start("store", *flags, token=TOKEN, stderr=said)
         self.process = self._starting.process
 
     def ready(self) -> Node:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.cli import main
 from deploy.config import ServeConfig
+from moonserve.__main__ import main
 from protocol.config import load
 from tests.thoroughness import examples
 from tests.traces.made import write_sessions

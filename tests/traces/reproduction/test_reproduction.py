@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main
+from moonserve.__main__ import main
 from tests.traces.made import write_sessions
 from tests.traces.reports import made_up
 from tests.traces.reports.document import Document

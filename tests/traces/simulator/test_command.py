@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main
+from moonserve.__main__ import main
 from protocol.errors import ConfigError
 from tests.traces.made import write_sessions
 from traces.reports.saved import results_from_json
