@@ -1,6 +1,4 @@
-# Targets of moonserve:
-#   make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
-#   make test | test-all | test-thorough | test-rdma | check | chaos | simulate | bench | bench-transfer | bench-store | bench-engine | reproduce | docs | proto | clean
+# `make help` lists the targets.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,9 +10,12 @@ ARGS ?=
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: .venv-peers serve test test-all test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check pages-check clean
+.PHONY: help .venv-peers serve test test-all test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check pages-check clean
 
-serve: $(RUNTIME)
+help:
+	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-15s %s\n' "$$target" "$$text"; done
+
+serve: $(RUNTIME) ## a cluster on this machine: make serve [MODEL=folder-or-hub-name] [ARGS="--prefill-workers 2"]
 	$(BIN)/moonserve serve $(MODEL) $(ARGS)
 
 # Tests run in more processes than there are cores, because many tests wait. A selection given by ARGS runs in one.
@@ -23,54 +24,56 @@ EXTRA = 1
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Tests for every change: all tests that are fast and need no other program, and one real cluster.
-test: $(DEV)
+test: $(DEV) ## the tests for every change, in minutes; a part: ARGS="tests/kvstore -k lease"
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # All other tests: clusters, Ray, Redis, Prometheus, a browser, a virtual machine, ten times the examples of every
 # property, 300 clusters in virtual time, and two minutes of fault injection into a real one.
 test-all: EXTRA = 2
-test-all: $(DEV)
+test-all: $(DEV) ## all other tests, simulation and chaos; tens of minutes
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
 	MOONSERVE_TEST_EXAMPLES=1 $(PYTEST) -m "slow or examples" $(ARGS)
 	$(MAKE) simulate ARGS="--seeds 300"
 	$(MAKE) chaos MINUTES=2 ARGS="--seed 1"
 
 # All tests, with a hundred times the examples and the longest outages: a nightly run.
-test-thorough: $(DEV)
+test-thorough: $(DEV) ## all tests with a hundred times the examples; hours
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
 	MOONSERVE_TEST_EXAMPLES=10 $(PYTEST) --timeout=7200 $(ARGS)
 
 # RDMA verbs in a small virtual machine (tests/rdma/guest). The first run downloads Debian's kernel package.
-test-rdma: $(DEV)
+test-rdma: $(DEV) ## RDMA verbs in a virtual machine
 	$(BIN)/python -m tests.rdma.guest --prepare
 	$(BIN)/python -m pytest -s -m rdma tests/rdma $(ARGS)
 
-check: $(DEV) proto-check pages-check
+check: $(DEV) proto-check pages-check ## format, lint, types, generated files; what CI runs before the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
+	@mkdir -p $(TYPED)/moonserve && ln -sfn $(abspath moonserve/*.py $(SHIPPED) models) $(TYPED)/moonserve && ln -sfn $(abspath benchmarks docs) $(TYPED)
+	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml moonserve benchmarks docs
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive $(SHIPPED)
 	@.ci/audit $(BIN)
+	@$(BIN)/python .ci/counts
 
-format: $(DEV)
+format: $(DEV) ## repairs format and lint
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # Tests a live cluster against its own /openapi.json for five minutes.
-conformance: $(DEV)
+conformance: $(DEV) ## a live cluster against its own OpenAPI description
 	$(BIN)/python -m tests.e2e.conformance $(ARGS)
 
 # Injects random faults into the processes, connections and disk of a real cluster (docs/chaos.md).
 MINUTES ?= 30
-chaos: $(DEV)
+chaos: $(DEV) ## faults into a real cluster: make chaos [MINUTES=30]
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(ARGS)
 
 # Simulates small clusters in virtual time, one after another: make simulate ARGS="--seeds 100000".
-simulate: $(DEV)
+simulate: $(DEV) ## clusters in virtual time: make simulate ARGS="--seeds 1000"
 	$(BIN)/python -m tests.simulation $(ARGS)
 
-bench: $(DEV)
+bench: $(DEV) ## added latency of a small cluster
 	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 # Peers for comparison are installed in a separate environment. Reports mark the rows of peers that are missing.
@@ -83,27 +86,27 @@ sed 's/ *#.*//; /^$$/d' $< | { all=true; while read -r peer; do \
 done; $$all && touch $@; }
 endef
 
-bench-transfer: $(DEV) $(PEERS)/.installed
+bench-transfer: $(DEV) $(PEERS)/.installed ## the transfer engine beside its peers
 	$(BIN)/python -m benchmarks.transfer $(ARGS)
 
 $(PEERS)/.installed: benchmarks/transfer/requirements.txt
 	$(PYTHON) -m venv $(PEERS)
 	-@$(install-peers)
 
-bench-store: $(DEV) $(PEERS)/.installed $(PEERS)/.installed-stores
+bench-store: $(DEV) $(PEERS)/.installed $(PEERS)/.installed-stores ## the KV store beside its peers
 	$(BIN)/python -m benchmarks.store $(ARGS)
 
-$(PEERS)/.installed-stores: benchmarks/store/requirements.txt | $(PEERS)/.installed
+$(PEERS)/.installed-stores: benchmarks/store/speed/requirements.txt | $(PEERS)/.installed
 	-@$(install-peers)
 
-bench-engine: $(DEV)
+bench-engine: $(DEV) ## decode and prefill beside other engines
 	$(BIN)/python -m benchmarks.engine $(ARGS)
 
 # Other engines for bench-engine: 2.5 GB, and llama.cpp is compiled. torchvision is removed again: PyPI's build does not
 # match vLLM's torch, and text models do not need it.
 .venv-peers: .venv-peers/.installed
 
-.venv-peers/.installed: benchmarks/engine/peers/requirements.txt
+.venv-peers/.installed: benchmarks/engine/speed/requirements.txt
 	$(PYTHON) -m venv .venv-peers
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF .venv-peers/bin/python -m pip install --disable-pip-version-check --quiet -r $<
 	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -112,31 +115,37 @@ bench-engine: $(DEV)
 # Reproduces Mooncake's published figures from its public trace in out/reproduce/index.html (docs/reproduction.md).
 TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)
 
-reproduce: $(DEV)
+reproduce: $(DEV) ## Mooncake's published figures from its public trace
 	$(BIN)/moonserve reproduce --trace "$(TRACE)" $(ARGS)
 
 # Generates pages from the code, then the site in site/index.html. Search needs `python -m http.server -d site`.
-docs: $(DEV)
+docs: $(DEV) ## generated pages, and the site in site/
 	$(BIN)/python -m docs.reference.configuration docs/configuration.md
 	$(BIN)/python -m docs.reference.metrics docs/metrics.md
 	$(BIN)/python docs/diagrams/sequence.py docs/diagrams/request.txt docs/images/request.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # SHIPPED: the packages that users install. The other ones are for developers.
-SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy moonserve
-PACKAGES := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy moonserve models benchmarks docs
+SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy
+PACKAGES := $(SHIPPED) moonserve models benchmarks docs
+# Links that give the packages their installed names, for mypy.
+TYPED := build/typed
 
-PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotocol/pb=proto
-PROTOS := $(patsubst proto/%,protocol/pb/%,$(wildcard proto/*.proto))
+PROTOC := $(BIN)/python -m grpc_tools.protoc -Imoonserve/protocol/pb=proto
+PROTOS := $(patsubst proto/%,moonserve/protocol/pb/%,$(wildcard proto/*.proto))
+STUBS := build/stubs
 
-proto: $(DEV)
-	PATH=$(BIN):$$PATH $(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)
+.PHONY: $(STUBS)
+$(STUBS): $(DEV)
+	@rm -rf $@ && mkdir -p $@
+	@PATH=$(BIN):$$PATH $(PROTOC) --python_out=$@ --grpc_python_out=$@ --mypy_out=quiet:$@ --mypy_grpc_out=quiet:$@ $(PROTOS)
+
+proto: $(STUBS) ## the stubs of proto/ in protocol/pb/
+	cp $</moonserve/protocol/pb/* protocol/pb/
 
 # The checked-in stubs must equal the output of the pinned compiler for the .proto files.
-proto-check: $(DEV)
-	@fresh=$$(mktemp -d) && trap 'rm -rf $$fresh' EXIT && \
-	PATH=$(BIN):$$PATH $(PROTOC) --python_out=$$fresh --grpc_python_out=$$fresh --mypy_out=quiet:$$fresh --mypy_grpc_out=quiet:$$fresh $(PROTOS) && \
-	diff -r -x __pycache__ -x __init__.py $$fresh/protocol/pb protocol/pb || { echo "protocol/pb is stale: run make proto"; exit 1; }
+proto-check: $(STUBS)
+	@diff -r -x __pycache__ -x __init__.py $</moonserve/protocol/pb protocol/pb || { echo "protocol/pb is stale: run make proto"; exit 1; }
 
 # The checked-in pages generated from the code must be up to date too.
 pages-check: $(DEV)
@@ -161,5 +170,5 @@ $(DEV): $(RUNTIME)
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-clean:
+clean: ## removes environments and build output
 	rm -rf $(VENV) $(PEERS) .venv-peers build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,1 +1,2 @@
-"""The cluster's global scheduler: membership, the index of cached blocks, and the placement of each request."""
+"""Global scheduler: members, index of cached blocks, placement. Decisions: state.py over placement/ and prediction/,
+leader_election_state.py, role_switching.py; I/O: service.py, leader_election_service.py."""

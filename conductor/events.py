@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from conductor.decision import Decision
-from protocol.errors import MoonserveError
-from protocol.ids import InstanceId, RequestId, Role
-from protocol.keys import BlockKey
-from protocol.layout import KvLayout
-from protocol.profile import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
-from protocol.request import Endpoint, Placement
+from moonserve.conductor.placement.decision import Decision
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.kv_blocks import BlockKey, KvLayout
+from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, Role
+from moonserve.protocol.step_time import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class TrafficTotals:
     """Bytes that an instance moved from or to one peer since its start, while enough was in flight to measure."""
 
     peer: InstanceId
@@ -29,7 +27,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class StepTotals:
     """Sums over all decode steps since the instance's start."""
 
     num_steps: int = 0
@@ -38,7 +36,7 @@ class Steps:
     context_tokens: float = 0.0
 
 
-NO_STEPS = Steps()
+NO_STEPS = StepTotals()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +51,8 @@ class Load:
     context_tokens: int = 0
     queued_tokens: int = 0
     num_preemptions: int = 0  # since its start
-    traffic: tuple[Traffic, ...] = ()
-    steps: Steps = NO_STEPS
+    traffic: tuple[TrafficTotals, ...] = ()
+    steps: StepTotals = NO_STEPS
     free_bytes: int = 0  # of a store's memory
     capacity_bytes: int = 0
     num_blocks: int = 0  # that a worker can hold at once under its current limits; 0 = as registered
@@ -128,7 +126,7 @@ class Place:
     ticket: bytes = b""  # equal for equal requests of one client, to recognize a retry; b"" = none
 
 
-class Phase(StrEnum):
+class RequestPhase(StrEnum):
     """Stage that a placed request has reached."""
 
     FIRST_TOKEN = "first_token"
@@ -142,7 +140,7 @@ class Report:
     """A gateway reports the progress or end of a placed request."""
 
     request_id: RequestId
-    phase: Phase
+    phase: RequestPhase
     elapsed_s: float
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -158,18 +156,18 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Away:
+class Suspended:
     """The conductor itself was suspended for this long and received no messages."""
 
     seconds: float
 
 
-Event = Register | Heartbeat | Deregister | Place | Report | Tick | Away
+Event = Register | Heartbeat | Deregister | Place | Report | Tick | Suspended
 
 # ---- actions: notices
 
 
-class Removal(StrEnum):
+class RemovalReason(StrEnum):
     """Reason for the removal of an instance."""
 
     LEFT = "left"
@@ -187,7 +185,7 @@ class InstanceJoined:
 class InstanceRemoved:
     instance_id: InstanceId
     role: Role
-    reason: Removal
+    reason: RemovalReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

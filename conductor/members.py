@@ -2,7 +2,7 @@
 
 Rules: there is one instance per id, with its newest epoch. All workers share one fingerprint and layout, set by the
 first worker and forgotten with the last. An instance that is silent for longer than the lease is removed. Every
-instance has a row in its role's table (`conductor.columns`), in order of registration.
+instance has a row in its role's table (`conductor.prediction.instance_table`), in order of registration.
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from conductor.columns import DecodeTable, PrefillTable, Seat, StoreTable, Table
-from conductor.cost.bandwidth import LOCAL_BYTES_PER_S
-from conductor.cost.compute import DecodeCost, PrefillCost
-from conductor.cost.queue import PrefillQueue
-from conductor.decode_book import DecodeBook
-from conductor.draws import digest64
-from conductor.events import Load, Register, Steps, Traffic
-from conductor.observed import Observed
-from conductor.outlook import Outlook
-from conductor.transfers import Transfers
-from protocol.errors import Incompatible, InvalidRequest, StaleLease
-from protocol.ids import InstanceId, Role
-from protocol.layout import KvLayout
-from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.request import Endpoint
+from moonserve.conductor.events import Load, Register, StepTotals, TrafficTotals
+from moonserve.conductor.prediction.compute_time import DecodeCost, PrefillCost
+from moonserve.conductor.prediction.decode_forecast import DecodeForecast
+from moonserve.conductor.prediction.decode_load import DecodeLoad
+from moonserve.conductor.prediction.heartbeat_deltas import HeartbeatDeltas
+from moonserve.conductor.prediction.instance_table import DecodeTable, PrefillTable, RowRef, StoreTable, Table, digest64
+from moonserve.conductor.prediction.queue_time import PrefillQueue
+from moonserve.conductor.prediction.transfer_time import LOCAL_BYTES_PER_S, Transfers
+from moonserve.protocol.errors import Incompatible, InvalidRequest, StaleLease
+from moonserve.protocol.kv_blocks import KvLayout
+from moonserve.protocol.request import Endpoint, InstanceId, Role
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 # Prompt tokens per prefill step of an instance that does not report it; usual on GPUs. If its steps are smaller, the
 # predicted wait for the running step is too long, by at most the rest of the running prompt.
@@ -41,14 +38,14 @@ class Instance:
 
     registration: Register
     heard_at: float
-    seat: Seat[Any]  # row in its role's table
+    row_ref: RowRef[Any]  # row in its role's table
     queue: PrefillQueue  # empty for a store; of a decode worker, the prompts that it prefills itself
-    decode: DecodeBook  # empty unless a decode worker
+    decode: DecodeLoad  # empty unless a decode worker
     prefill_cost: PrefillCost  # as registered, corrected by reports
     decode_cost: DecodeCost  # as registered, corrected by heartbeats
-    observed: Observed = field(default_factory=Observed)
+    observed: HeartbeatDeltas = field(default_factory=HeartbeatDeltas)
     load: Load = field(default_factory=Load)
-    taught_at: float = -math.inf  # time of the last report that corrected a cost
+    reported_at: float = -math.inf  # time of the last report that corrected a cost
 
     # Copied from the registration because they are read often.
     instance_id: InstanceId = field(init=False)
@@ -62,71 +59,72 @@ class Instance:
 
     @property
     def draining(self) -> bool:
-        return not self.seat.table.is_open[self.seat.row]
+        return not self.row_ref.table.is_open[self.row_ref.row]
 
     @property
     def link(self) -> int:
         """Number of this endpoint in `Members.transfers`."""
-        return int(self.seat.table.link[self.seat.row])
+        return int(self.row_ref.table.link[self.row_ref.row])
 
     def drain(self, draining: bool) -> None:
-        self.seat.table.is_open[self.seat.row] = not draining
+        self.row_ref.table.is_open[self.row_ref.row] = not draining
 
     def choose(self, placement: int) -> None:
         """Records that the placement with this number goes to this instance."""
-        self.seat.table.chosen_at[self.seat.row] = placement
+        self.row_ref.table.chosen_at[self.row_ref.row] = placement
 
-    def learn_prefill(self, num_tokens: int, num_cached: int, seconds: float, now: float) -> None:
+    def observe_prefill(self, num_tokens: int, num_cached: int, seconds: float, now: float) -> None:
         """Corrects the prefill cost by one observed prompt and updates the instance's row. Ignored for a decode worker,
         because its time includes decode steps that ran next to the prompt."""
         if self.role is Role.DECODE:
             return
-        self.taught_at = now
+        self.reported_at = now
         self.prefill_cost.observe(num_tokens, num_cached, seconds)
-        self._show_prefill()
+        self._write_prefill_cost()
 
-    def learn_decode(self, steps: Steps) -> None:
+    def observe_decode(self, steps: StepTotals) -> None:
         """Corrects the decode cost by the mean of the observed steps and updates the instance's row."""
         number = steps.num_steps
-        self.taught_at = self.heard_at
+        self.reported_at = self.heard_at
         self.decode_cost.observe(steps.sequences / number, steps.context_tokens / number, steps.seconds / number)
-        self._show_decode()
+        self._write_decode_cost()
 
-    def fade(self, share: float) -> None:
-        """Keeps only this share, 0 to 1, of the learned cost correction (`conductor.learned.Fading`)."""
+    def decay(self, share: float) -> None:
+        """Keeps only this share, 0 to 1, of the learned cost correction
+        (`conductor.prediction.learned_estimates.EstimateDecay`)."""
         if share == 1.0 or self.role is Role.STORE:
             return
         if self.role is Role.DECODE:
-            self.decode_cost.correction.fade(share)
-            self._show_decode()
+            self.decode_cost.correction.decay(share)
+            self._write_decode_cost()
         else:
-            self.prefill_cost.tracking.fade(share)
-            self._show_prefill()
+            self.prefill_cost.correction.decay(share)
+            self._write_prefill_cost()
 
-    def _show_prefill(self) -> None:
-        table, row, current = self.seat.table, self.seat.row, self.prefill_cost.current
+    def _write_prefill_cost(self) -> None:
+        table, row, current = self.row_ref.table, self.row_ref.row, self.prefill_cost.current
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
 
-    def _show_decode(self) -> None:
-        table, row, current = self.seat.table, self.seat.row, self.decode_cost.current
+    def _write_decode_cost(self) -> None:
+        table, row, current = self.row_ref.table, self.row_ref.row, self.decode_cost.current
         table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
         # A cause that slows decode steps slows prefill chunks on the same worker too.
         factor, prefill = self.decode_cost.correction.factor, self.registration.prefill_profile
         chunks = (factor * prefill.c0, factor * prefill.c1, factor * prefill.c2)
         table.p0[row], table.p1[row], table.p2[row] = chunks
 
-    def show_reading(self) -> None:
+    def write_prefill_queue(self) -> None:
         """Updates a decode worker's row after a change of the queue of prompts that it prefills itself."""
         if self.role is Role.DECODE:
-            self.seat.table.reading_s[self.seat.row] = self.queue.placed_s
+            self.row_ref.table.reading_s[self.row_ref.row] = self.queue.placed_s
 
     def add_reads(self, num_blocks: int) -> None:
         """Adds to the number of blocks that placed prompts have yet to read from this store; may be negative."""
-        self.seat.table.pending_reads[self.seat.row] += num_blocks
+        self.row_ref.table.pending_reads[self.row_ref.row] += num_blocks
 
-    def index_as(self, bit: int) -> None:
+    def set_directory_bit(self, bit: int) -> None:
         """Sets the instance's number in the directory."""
-        self.seat.table.bit[self.seat.row] = bit
+        self.row_ref.table.bit[self.row_ref.row] = bit
 
 
 class Members:
@@ -141,7 +139,7 @@ class Members:
         self.prefills = PrefillTable()
         self.decodes = DecodeTable()
         self.stores = StoreTable()
-        self.outlook = Outlook()  # future load of the decode instances
+        self.decode_forecast = DecodeForecast()  # future load of the decode instances
         self.transfers = Transfers()  # between stores and workers
 
     def __iter__(self) -> Iterator[Instance]:
@@ -153,7 +151,7 @@ class Members:
     def find(self, instance_id: str) -> Instance | None:
         return self._instances.get(InstanceId(instance_id))
 
-    def incarnation(self, instance_id: str, epoch: int) -> Instance | None:
+    def find_epoch(self, instance_id: str, epoch: int) -> Instance | None:
         """Returns the member with exactly this epoch, or None."""
         instance = self.find(instance_id)
         return instance if instance is not None and instance.endpoint.epoch == epoch else None
@@ -188,11 +186,11 @@ class Members:
     def add(self, registration: Register, now: float) -> Instance:
         """Adds an instance that passed `check` and whose id is not in use."""
         table = self._table(registration.role)
-        seat: Seat[Any] = Seat(table, table.append())
-        instance = _instance(registration, now, seat, self.outlook)
-        _fill(table, seat.row, registration)
-        table.link[seat.row] = self.transfers.join(
-            int(table.host[seat.row]), registration.bytes_per_s, registration.local_bytes_per_s
+        row_ref: RowRef[Any] = RowRef(table, table.append())
+        instance = _instance(registration, now, row_ref, self.decode_forecast)
+        _fill(table, row_ref.row, registration)
+        table.link[row_ref.row] = self.transfers.add_endpoint(
+            int(table.host[row_ref.row]), registration.bytes_per_s, registration.local_bytes_per_s
         )
         self._instances[instance.instance_id] = instance
         self._no_silence_before = min(self._no_silence_before, now + self._lease_s)
@@ -200,36 +198,36 @@ class Members:
         return instance
 
     def remove(self, instance: Instance) -> None:
-        table, row = instance.seat.table, instance.seat.row
-        instance.decode.leave()
-        self.transfers.leave(int(table.link[row]))
-        instance.seat.leave()
+        table, row = instance.row_ref.table, instance.row_ref.row
+        instance.decode.detach()
+        self.transfers.remove_endpoint(int(table.link[row]))
+        instance.row_ref.detach()
         table.delete(row)
         for later in self._by_role[instance.role][row + 1 :]:
-            later.seat.row -= 1
+            later.row_ref.row -= 1
         del self._instances[instance.instance_id]
         self._reindex()
 
-    def learn(self, instance: Instance, load: Load) -> None:
+    def observe_heartbeat(self, instance: Instance, load: Load) -> None:
         """Applies the memory, decode step and bandwidth figures of a heartbeat."""
         if load.num_blocks:
-            seat, most = instance.seat, instance.registration.num_blocks
-            seat.table.num_blocks[seat.row] = min(load.num_blocks, most)
+            row_ref, most = instance.row_ref, instance.registration.num_blocks
+            row_ref.table.num_blocks[row_ref.row] = min(load.num_blocks, most)
         steps = instance.observed.new_steps(load.steps)
         if steps is not None and instance.role is Role.DECODE:
-            instance.learn_decode(steps)
+            instance.observe_decode(steps)
         for traffic in instance.observed.new_traffic(load.traffic):
             peer = self.find(traffic.peer)
             if peer is not None and Role.DECODE not in (peer.role, instance.role):
-                self._learn_traffic(instance, peer, traffic)
+                self._observe_traffic(instance, peer, traffic)
 
-    def _learn_traffic(self, instance: Instance, peer: Instance, traffic: Traffic) -> None:
+    def _observe_traffic(self, instance: Instance, peer: Instance, traffic: TrafficTotals) -> None:
         here, there = instance.link, peer.link
-        self.transfers.measured(there, here, traffic.read_bytes, traffic.read_s)
-        self.transfers.measured(here, there, traffic.written_bytes, traffic.written_s)
+        self.transfers.observe(there, here, traffic.read_bytes, traffic.read_s)
+        self.transfers.observe(here, there, traffic.written_bytes, traffic.written_s)
         if peer.instance_id == instance.registration.home_store and traffic.read_s:
             table = self.prefills
-            table.local_bytes_per_s[instance.seat.row] = self.transfers.alone(there, here)
+            table.local_bytes_per_s[instance.row_ref.row] = self.transfers.uncontended_rate(there, here)
 
     def silent(self, now: float) -> list[Instance]:
         """Returns the instances whose lease has expired; cheap if there are none."""
@@ -240,7 +238,7 @@ class Members:
         self._no_silence_before = min(alive, default=math.inf) + self._lease_s
         return gone
 
-    def excuse(self, seconds: float, now: float) -> None:
+    def extend_leases(self, seconds: float, now: float) -> None:
         """Extends all leases by `seconds`, during which the conductor could receive nothing."""
         for instance in self:
             instance.heard_at = min(instance.heard_at + seconds, now)
@@ -248,9 +246,9 @@ class Members:
 
     def _check_worker(self, registration: Register, known: Instance | None) -> None:
         if registration.layout is None or not registration.fingerprint:
-            raise InvalidRequest("a worker registers with its KV layout and fingerprint")
+            raise InvalidRequest("a worker's registration needs its KV layout and fingerprint")
         if registration.num_blocks < 1 or registration.max_model_len < 2:
-            raise InvalidRequest("a worker has at least one block and two tokens of context")
+            raise InvalidRequest("a worker needs at least one block and two tokens of context")
         peer = next((i for i in self if i.role is not Role.STORE and i is not known), None)
         if peer is None:
             return
@@ -300,7 +298,7 @@ class Members:
             instance.decode.validate()
             instance.prefill_cost.validate()
             instance.decode_cost.validate()
-        self.outlook.validate()
+        self.decode_forecast.validate()
         self.transfers.validate()
         for role in Role:
             self._validate_rows(role)
@@ -309,8 +307,8 @@ class Members:
         table, members = self._table(role), self._by_role[role]
         table.validate()
         assert table.ids.tolist() == [i.instance_id for i in members]
-        assert [i.seat.row for i in members] == list(range(len(members)))
-        assert all(i.seat.table is table for i in members)
+        assert [i.row_ref.row for i in members] == list(range(len(members)))
+        assert all(i.row_ref.table is table for i in members)
         if role is Role.DECODE:
             assert np.allclose(self.decodes.reading_s, [i.queue.placed_s for i in members])
         if role is Role.PREFILL:
@@ -321,16 +319,16 @@ class Members:
                 assert not has_home or self.stores.ids[row] == home
 
 
-def _instance(registration: Register, now: float, seat: Seat[Any], outlook: Outlook) -> Instance:
+def _instance(registration: Register, now: float, row_ref: RowRef[Any], outlook: DecodeForecast) -> Instance:
     role = registration.role
-    prefill = seat if role is Role.PREFILL else Seat.alone(PrefillTable)
-    decode = seat if role is Role.DECODE else Seat.alone(DecodeTable)
+    prefill = row_ref if role is Role.PREFILL else RowRef.in_private_table(PrefillTable)
+    decode = row_ref if role is Role.DECODE else RowRef.in_private_table(DecodeTable)
     return Instance(
         registration=registration,
         heard_at=now,
-        seat=seat,
+        row_ref=row_ref,
         queue=PrefillQueue(prefill, _half_step_s(registration)),
-        decode=DecodeBook(registration.num_blocks, decode, outlook),
+        decode=DecodeLoad(registration.num_blocks, decode, outlook),
         prefill_cost=PrefillCost(registration.prefill_profile),
         decode_cost=DecodeCost(registration.decode_profile),
     )

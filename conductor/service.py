@@ -14,14 +14,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc.aio
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from conductor import wire
-from conductor.admission import REASONS
-from conductor.config import ConductorConfig
-from conductor.events import (
+from moonserve.conductor import wire
+from moonserve.conductor.config import ConductorConfig
+from moonserve.conductor.events import (
     Action,
-    Away,
     Deregister,
     Deregistered,
     Event,
@@ -35,25 +33,24 @@ from conductor.events import (
     Rejected,
     Reported,
     RoleChangeDue,
+    Suspended,
     Tick,
     TtftObserved,
 )
-from conductor.leadership.standby import SoleLeadership, serve_among_others, serving
-from conductor.state import ConductorState
-from conductor.view import SeenGateways
-from protocol.errors import MoonserveError
-from protocol.garbage import seldom_collected
-from protocol.held_tasks import HeldTasks
-from protocol.ids import Role
-from protocol.logs import of
-from protocol.metrics import SchedulerMetrics, exposed
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protocol.process import Lifecycle, running
-from protocol.request import Placement
-from protocol.rpc import Channels, failure_to_wire
-from protocol.scraping import process_registry
-from protocol.tracing import Tracer, tracing
-from protocol.wire import from_message, role_to_wire, to_message
+from moonserve.conductor.leader_election_service import SoleLeadership, serve_replicated, serving_calls
+from moonserve.conductor.placement.admission import REASONS
+from moonserve.conductor.state import ConductorState
+from moonserve.conductor.wire import RecentGateways
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.process.event_loop import BackgroundTasks, background_task
+from moonserve.protocol.process.lifecycle import Lifecycle, infrequent_gc
+from moonserve.protocol.process.logs import request_extra
+from moonserve.protocol.process.metrics import http_endpoint, process_registry
+from moonserve.protocol.process.tracing import Tracer, tracing
+from moonserve.protocol.request import Placement, Role
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.wire import failure_to_wire, from_message, role_to_wire, to_message
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +58,39 @@ Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R")
 
 _ROLE_TIMEOUT_S = 5.0
+_ERROR_BUCKETS = (
+    -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
+)  # fmt: skip
+
+
+class ConductorMetrics:
+    """Placement metrics of the conductor. At most one instance per registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.placements = Counter("moonserve_placements", "Requests placed.", registry=registry)
+        self.rejections = Counter("moonserve_rejections", "Requests not placed.", ("reason",), registry=registry)
+        self.ttft_error_s = Histogram(
+            "moonserve_ttft_prediction_error_seconds",
+            "Predicted minus actual time to first token.",
+            registry=registry,
+            buckets=_ERROR_BUCKETS,
+        )
+        self.ttft_error_ratio = Gauge(
+            "moonserve_conductor_ttft_error_ratio",
+            "Size of recent prediction errors as a share of the actual TTFT, of the whole and of its terms.",
+            ("term", "quantile"),
+            registry=registry,
+        )
+        self.indexed_blocks = Gauge(
+            "moonserve_indexed_blocks", "Block replicas in the prefix index.", registry=registry
+        )
+        self.objectives = Gauge(
+            "moonserve_slo_seconds",
+            "What placement must meet where requests do not say.",
+            ("objective",),
+            registry=registry,
+        )
+        self.instances = Gauge("moonserve_instances", "Live instances.", ("role",), registry=registry)
 
 
 class RoleCommands:
@@ -69,7 +99,7 @@ class RoleCommands:
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._tasks = HeldTasks()
+        self._tasks = BackgroundTasks()
 
     def send(self, change: RoleChangeDue) -> None:
         """Starts sending the change and returns at once."""
@@ -102,7 +132,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     def __init__(
         self,
         state: ConductorState,
-        metrics: SchedulerMetrics,
+        metrics: ConductorMetrics,
         clock: Callable[[], float] = time.monotonic,
         role_commands: RoleCommands | None = None,
         tracer: Tracer | None = None,
@@ -115,24 +145,24 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._clock = clock
         self._role_commands = role_commands
         self._tracer = tracer or Tracer()
-        self._gateways = SeenGateways()
-        self._away_after_s = away_after_s
-        self._kept_house_at = math.inf
+        self._gateways = RecentGateways()
+        self._suspended_after_s = away_after_s
+        self._ticked_at = math.inf
 
     async def Register(self, request: conductor_pb2.RegisterRequest, context: Context) -> conductor_pb2.RegisterReply:
-        reply = self._ask(wire.register_from_wire(request), Registered)
+        reply = self._call(wire.register_from_wire(request), Registered)
         return conductor_pb2.RegisterReply(heartbeat_interval_s=reply.heartbeat_interval_s, lease_s=reply.lease_s)
 
     async def Heartbeat(
         self, request: conductor_pb2.HeartbeatRequest, context: Context
     ) -> conductor_pb2.HeartbeatReply:
-        reply = self._ask(wire.heartbeat_from_wire(request), HeartbeatSeen)
+        reply = self._call(wire.heartbeat_from_wire(request), HeartbeatSeen)
         return conductor_pb2.HeartbeatReply(known=reply.known, resync=reply.resync)
 
     async def Deregister(
         self, request: conductor_pb2.DeregisterRequest, context: Context
     ) -> conductor_pb2.DeregisterReply:
-        self._ask(from_message(Deregister, request), Deregistered)
+        self._call(from_message(Deregister, request), Deregistered)
         return conductor_pb2.DeregisterReply()
 
     async def Place(self, request: conductor_pb2.PlaceRequest, context: Context) -> conductor_pb2.PlaceReply:
@@ -161,15 +191,15 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self._tracer.span("place", traceparent, began_at, self._clock(), **attributes)
 
     async def Report(self, request: conductor_pb2.ReportRequest, context: Context) -> conductor_pb2.ReportReply:
-        self._ask(wire.report_from_wire(request), Reported)
+        self._call(wire.report_from_wire(request), Reported)
         return conductor_pb2.ReportReply()
 
     async def GetCluster(self, request: conductor_pb2.GetClusterRequest, context: Context) -> conductor_pb2.ClusterView:
         now = self._clock()
         if request.HasField("gateway"):
-            self._gateways.saw(request.gateway, now)
+            self._gateways.record(request.gateway, now)
         reply = wire.cluster_to_wire(self._state.cluster(now))
-        reply.gateways.extend(self._gateways.present(now))
+        reply.gateways.extend(self._gateways.list_recent(now))
         return reply
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: Context) -> conductor_pb2.ExplainReply:
@@ -181,19 +211,19 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             max_decisions=self._state.decisions.capacity,
         )
 
-    async def housekeep(self, interval_s: float) -> None:
-        """Calls `keep_house` every `interval_s` seconds until cancelled."""
+    async def tick_periodically(self, interval_s: float) -> None:
+        """Calls `tick` every `interval_s` seconds until cancelled."""
         while True:
-            self.keep_house()
+            self.tick()
             await asyncio.sleep(interval_s)
 
-    def keep_house(self) -> None:
+    def tick(self) -> None:
         """Applies the changes that are due by time alone (expired leases and placements, roles) and updates gauges."""
         self._handle(Tick())
-        self._kept_house_at = self._clock()
+        self._ticked_at = self._clock()
         self._gauge()
 
-    def _ask(self, event: Event, expected: type[R]) -> R:
+    def _call(self, event: Event, expected: type[R]) -> R:
         """Returns the reply to `event`. Raises the error of a refusal."""
         reply = self._handle(event)[-1]
         if isinstance(reply, Refused):
@@ -205,19 +235,19 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     def _handle(self, event: Event, request_id: str = "") -> list[Action]:
         """Applies an event to the state and logs and counts its actions. `request_id`: the request it concerns."""
         now = self._clock()
-        if now - self._kept_house_at > self._away_after_s:
-            self._back(now)
+        if now - self._ticked_at > self._suspended_after_s:
+            self._extend_leases(now)
         actions = self._state.handle(event, now)
         for action in actions:
             self._observe(action, request_id)
         return actions
 
-    def _back(self, now: float) -> None:
+    def _extend_leases(self, now: float) -> None:
         """Excuses all instances for the suspension. Their messages from that time are still unread, so they must not
         count as silent."""
-        away_s, self._kept_house_at = now - self._kept_house_at, now
-        log.warning("stood still for %.1f s; nobody counts as silent for that time", away_s)
-        self._state.handle(Away(seconds=away_s), now)
+        away_s, self._ticked_at = now - self._ticked_at, now
+        log.warning("the process was suspended for %.1f s; all leases are extended by that time", away_s)
+        self._state.handle(Suspended(seconds=away_s), now)
 
     def _observe(self, action: Action, request_id: str) -> None:
         match action:
@@ -228,10 +258,10 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 self._metrics.rejections.labels(action.reason).inc()
                 if log.isEnabledFor(logging.DEBUG):
                     text = "rejected: %s; it may come back in %.1f s"
-                    log.debug(text, action.reason, action.retry_after_s, extra=of(request_id))
+                    log.debug(text, action.reason, action.retry_after_s, extra=request_extra(request_id))
             case Refused():
-                whose = of(request_id) if request_id else None
-                log.info("refused: %s", action.error.message, extra=whose)
+                whose = request_extra(request_id) if request_id else None
+                log.info("request rejected: %s", action.error.message, extra=whose)
             case TtftObserved():
                 self._metrics.ttft_error_s.observe(action.predicted_s - action.actual_s)
             case InstanceJoined():
@@ -243,8 +273,10 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 if self._role_commands is not None:
                     self._role_commands.send(action)
             case PlacementForgotten():
-                whose = of(action.request_id)
-                log.warning("nobody reported the end of %s", action.request_id, extra=whose)
+                whose = request_extra(action.request_id)
+                log.warning(
+                    "the end of %s was never reported; its placement is dropped", action.request_id, extra=whose
+                )
 
     def _gauge(self) -> None:
         view = self._state.cluster(self._clock())
@@ -261,20 +293,20 @@ def _log_placement(placement: Placement) -> None:
     if log.isEnabledFor(logging.DEBUG):
         text = "placed: %s, then %s; first token predicted in %.3f s"
         named = (placement.prefill.instance_id, placement.decode.instance_id)
-        log.debug(text, *named, placement.predicted_ttft_s, extra=of(placement.request_id))
+        log.debug(text, *named, placement.predicted_ttft_s, extra=request_extra(placement.request_id))
 
 
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     """Runs the conductor until the process is asked to stop. Raises ConfigError if it cannot start."""
     registry = process_registry()
-    metrics = SchedulerMetrics(registry)
-    _begin(metrics, config)
+    metrics = ConductorMetrics(registry)
+    _init_metrics(metrics, config)
     config.policy()  # report invalid options before anything is served
-    config.roles()
+    config.role_controller()
     commands = RoleCommands(Channels(config.cluster_token, config.tls()))
 
     def fresh() -> ConductorService:
-        state = ConductorState(config.policy(), config.limits(), config.roles())
+        state = ConductorState(config.policy(), config.limits(), config.role_controller())
         return ConductorService(
             state,
             metrics,
@@ -284,20 +316,20 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
         )
 
     with (
-        seldom_collected(),
-        exposed(registry, config.host, config.metrics_port),
+        infrequent_gc(),
+        http_endpoint(registry, config.host, config.metrics_port),
         tracing(config, config.instance_id, "conductor") as tracer,
     ):
         try:
             if config.registry is None:
                 await _serve_alone(config, lifecycle, fresh(), registry)
             else:
-                await serve_among_others(config, config.registry, lifecycle, fresh, registry)
+                await serve_replicated(config, config.registry, lifecycle, fresh, registry)
         finally:
             await commands.close()
 
 
-def _begin(metrics: SchedulerMetrics, config: ConductorConfig) -> None:
+def _init_metrics(metrics: ConductorMetrics, config: ConductorConfig) -> None:
     """Sets the constant metrics, and creates a zero counter per rejection reason so that its rate is 0, not missing."""
     for objective, seconds in (("ttft", config.ttft_slo), ("tbt", config.tbt_slo)):
         metrics.objectives.labels(objective).set(seconds)
@@ -313,8 +345,8 @@ async def _serve_alone(
 ) -> None:
     # Clients that were given several conductor addresses ask each one which conductor leads.
     async with (
-        serving(config, service, SoleLeadership(), registry) as address,
-        running(service.housekeep(config.heartbeat_interval_s / 2)) as task,
+        serving_calls(config, service, SoleLeadership(), registry) as address,
+        background_task(service.tick_periodically(config.heartbeat_interval_s / 2)) as task,
     ):
         lifecycle.ready(rpc=address)
-        await lifecycle.until_stopped(task)
+        await lifecycle.wait_for_stop(task)

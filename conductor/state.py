@@ -10,13 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from conductor.admission import FOR_LOAD, TTFT_SLO, Admission
-from conductor.cost.accuracy import Term, TermAccuracy
-from conductor.decision import Decision, Rejection
-from conductor.decision_log import DecisionLog
-from conductor.events import (
+from moonserve.conductor.events import (
     Action,
-    Away,
     BlockChanges,
     Deregister,
     Deregistered,
@@ -25,7 +20,6 @@ from conductor.events import (
     HeartbeatSeen,
     InstanceJoined,
     InstanceRemoved,
-    Phase,
     Place,
     Placed,
     PlacementForgotten,
@@ -33,27 +27,30 @@ from conductor.events import (
     Register,
     Registered,
     Rejected,
-    Removal,
+    RemovalReason,
     Report,
     Reported,
+    RequestPhase,
     RoleChangeDue,
+    Suspended,
     Tick,
     TtftObserved,
 )
-from conductor.fairness.shares import Fairness
-from conductor.flights import Flight, Flights, outcome
-from conductor.learned import Fading, Learned
-from conductor.limits import Limits
-from conductor.members import Instance, Members
-from conductor.placement import Planner
-from conductor.policies.base import PlacementPolicy
-from conductor.returns import Returns
-from conductor.roles.controller import RoleController, RoleLoads
-from conductor.view import ClusterView, InstanceView
-from kvstore.directory import Directory
-from protocol.errors import MoonserveError, StaleLease
-from protocol.ids import Role
-from protocol.request import Placement
+from moonserve.conductor.members import Instance, Members
+from moonserve.conductor.placement.admission import LOAD_REASONS, TTFT_SLO, AdmissionMode, Limits
+from moonserve.conductor.placement.decision import Decision, DecisionLog, Rejection
+from moonserve.conductor.placement.in_flight import InFlightRequest, InFlightRequests, outcome_of
+from moonserve.conductor.placement.planner import PlacementPlanner
+from moonserve.conductor.placement.policies.base import PlacementPolicy
+from moonserve.conductor.placement.retry_promises import RetryPromises
+from moonserve.conductor.placement.tenant_fairness import Fairness
+from moonserve.conductor.prediction.accuracy import Term, TermAccuracy
+from moonserve.conductor.prediction.learned_estimates import EstimateDecay, LearnedEstimates
+from moonserve.conductor.role_switching import RoleController, RoleLoads
+from moonserve.conductor.wire import ClusterView, InstanceView
+from moonserve.kvstore.directory import Directory
+from moonserve.protocol.errors import MoonserveError, StaleLease
+from moonserve.protocol.request import Placement, Role
 
 
 class ConductorState:
@@ -69,20 +66,22 @@ class ConductorState:
         self._limits = limits
         self._members = Members(limits.lease_s)
         self._directory = Directory()
-        self._learned = Learned()
+        self._learned = LearnedEstimates()
         self._fairness = Fairness(limits.tenant_weights)
-        self._planner = Planner(self._members, self._directory, self._learned, self._fairness, policy, limits)
-        self._returns = Returns()
+        self._planner = PlacementPlanner(self._members, self._directory, self._learned, self._fairness, policy, limits)
+        self._promises = RetryPromises()
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
-        self._fading = Fading(self._members, self._learned)
+        self._estimate_decay = EstimateDecay(self._members, self._learned)
         self._role_loads = RoleLoads(self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s)
-        self._flights = Flights(self._learned, self._members.transfers, self._fairness, limits.placement_ttl_s)
+        self._in_flight = InFlightRequests(
+            self._learned, self._members.transfers, self._fairness, limits.placement_ttl_s
+        )
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Applies one event at monotonic time `now` and returns the actions. If the event is a call, its reply is the
         last action."""
-        actions = [] if isinstance(event, Away) else self._expire(now)
+        actions = [] if isinstance(event, Suspended) else self._expire(now)
         try:
             actions += self._apply(event, now)
         except MoonserveError as error:
@@ -101,11 +100,11 @@ class ConductorState:
                 return self._register(event, now)
             case Deregister():
                 return self._deregister(event)
-            case Away():
-                self._members.excuse(event.seconds, now)
+            case Suspended():
+                self._members.extend_leases(event.seconds, now)
                 return []
             case Tick():
-                self._fading.look(now)
+                self._estimate_decay.decay(now)
                 return self._change_roles(now)
 
     # ---- membership
@@ -118,11 +117,11 @@ class ConductorState:
             known.heard_at = now
         else:
             if known is not None:
-                actions.append(self._remove(known, Removal.REPLACED))
+                actions.append(self._remove(known, RemovalReason.REPLACED))
             instance = self._members.add(event, now)
             # Enter the instance into the index before its first block, so that every table row has an index number.
-            self._directory.apply(instance.instance_id, event.endpoint.epoch, (), (), 1, 1, False)
-            instance.index_as(self._directory.bit(instance.instance_id))
+            self._directory.apply_pairs(instance.instance_id, event.endpoint.epoch, (), (), 1, 1, False)
+            instance.set_directory_bit(self._directory.bit(instance.instance_id))
             actions.append(InstanceJoined(instance_id=instance.instance_id, role=instance.role))
         limits = self._limits
         actions.append(Registered(heartbeat_interval_s=limits.heartbeat_interval_s, lease_s=limits.lease_s))
@@ -140,7 +139,7 @@ class ConductorState:
         instance.heard_at = now
         instance.drain(event.draining)
         instance.load = event.load
-        self._members.learn(instance, event.load)
+        self._members.observe_heartbeat(instance, event.load)
         if instance.role is Role.PREFILL:
             prefill_profile = instance.registration.prefill_profile
             for request_id in instance.queue.correct(event.load, prefill_profile, now):
@@ -151,10 +150,10 @@ class ConductorState:
         return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
 
     def _index(self, instance: Instance, changes: BlockChanges | None) -> bool:
-        """Applies block changes to the index. Returns False if earlier changes were missed."""
+        """Applies block changes to the index. RetryPromises False if earlier changes were missed."""
         if changes is None:
             return True
-        applied = self._directory.apply(
+        applied = self._directory.apply_pairs(
             instance.instance_id,
             instance.endpoint.epoch,
             changes.added,
@@ -163,33 +162,33 @@ class ConductorState:
             changes.next_seq,
             changes.snapshot,
         )
-        instance.index_as(self._directory.bit(instance.instance_id))
+        instance.set_directory_bit(self._directory.bit(instance.instance_id))
         return applied
 
     def _deregister(self, event: Deregister) -> list[Action]:
-        instance = self._members.incarnation(event.instance_id, event.epoch)
+        instance = self._members.find_epoch(event.instance_id, event.epoch)
         actions: list[Action] = []
         if instance is not None:
-            actions.append(self._remove(instance, Removal.LEFT))
+            actions.append(self._remove(instance, RemovalReason.LEFT))
         actions.append(Deregistered())
         return actions
 
-    def _remove(self, instance: Instance, reason: Removal) -> InstanceRemoved:
+    def _remove(self, instance: Instance, reason: RemovalReason) -> InstanceRemoved:
         if instance.role is not Role.STORE:
-            self._fairness.lost(instance.link)
+            self._fairness.drop_instance(instance.link)
         self._members.remove(instance)
         self._directory.drop(instance.instance_id)
         return InstanceRemoved(instance_id=instance.instance_id, role=instance.role, reason=reason)
 
     def _expire(self, now: float) -> list[Action]:
-        actions: list[Action] = [self._remove(instance, Removal.SILENT) for instance in self._members.silent(now)]
-        actions += [PlacementForgotten(request_id=r) for r in self._flights.expire(now)]
+        actions: list[Action] = [self._remove(instance, RemovalReason.SILENT) for instance in self._members.silent(now)]
+        actions += [PlacementForgotten(request_id=r) for r in self._in_flight.expire(now)]
         return actions
 
     def _change_roles(self, now: float) -> list[Action]:
         if self._roles is None:
             return []
-        change = self._roles.decide(self._role_loads.at(now), now)
+        change = self._roles.decide(self._role_loads.worker_loads(now), now)
         if change is None:
             return []
         worker = self._members.find(change.instance_id)
@@ -199,16 +198,16 @@ class ConductorState:
     # ---- placement
 
     def _place(self, event: Place, now: float) -> list[Action]:
-        self._flights.end(event.request_id, now)  # placed again after a failure or a lost reply
+        self._in_flight.end(event.request_id, now)  # placed again after a failure or a lost reply
         plan = self._planner.plan(event, now)
         decision = plan.decision
-        if self._limits.admission is not Admission.NONE:
-            decision = self._returns.judged(decision, event.ticket, now)
+        if self._limits.admission is not AdmissionMode.NONE:
+            decision = self._promises.final_decision(decision, event.ticket, now)
         self._decisions.record(decision, event.client_id)
         if decision.rejection is not None:
-            self._fading.refused()
+            self._estimate_decay.on_rejection()
             if decision.rejection.reason == TTFT_SLO:
-                self._role_loads.refused(now)
+                self._role_loads.on_rejection(now)
             self._claim(event, decision.rejection, now)
             return [
                 Rejected(
@@ -219,7 +218,7 @@ class ConductorState:
                     decision=decision,
                 )
             ]
-        self._flights.begin(event, plan, now)
+        self._in_flight.begin(event, plan, now)
         placement = Placement(
             request_id=event.request_id,
             prefill=plan.prefill.endpoint,
@@ -234,36 +233,36 @@ class ConductorState:
     def _claim(self, event: Place, rejection: Rejection, now: float) -> None:
         """Gives the tenant of a request rejected for load a claim to the next free capacity. Requests with stricter
         objectives than the default get none, because such a tenant could hold a claim all the time."""
-        ttft_slo_s, tbt_slo_s = self._limits.of(event)
+        ttft_slo_s, tbt_slo_s = self._limits.objectives(event)
         is_usual = ttft_slo_s >= self._limits.ttft_slo_s and tbt_slo_s >= self._limits.tbt_slo_s
-        if rejection.reason in FOR_LOAD and is_usual:
+        if rejection.reason in LOAD_REASONS and is_usual:
             self._fairness.claim(event.tenant, now, rejection.retry_after_s)
 
     # ---- reports
 
     def _report(self, event: Report, now: float) -> list[Action]:
-        flight = self._flights.find(event.request_id)
+        flight = self._in_flight.find(event.request_id)
         if flight is None:  # the conductor was restarted since, or the placement has expired
             return [Reported()]
         actions: list[Action] = []
         match event.phase:
-            case Phase.FIRST_TOKEN:
+            case RequestPhase.FIRST_TOKEN:
                 if flight.ttft_s is None:
-                    self._flights.first_token(event, flight, now)
+                    self._in_flight.first_token(event, flight, now)
                     actions.append(_observed(event, flight))
-            case Phase.FINISHED:
-                self._flights.finished(event, flight, now)
-            case Phase.FAILED | Phase.CANCELLED:
-                self._flights.end(event.request_id, now, event.output_tokens)
-        self._decisions.conclude(event.request_id, outcome(event, flight))
+            case RequestPhase.FINISHED:
+                self._in_flight.finished(event, flight, now)
+            case RequestPhase.FAILED | RequestPhase.CANCELLED:
+                self._in_flight.end(event.request_id, now, event.output_tokens)
+        self._decisions.conclude(event.request_id, outcome_of(event, flight))
         actions.append(Reported())
         return actions
 
     # ---- queries
 
     def explain(self, known_id: str) -> Decision | None:
-        """Returns the latest decision about a request, found by its id or by the client's name for it. Returns None if
-        there was no decision or if it has left the record."""
+        """Returns the latest decision about a request, found by its id or by the client's name for it. RetryPromises
+        None if there was no decision or if it has left the record."""
         return self._decisions.find(known_id)
 
     @property
@@ -277,7 +276,7 @@ class ConductorState:
 
     def cluster(self, now: float) -> ClusterView:
         """Returns the live instances and the properties that all workers share."""
-        loads = {load.instance_id: load for load in self._role_loads.at(now)}
+        loads = {load.instance_id: load for load in self._role_loads.worker_loads(now)}
         instances: Sequence[InstanceView] = [
             InstanceView(
                 endpoint=instance.endpoint,
@@ -310,14 +309,14 @@ class ConductorState:
         self._members.validate()
         self._directory.validate()
         self._decisions.validate()
-        self._returns.validate()
-        self._flights.validate(self._members)
+        self._promises.validate()
+        self._in_flight.validate(self._members)
         self._learned.validate()
         self._fairness.validate()
         self._role_loads.validate()
 
 
-def _observed(event: Report, flight: Flight) -> TtftObserved:
+def _observed(event: Report, flight: InFlightRequest) -> TtftObserved:
     return TtftObserved(
         request_id=event.request_id,
         predicted_s=flight.predicted.ttft_s,

@@ -1,24 +1,81 @@
-"""Converts messages of conductor.proto to the conductor's events, with checks, and its cluster view to a message."""
+"""Converts messages of conductor.proto to events, and the cluster view (its instances, and gateways that asked lately)
+to a message. Pure.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from conductor.events import BlockChanges, Heartbeat, Place, Register, Report
-from conductor.view import ClusterView
-from protocol.errors import InvalidRequest
-from protocol.ids import Role
-from protocol.keys import BlockKey, unpack_keys
-from protocol.pb import conductor_pb2
-from protocol.wire import from_message, to_message
+from moonserve.conductor.events import BlockChanges, Heartbeat, Load, Place, Register, Report
+from moonserve.conductor.prediction.accuracy import Term, TermAccuracy
+from moonserve.protocol.errors import InvalidRequest
+from moonserve.protocol.kv_blocks import BlockKey, KvLayout, unpack_keys
+from moonserve.protocol.pb import conductor_pb2
+from moonserve.protocol.request import Endpoint, Role
+from moonserve.protocol.rpc.wire import from_message, to_message
+
+GATEWAY_LIFETIME_S = 5.0  # gateways request the view once a second, ten times a second while there are no workers
+_MAX_GATEWAYS = 1_000  # guards against bugs only: requesting the view needs the cluster token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceView:
+    """One live instance."""
+
+    endpoint: Endpoint
+    role: Role
+    load: Load
+    num_blocks: int
+    draining: bool
+    last_heard_s: float  # since its last heartbeat
+    indexed_blocks: int
+    can_switch_role: bool
+    need: float  # see `WorkerLoad`; 0 for stores
+    use: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """All live instances and the properties that all workers share."""
+
+    instances: tuple[InstanceView, ...]
+    layout: KvLayout | None  # None until the first worker joined
+    fingerprint: str | None
+    max_model_len: int
+    ready: bool  # a prefill and a decode worker accept requests
+    ttft_slo_s: float  # default objectives, for requests without their own
+    tbt_slo_s: float
+    ttft_accuracy: Mapping[Term, TermAccuracy]  # observed terms only
+
+
+class RecentGateways:
+    """Gateways that requested the view recently, by instance id; `now` in monotonic seconds.
+
+    Gateways request the view once a second anyway, so they need no membership of their own; no decision depends on
+    them. Clients and dashboards that reach one gateway find the others here.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, conductor_pb2.GatewayView]] = {}
+
+    def record(self, gateway: conductor_pb2.GatewayView, now: float) -> None:
+        """Records a gateway's request; its earlier one is replaced."""
+        if gateway.instance_id in self._seen or len(self._seen) < _MAX_GATEWAYS:
+            self._seen[gateway.instance_id] = (now, gateway)
+
+    def list_recent(self, now: float) -> list[conductor_pb2.GatewayView]:
+        """Returns the recent gateways in order of id, and drops silent ones."""
+        self._seen = {id: seen for id, seen in self._seen.items() if now - seen[0] < GATEWAY_LIFETIME_S}
+        return [self._seen[instance_id][1] for instance_id in sorted(self._seen)]
 
 
 def register_from_wire(message: conductor_pb2.RegisterRequest) -> Register:
     """Converts a registration. Raises InvalidRequest if a field is missing or invalid."""
     if not message.endpoint.instance_id:
-        raise InvalidRequest("an instance registers with an instance_id")
+        raise InvalidRequest("a registration needs an instance_id")
     try:
         register = from_message(
             Register,
@@ -40,7 +97,7 @@ def heartbeat_from_wire(message: conductor_pb2.HeartbeatRequest) -> Heartbeat:
 def place_from_wire(message: conductor_pb2.PlaceRequest) -> Place:
     """Converts a placement request. Raises InvalidRequest for block keys of a wrong length or a missing id."""
     if not message.request_id:
-        raise InvalidRequest("a request is placed with a request_id")
+        raise InvalidRequest("a placement needs a request_id")
     return from_message(Place, message, block_keys=tuple(_keys(message.block_keys)))
 
 
@@ -50,7 +107,7 @@ def report_from_wire(message: conductor_pb2.ReportRequest) -> Report:
     try:
         return from_message(Report, message, **times)
     except KeyError as error:
-        raise InvalidRequest("a report names its phase") from error
+        raise InvalidRequest("a report needs a known phase") from error
 
 
 def cluster_to_wire(view: ClusterView) -> conductor_pb2.ClusterView:
@@ -86,7 +143,7 @@ def _keys(packed: bytes) -> list[BlockKey]:
 
 def _rate(name: str, bytes_per_s: float) -> float:
     if not 0 <= bytes_per_s < math.inf:
-        raise InvalidRequest(f"{name} is {bytes_per_s}; it is finite and at least 0")
+        raise InvalidRequest(f"{name} is {bytes_per_s}; it must be finite and at least 0")
     return bytes_per_s
 
 

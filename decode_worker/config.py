@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_worker.limits import Limits
-from engine.device import CUDA
-from engine.lookahead.base import OnDemand, Policy
-from engine.lookahead.lookahead import Costs, Lookahead
-from engine.pool_plan import PoolPlan
-from engine.replica import Profiles
-from protocol.config import option
-from protocol.errors import ConfigError
-from protocol.step_budget import StepBudget
-from protocol.wire import decode_profile_from_wire, prefill_profile_from_wire
-from worker.config import RoleConfig
+from moonserve.decode_worker.decisions.limits_and_counters import Limits
+from moonserve.engine.admission_policy import AdmissionPolicy, OnDemandPolicy
+from moonserve.engine.cuda.device import CUDA
+from moonserve.engine.kv_cache.pool_size import PoolPlan
+from moonserve.engine.lookahead_policy import LookaheadPolicy, PreemptionCosts
+from moonserve.engine.replica import Profiles
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import option
+from moonserve.protocol.rpc.wire import decode_profile_from_wire, prefill_profile_from_wire
+from moonserve.protocol.step_time import StepBudget
+from moonserve.worker.process import RoleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,14 @@ class AllotmentConfig:
 
     block_allocation: str = option(
         "lookahead",
-        help="how many sequences share a decode worker's KV: lookahead = by what they will probably need, as "
-        "learned from those that ended; on-demand = while there is a free block for each",
+        help="which sequences a decode worker admits to its KV: lookahead = by their predicted need, "
+        "learned from sequences that ended; on-demand = while there is a free block for each",
         choices=("lookahead", "on-demand"),
     )
 
     async_scheduling: bool | None = option(
         None,
-        help="prepare a decode step while the one before it runs; when not given, on GPUs only: a processor that "
+        help="prepare a decode step while the previous one runs; unset = on GPUs only, since a CPU that "
         "prepares computes nothing meanwhile (docs/cuda.md)",
     )
 
@@ -38,17 +38,17 @@ class AllotmentConfig:
         """Returns True if a decode worker on this device prepares a step while the one before it runs."""
         return device == CUDA if self.async_scheduling is None else self.async_scheduling
 
-    def policy(self, profiles: Profiles) -> Policy:
+    def policy(self, profiles: Profiles) -> AdmissionPolicy:
         """Returns the admission policy. `profiles` are the replica's measured prefill and decode profiles."""
         if self.block_allocation == "on-demand":
-            return OnDemand()
+            return OnDemandPolicy()
         prefill, decode = profiles
-        costs = Costs(
+        costs = PreemptionCosts(
             decode=decode_profile_from_wire(decode),
             prefill=prefill_profile_from_wire(prefill),
         )
         # A worker that has not learned anything yet must not assume that every answer is as long as it may become.
-        return Lookahead(costs=costs, until_known=OnDemand())
+        return LookaheadPolicy(costs=costs, until_known=OnDemandPolicy())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class DecodeConfig(RoleConfig, AllotmentConfig):
 
     store_writes: str = option(
         "all",
-        help="what is put into the home store unasked: all = answers, too, so that a conversation's next turn finds "
-        "them; hot = only what gave way",
+        help="blocks written to the home store: all = answers, too, so that a conversation's next turn finds "
+        "them; hot = only those of preempted sequences",
         choices=("all", "hot"),
     )
 
@@ -71,7 +71,7 @@ class DecodeConfig(RoleConfig, AllotmentConfig):
             )
         if self.async_scheduling and self.is_elastic:
             raise ConfigError(
-                "--async-scheduling does not go with elastic KV memory, which blocks leave between two steps"
+                "--async-scheduling cannot be combined with elastic KV memory, which moves blocks between two steps"
             )
 
     def limits(self, plan: PoolPlan, budget: StepBudget | None = None, *, runs_ahead: bool = False) -> Limits:

@@ -1,7 +1,9 @@
-"""I/O of the decode worker: performs the actions of `DecodeState` and reports their results to it as events.
+"""I/O of the decode worker, and its RPC service `Landing` for prefill workers.
 
-Its rule: events are handled one after the other in the event loop's thread. An action that takes time is a task whose
-result is the next event. The path of a token is: `stepping` → StepDone → SendTokens and the next RunStep.
+Performs the actions of `DecodeState` and reports their results to it as events.
+
+Events are handled one after the other in the event loop's thread. An action that takes time is a task whose
+result is the next event. The path of a token is: `step_runner` → StepDone → SendTokens and the next RunStep.
 """
 
 from __future__ import annotations
@@ -9,28 +11,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from decode_worker import actions, events
-from decode_worker.actions import GrantLease, Question
-from decode_worker.state import DecodeState
-from decode_worker.stepping import Stepping
-from decode_worker.store_access import StoreAccess
-from decode_worker.verify import BlockVerifier
-from kvstore.client.blocks import BlockStores
-from protocol.ids import BlockId, LeaseId
-from protocol.layout import KvLayout
-from protocol.logs import of
-from protocol.pb import conductor_pb2
-from protocol.tracing import Tracer
-from transfer import TransferEngine
-from worker.events import Action, Event
-from worker.memory import KvMemory
-from worker.service import WorkerService
+from moonserve.decode_worker.block_verifier import BlockVerifier
+from moonserve.decode_worker.decisions import events
+from moonserve.decode_worker.decisions.events import GrantLease, LeaseCall
+from moonserve.decode_worker.state import DecodeState
+from moonserve.decode_worker.step_runner import StepRunner
+from moonserve.decode_worker.store_io import OffloadStore
+from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.protocol.errors import Incompatible, InvalidRequest
+from moonserve.protocol.kv_blocks import KvLayout, pack_checksums, unpack_keys
+from moonserve.protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.process.logs import request_extra
+from moonserve.protocol.process.tracing import Tracer
+from moonserve.protocol.request import BlockId, LeaseId, SamplingParams
+from moonserve.protocol.rpc.wire import from_message, request_from_wire, to_message
+from moonserve.transfer import TransferEngine
+from moonserve.worker.events import Action, Event
+from moonserve.worker.process import KvMemory
+from moonserve.worker.service import Context, WorkerService
 
 if TYPE_CHECKING:
-    from engine.runtime import EngineThread  # imports torch
+    from moonserve.engine.engine import EngineThread  # imports torch
+
 
 log = logging.getLogger(__name__)
 
@@ -60,26 +66,26 @@ class DecodeService(WorkerService):
         self._memory = memory
         self._verifier = BlockVerifier(memory.segment.buffer, memory.layout, memory.num_blocks)
         self._stores = stores
-        self._store_access: StoreAccess | None = None
+        self._store_access: OffloadStore | None = None
         if stores is not None:
-            self._store_access = StoreAccess(stores, memory, self._verifier)
+            self._store_access = OffloadStore(stores, memory, self._verifier)
         self._observe_allocation = observe_allocation
-        self._stepping = Stepping(compute, clock)
+        self._step_runner = StepRunner(compute, clock)
         self._windows: dict[LeaseId, int] = {}  # window ids of open windows
-        self._questions: dict[tuple[Question, LeaseId], list[asyncio.Future[Any]]] = {}
+        self._pending_calls: dict[tuple[LeaseCall, LeaseId], list[asyncio.Future[Any]]] = {}
 
-    def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
+    def _role_action_handlers(self) -> Mapping[type[Action], Callable[[Any], object]]:
         return {
-            actions.CloseWindow: self._starts(self._close_window),
-            actions.GrantLease: self._grant,
-            actions.ConfirmRenewal: lambda action: self._answer(Question.RENEW, action.lease_id),
-            actions.VerifyBlocks: self._starts(self._verify),
-            actions.AnswerCommit: lambda action: self._answer(Question.COMMIT, action.lease_id, action.corrupt),
-            actions.Refuse: self._refuse,
-            actions.RunStep: self._run_step,
-            actions.SendTokens: self._send_tokens,
-            actions.KeepBlocks: self._starts(self._keep),
-            actions.LoadBlocks: self._starts(self._load_back),
+            events.CloseWindow: self._as_operation(self._close_window),
+            events.GrantLease: self._grant,
+            events.ConfirmRenewal: lambda action: self._answer(LeaseCall.RENEW, action.lease_id),
+            events.VerifyBlocks: self._as_operation(self._verify),
+            events.AnswerCommit: lambda action: self._answer(LeaseCall.COMMIT, action.lease_id, action.corrupt),
+            events.Refuse: self._refuse,
+            events.RunStep: self._run_step,
+            events.SendTokens: self._send_tokens,
+            events.StoreBlocks: self._as_operation(self._store_blocks),
+            events.LoadBlocks: self._as_operation(self._load_blocks),
         }
 
     def drain(self, draining: bool) -> None:
@@ -90,14 +96,14 @@ class DecodeService(WorkerService):
         """Fails the remaining requests and waits until all windows are closed."""
         if not self.failed.done():
             self.post(events.Stopped())
-            await self._operations.ended()
+            await self._operations.wait_until_done()
 
     def load(self) -> conductor_pb2.Load:
         load, state = super().load(), self.state
         load.leased_blocks = state.num_leased_blocks
         load.context_tokens = state.context_tokens
         load.num_preemptions = state.counters.num_preemptions
-        load.steps.CopyFrom(self._stepping.counted)
+        load.steps.CopyFrom(self._step_runner.step_totals)
         return load
 
     # -- calls of the servicers
@@ -111,45 +117,45 @@ class DecodeService(WorkerService):
         the state's error if it refuses."""
         asked_at = self._clock()
         try:
-            answer: tuple[GrantLease, int | None] = await self._ask(Question.RESERVE, event.lease_id, event)
+            answer: tuple[GrantLease, int | None] = await self._call(LeaseCall.RESERVE, event.lease_id, event)
         except asyncio.CancelledError:
-            if (Question.RESERVE, event.lease_id) not in self._questions:
+            if (LeaseCall.RESERVE, event.lease_id) not in self._pending_calls:
                 self.post(events.ReserveWithdrawn(lease_id=event.lease_id))
             raise
         self._observe_allocation(self._clock() - asked_at)
         return answer
 
     async def renew(self, event: events.LeaseRenewed) -> None:
-        await self._ask(Question.RENEW, event.lease_id, event)
+        await self._call(LeaseCall.RENEW, event.lease_id, event)
 
     async def commit(self, event: events.CommitRequested) -> tuple[int, ...]:
         """Returns the indexes of the corrupt blocks. If there are none, this worker now owns the request."""
-        corrupt: tuple[int, ...] = await self._ask(Question.COMMIT, event.lease_id, event)
+        corrupt: tuple[int, ...] = await self._call(LeaseCall.COMMIT, event.lease_id, event)
         return corrupt
 
-    async def _ask(self, question: Question, lease_id: LeaseId, event: Event) -> Any:
+    async def _call(self, question: LeaseCall, lease_id: LeaseId, event: Event) -> Any:
         """Posts the event and waits for its answer. Several calls may wait for the same answer: a caller that lost its
         connection calls again."""
         key = (question, lease_id)
         future = asyncio.get_running_loop().create_future()
-        self._questions.setdefault(key, []).append(future)
+        self._pending_calls.setdefault(key, []).append(future)
         try:
             self.post(event)
             return await future
         finally:
-            waiting = self._questions.get(key, [])
+            waiting = self._pending_calls.get(key, [])
             if future in waiting:
                 waiting.remove(future)
                 if not waiting:
-                    del self._questions[key]
+                    del self._pending_calls[key]
 
-    def _answer(self, question: Question, lease_id: LeaseId, answer: Any = None) -> None:
-        for future in self._questions.pop((question, lease_id), ()):
+    def _answer(self, question: LeaseCall, lease_id: LeaseId, answer: Any = None) -> None:
+        for future in self._pending_calls.pop((question, lease_id), ()):
             if not future.done():
                 future.set_result(answer)
 
-    def _refuse(self, action: actions.Refuse) -> None:
-        for future in self._questions.pop((action.question, action.lease_id), ()):
+    def _refuse(self, action: events.Refuse) -> None:
+        for future in self._pending_calls.pop((action.call, action.lease_id), ()):
             if not future.done():
                 future.set_exception(action.error)
 
@@ -162,38 +168,38 @@ class DecodeService(WorkerService):
             opened = self._transfer.open_window(self._memory.segment, ranges)
             self._windows[action.lease_id] = opened
         window_id = self._windows.get(action.lease_id)
-        self._answer(Question.RESERVE, action.lease_id, (action, window_id))
+        self._answer(LeaseCall.RESERVE, action.lease_id, (action, window_id))
 
-    async def _close_window(self, action: actions.CloseWindow) -> Event:
+    async def _close_window(self, action: events.CloseWindow) -> Event:
         # Closing blocks until the stores in flight end, so it runs in another thread.
         await asyncio.to_thread(self._transfer.close_window, self._windows.pop(action.lease_id))
         await self._memory.staging.load(action.landed)
         return events.WindowClosed(lease_id=action.lease_id)
 
-    async def _verify(self, action: actions.VerifyBlocks) -> Event:
-        verdict = await self._verifier.examine(action.blocks)
+    async def _verify(self, action: events.VerifyBlocks) -> Event:
+        verdict = await self._verifier.verify_async(action.blocks)
         corrupt = verdict.corrupt
         if corrupt:
             text = "%d of %d landed blocks are corrupt"
-            log.warning(text, len(corrupt), len(action.blocks), extra=of(action.request_id))
+            log.warning(text, len(corrupt), len(action.blocks), extra=request_extra(action.request_id))
         return events.Verified(lease_id=action.lease_id, corrupt=corrupt, checksums=verdict.checksums)
 
     async def _run_steps(self) -> None:
-        async for outcome in self._stepping.outcomes():
+        async for outcome in self._step_runner.outcomes():
             self.post(outcome)
 
-    def _run_step(self, action: actions.RunStep) -> None:
-        if self._stepping.add(action.slices):
+    def _run_step(self, action: events.RunStep) -> None:
+        if self._step_runner.add(action.slices):
             self._operations.start(self._run_steps())
 
-    def _send_tokens(self, action: actions.SendTokens) -> None:
+    def _send_tokens(self, action: events.SendTokens) -> None:
         self.streams.send(action.gateway_id, tokens=action.tokens, decodes=action.began)
         for phase in action.ended:
             self._trace(phase)
         if log.isEnabledFor(logging.DEBUG):
             _log_ends(action)
 
-    def _trace(self, phase: actions.DecodePhase) -> None:
+    def _trace(self, phase: events.DecodePhase) -> None:
         span = self._tracer.span
         span("decode queue", phase.traceparent, phase.queued_at, phase.began_at)
         span(
@@ -205,23 +211,23 @@ class DecodeService(WorkerService):
             times_preempted=phase.times_preempted,
         )
 
-    async def _keep(self, action: actions.KeepBlocks) -> None:
+    async def _store_blocks(self, action: events.StoreBlocks) -> None:
         assert self._store_access is not None, "no home, nothing to keep"
-        outcome = await self._store_access.keep(action)
+        outcome = await self._store_access.store(action)
         self.post(outcome)
         if outcome.error is not None:
             self._look_for_home()
 
-    async def _load_back(self, action: actions.LoadBlocks) -> Event:
+    async def _load_blocks(self, action: events.LoadBlocks) -> Event:
         assert self._store_access is not None, "no home, nothing was kept"
         return await self._store_access.load(action)
 
 
-def _log_ends(action: actions.SendTokens) -> None:
+def _log_ends(action: events.SendTokens) -> None:
     for token in action.tokens:
         if token.finish_reason is not None:
             text = "ended with token %d: %s"
-            log.debug(text, token.index, token.finish_reason, extra=of(token.request_id))
+            log.debug(text, token.index, token.finish_reason, extra=request_extra(token.request_id))
 
 
 def landing_ranges(blocks: Sequence[BlockId], layout: KvLayout, num_blocks: int) -> list[tuple[int, int]]:
@@ -237,3 +243,130 @@ def landing_ranges(blocks: Sequence[BlockId], layout: KvLayout, num_blocks: int)
         for piece in range(layout.pieces_per_block)
         for first, count in runs
     ]
+
+
+MAX_TTL_S = 60.0
+# Upper limit, and the value for callers that set no deadline.
+MAX_RESERVE_WAIT_S = 60.0
+# A refusal must still reach its caller before the call's own deadline.
+ANSWER_MARGIN_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingZone:
+    """Address and properties of the memory that prefill workers write to."""
+
+    transfer_address: str
+    segment_id: int
+    num_blocks: int
+    block_size: int
+    fingerprint: str
+
+
+class LandingServicer(worker_pb2_grpc.LandingServicer):
+    """Serves `Landing` to prefill workers: reserve, renew, commit and release."""
+
+    def __init__(
+        self,
+        service: DecodeService,
+        zone: LandingZone,
+        prepare: Callable[[SamplingParams], Awaitable[None]] | None = None,
+    ) -> None:
+        """`prepare` is awaited before a committed request reaches the service (`EngineThread.prepare`)."""
+        self._service = service
+        self._zone = zone
+        self._prepare = prepare
+
+    async def Reserve(self, request: worker_pb2.ReserveRequest, context: Context) -> worker_pb2.LandingLease:
+        event = self._reservation(request, context.time_remaining())
+        grant, window_id = await self._service.reserve(event)
+        return to_message(
+            worker_pb2.LandingLease,
+            self._zone,
+            lease_id=grant.lease_id,
+            block_ids=grant.blocks,
+            num_cached_blocks=grant.num_cached,
+            window_id=window_id or 0,  # unset when nothing is to be written
+            ttl_s=grant.ttl_s,
+        )
+
+    async def Renew(self, request: worker_pb2.RenewRequest, context: Context) -> worker_pb2.RenewReply:
+        lease_id = LeaseId(request.lease_id)
+        await self._service.renew(events.LeaseRenewed(lease_id=lease_id, ttl_s=_ttl_s(request.ttl_s)))
+        return worker_pb2.RenewReply()
+
+    async def Commit(self, request: worker_pb2.CommitRequest, context: Context) -> worker_pb2.CommitReply:
+        try:
+            committed = request_from_wire(request)
+        except ValueError as error:
+            raise InvalidRequest(str(error), request=request.request_id) from error
+        if self._prepare is not None:
+            await self._prepare(committed.sampling)
+        corrupt = await self._service.commit(
+            events.CommitRequested(
+                lease_id=LeaseId(request.lease_id),
+                request=committed,
+                checksums=_checksums(request),
+                part_layers=tuple(request.part_layers),
+                transfer_s=request.transfer_s,
+            )
+        )
+        if not corrupt:
+            text = "landed: %d blocks, %.3f s after its first token"
+            whose = request_extra(committed.request_id)
+            log.debug(text, len(committed.block_keys), request.transfer_s, extra=whose)
+        return worker_pb2.CommitReply(corrupt=corrupt)
+
+    async def Release(self, request: worker_pb2.ReleaseRequest, context: Context) -> worker_pb2.ReleaseReply:
+        self._service.post(events.LeaseReleased(lease_id=LeaseId(request.lease_id)))
+        return worker_pb2.ReleaseReply()
+
+    def _reservation(self, request: worker_pb2.ReserveRequest, remaining_s: float | None) -> events.ReserveRequested:
+        """Returns the event of a valid request. Raises Incompatible or InvalidRequest."""
+        self._require_same_fingerprint(request)
+        try:
+            keys = tuple(unpack_keys(request.block_keys))
+        except ValueError as error:
+            raise InvalidRequest(str(error), request=request.request_id) from error
+        if not request.lease_id or not request.request_id or request.num_tokens < 1:
+            raise InvalidRequest("a reservation needs ids and at least one token")
+        if len(keys) != request.num_tokens // self._zone.block_size:
+            raise InvalidRequest(
+                f"{len(keys)} block keys for {request.num_tokens} tokens in blocks of {self._zone.block_size}",
+                request=request.request_id,
+            )
+        wait_s = MAX_RESERVE_WAIT_S if remaining_s is None else min(remaining_s, MAX_RESERVE_WAIT_S)
+        return from_message(
+            events.ReserveRequested,
+            request,
+            block_keys=keys,
+            ttl_s=_ttl_s(request.ttl_s),
+            deadline_at=self._service.now + max(0.0, wait_s - ANSWER_MARGIN_S),
+            num_prompt_tokens=request.num_prompt_tokens or None,
+        )
+
+    def _require_same_fingerprint(self, request: worker_pb2.ReserveRequest) -> None:
+        if request.fingerprint != self._zone.fingerprint:
+            raise Incompatible(
+                "the prefill worker's weights or KV layout differ from this decode worker's",
+                prefill=request.fingerprint,
+                decode=self._zone.fingerprint,
+            )
+
+
+def _checksums(request: worker_pb2.CommitRequest) -> tuple[int, ...]:
+    """Returns one checksum per block, joining those of a block's parts. Raises InvalidRequest if some are missing."""
+    num_parts = max(1, len(request.part_layers))
+    if len(request.checksums) % num_parts:
+        raise InvalidRequest(
+            f"{len(request.checksums)} checksums of blocks in {num_parts} parts",
+            request=request.request_id,
+        )
+    starts = range(0, len(request.checksums), num_parts)
+    return tuple(pack_checksums(request.checksums[start : start + num_parts]) for start in starts)
+
+
+def _ttl_s(requested_s: float) -> float:
+    if not requested_s > 0.0:
+        raise InvalidRequest(f"the lease time {requested_s} s must be above 0", param="ttl_s")
+    return min(requested_s, MAX_TTL_S)

@@ -1,4 +1,2 @@
-"""Starts and operates the cluster: the command line, and the launcher of a cluster on one machine.
-
-The only package that imports all the others. Holds no policy of its own about requests or KV.
-"""
+"""Starts and operates clusters: launcher/ (moonserve serve), ray/, admin/ (commands on a running cluster), diagnostics/
+(doctor, profile), and files for docker, kubernetes, systemd, monitoring."""

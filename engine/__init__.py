@@ -1,6 +1,2 @@
-"""One model replica: weights, forward pass, paged KV, prefix cache, attention, sampling.
-
-The only package that imports torch. Importing the package itself does not import it, nor do `engine.config`,
-`engine.batch` and `engine.block_pool`, so that a process can check its configuration before it pays for the import.
-Knows nothing about processes, networks or scheduling.
-"""
+"""One model replica; the only package that imports torch. Flags: config.py; start: replica.py; one step: engine.py;
+admission and preemption by need of KV blocks: admission_policy.py, lookahead_policy.py."""

@@ -1,301 +1,225 @@
-"""Model configuration: finds or downloads the model folder and reads its config.json into a `ModelConfig`. No torch.
-
-Owns the list of supported architectures and the error messages about a model folder's configuration. The forward pass
-never reads the JSON. Weights are checked by `engine.weights`.
-"""
+"""Flags of a worker's model replica and of its elastic KV memory, with the checks that need no model. No torch."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from engine.fields import Fields
-from engine.rope_config import RopeConfig, read_rope
-from protocol.errors import ConfigError
-from protocol.layout import DTYPE_BYTES, KvLayout
+from moonserve.engine.cuda.device import CUDA, DEVICES, STAGED
+from moonserve.engine.kv_cache.elastic_budget import Ledger
+from moonserve.engine.kv_cache.elastic_pages import Paging
+from moonserve.engine.kv_cache.elastic_service import ElasticMemory, PageableMemory, SharedPageSupply
+from moonserve.engine.kv_cache.eviction import DEFAULT_EVICTION, EVICTION_NAMES
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.kv_blocks import KV_DTYPES
+from moonserve.protocol.process.config import option, require_at_least_1
+from moonserve.protocol.process.lifecycle import ProcessConfig
+from moonserve.protocol.process.machine import cache_folder
+from moonserve.protocol.process.tracing import TracingConfig
+
+MIB = 2**20
+DEFAULT_KV_BYTES = 256 * MIB
+DEFAULT_UTILIZATION = 0.9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Configuration of a Llama-type decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+@dataclass(frozen=True, kw_only=True)
+class ElasticMemoryConfig:
+    """Options mixed into the configuration of workers. `moonserve serve` passes them on."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeConfig
-    sliding_windows: tuple[int | None, ...]  # per layer, in tokens; None = full attention
-    tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each head's query and key (Qwen3)
-    initializer_range: float
-    dtype: str  # the checkpoint's, with float16 replaced by bfloat16
-    eos_token_ids: tuple[int, ...]  # may be empty
-
-    def resolve_dtype(self, wish: str) -> str:
-        """Returns the compute dtype for a `--dtype` value; auto means the checkpoint's own. Raises ConfigError."""
-        if wish == "auto":
-            return self.dtype
-        if wish not in DTYPE_BYTES:
-            raise ConfigError(f"dtype {wish!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
-        return wish
+    elastic_kv_memory: bool = option(
+        False,
+        help="allocate KV memory only for blocks in use, up to --kv-cache-memory; not possible "
+        "with rdma, which pins memory",
+    )
+    kv_memory_budget: int | None = option(
+        None,
+        help="bytes of KV that all workers of this host share, each up to --kv-cache-memory; makes "
+        "their memory elastic",
+        unit="bytes",
+    )
+    kv_memory_floor: int | None = option(
+        None, help="bytes of the budget that are guaranteed to each worker", unit="bytes"
+    )
+    kv_memory_ledger: str | None = option(
+        None,
+        help="file with the shares of all workers under --kv-memory-budget; clusters on one host must "
+        "name the same file",
+    )
 
     @property
-    def kv_identity(self) -> str:
-        """Everything that KV depends on in addition to the weights and their shapes; part of the fingerprint."""
-        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|"
+    def is_elastic(self) -> bool:
+        return self.elastic_kv_memory or self.kv_memory_budget is not None
 
-    def of_layers(self, layers: range) -> ModelConfig:
-        """Returns the configuration of a pipeline stage that has only these layers, renumbered from 0."""
-        windows = self.sliding_windows[layers.start : layers.stop]
-        return replace(self, num_layers=len(layers), sliding_windows=windows)
+    def check_budget(self) -> None:
+        """Raises ConfigError for a floor without a budget or above it."""
+        budget, floor = self.kv_memory_budget, self.kv_memory_floor
+        if floor is not None and budget is None:
+            raise ConfigError("--kv-memory-floor needs --kv-memory-budget, of which it is a part")
+        if budget is not None and not 0 <= (floor or 0) <= budget:
+            raise ConfigError(f"--kv-memory-floor must be from 0 to --kv-memory-budget {budget}, not {floor}")
 
-    def kv_layout(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> KvLayout:
-        """Returns the layout of this model's KV cache. `dtype` is a `--dtype` value, `kv_dtype` a `--kv-cache-dtype`
-        value: auto means the compute dtype, fp8 and int8 quantise. Raises ConfigError."""
-        if block_size < 1:
-            raise ConfigError(f"block size must be at least 1, not {block_size}")
-        try:
-            return KvLayout(
-                num_layers=self.num_layers,
-                block_size=block_size,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                dtype=self._kv_dtype(self.resolve_dtype(dtype), kv_dtype),
+    def check_ledger(self) -> None:
+        """Raises ConfigError for an invalid budget, or for a budget without a ledger or the reverse."""
+        self.check_budget()
+        if (self.kv_memory_budget is None) != (self.kv_memory_ledger is None):
+            raise ConfigError("--kv-memory-budget and --kv-memory-ledger must be given together")
+
+    def make_elastic_memory(self, name: str, paging: Paging, memory: PageableMemory) -> ElasticMemory:
+        """Creates the manager of a pool over `memory`, and discards the memory's content. Raises ConfigError."""
+        self.check_ledger()
+        supply: SharedPageSupply | None = None
+        floor = min(self.kv_memory_floor or 0, paging.range_bytes)
+        if self.kv_memory_budget is not None and self.kv_memory_ledger is not None:
+            if paging.page_bytes > self.kv_memory_budget:
+                raise ConfigError(
+                    f"--kv-memory-budget {self.kv_memory_budget} is less than one page of {paging.page_bytes} bytes"
+                )
+            supply = SharedPageSupply(
+                Ledger(Path(self.kv_memory_ledger), budget=self.kv_memory_budget),
+                name,
+                page_bytes=paging.page_bytes,
+                floor=floor,
+                ceiling=paging.range_bytes,
             )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-    def _kv_dtype(self, dtype: str, wish: str) -> str:
-        if wish == "auto":
-            return dtype
-        if wish in DTYPE_BYTES and wish != dtype:
-            raise ConfigError(f"KV in {wish} with a model in {dtype}: KV that is not quantised has the model's dtype")
-        return wish
+        memory.discard(0, paging.range_bytes)  # nothing in it is needed yet
+        return ElasticMemory(paging, memory, supply, floor=floor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Differences of one architecture from Llama."""
+@dataclass(frozen=True, kw_only=True)
+class FormatConfig:
+    """Formats of weights and KV, and the kernels that compute on them. Flags that vLLM also has mean the same."""
 
-    biases: tuple[bool | str, bool | str, bool | str]  # of qkv, o, mlp; a string names the field that decides
-    sliding_windows: Callable[[Fields, int], tuple[int | None, ...]]
-    qk_norm: bool = False
-    # Defaults of transformers for fields that config.json lacks.
-    default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
-    default_kv_heads: int | None = None  # None = num_attention_heads
-    default_positions: int = 2048
-
-
-def _no_window(_fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    return (None,) * num_layers
-
-
-def _window(fields: Fields) -> int | None:
-    """Returns the sliding window: None if it is null, the default of transformers (4096) if it is absent."""
-    return fields.optional_count("sliding_window") if fields.has("sliding_window") else 4096
-
-
-def _mistral_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    return (_window(fields),) * num_layers
-
-
-def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    window = _window(fields)
-    if window is None or not fields.flag("use_sliding_window", default=False):
-        return (None,) * num_layers
-    layer_types = fields.strings("layer_types")
-    if layer_types is None:
-        first = fields.count("max_window_layers", default=28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise fields.error(f"layer_types names {len(layer_types)} layers, num_hidden_layers says {num_layers}")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(("attention_bias", "attention_bias", "mlp_bias"), _no_window),
-    "MistralForCausalLM": _Family(
-        (False, False, False),
-        _mistral_windows,
-        default_kv_heads=8,
-        default_positions=131_072,
-    ),
-    "Qwen2ForCausalLM": _Family(
-        (True, False, False),
-        _qwen_windows,
-        default_kv_heads=32,
-        default_positions=32_768,
-    ),
-    "Qwen3ForCausalLM": _Family(
-        ("attention_bias", "attention_bias", False),
-        _qwen_windows,
-        qk_norm=True,
-        default_head_dim=128,
-        default_kv_heads=32,
-        default_positions=32_768,
-    ),
-}
-
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
-
-
-def load_model_config(path: Path) -> ModelConfig:
-    """Reads `path`/config.json and generation_config.json. Raises ConfigError that names the file and the field."""
-    if not path.is_dir():
-        raise ConfigError(f"model folder {path} does not exist or is not a folder")
-    fields = Fields(_read_json(path / "config.json"), source=str(path / "config.json"))
-    architecture = _architecture(fields)
-    family = _FAMILIES[architecture]
-    num_layers = fields.count("num_hidden_layers")
-    num_heads = fields.count("num_attention_heads")
-    hidden_size = fields.count("hidden_size")
-    head_dim = _head_dim(fields, family, hidden_size, num_heads)
-    vocab_size = fields.count("vocab_size")
-    max_positions = fields.count("max_position_embeddings", default=family.default_positions)
-    qkv_bias, o_bias, mlp_bias = (
-        fields.flag(each, default=False) if isinstance(each, str) else each for each in family.biases
+    dtype: str = option(
+        "auto",
+        help="data type of weights and, unless quantised, of KV",
+        choices=("auto", "float32", "bfloat16"),
     )
-    _require_silu(fields)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, family, num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        max_position_embeddings=max_positions,
-        rope=read_rope(fields, max_position_embeddings=max_positions),
-        sliding_windows=family.sliding_windows(fields, num_layers),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=family.qk_norm,
-        initializer_range=fields.number("initializer_range", default=0.02),
-        dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(path, fields, vocab_size),
+    kv_cache_dtype: str = option(
+        "auto",
+        help="data type of KV: auto = as --dtype; fp8 (E4M3) and int8 quantise it with a scale per token and head, "
+        "with some loss (docs/kv-dtypes.md)",
+        choices=("auto", *KV_DTYPES),
+    )
+    load_format: str = option("auto", help="dummy = random weights, for measuring", choices=("auto", "dummy"))
+    block_size: int = option(32, help="tokens per KV block")
+    kernels: str = option(
+        "auto",
+        help="implementation of layers and attention: auto = native, compiled at the first start, or Triton on a GPU",
+        choices=("auto", "native", "torch"),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing: is {path.parent} a model folder?") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig(ProcessConfig, FormatConfig, ElasticMemoryConfig, TracingConfig):
+    """Options of every worker. Flags that vLLM also has mean the same."""
 
+    model: str = option(help="local Hugging Face folder or hub name")
+    max_model_len: int | None = option(
+        None,
+        help="longest prompt plus output in tokens; default: what model and memory allow",
+    )
+    device: str = option(
+        "auto",
+        help="where to compute: auto = cuda where torch sees a GPU and Triton is installed, else cpu; cpu-staged is "
+        "for tests (docs/cuda.md)",
+        choices=DEVICES,
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        help="bytes of KV; default: 256MiB, or on a GPU what --gpu-memory-utilization leaves",
+        unit="bytes",
+    )
+    gpu_memory_utilization: float = option(
+        DEFAULT_UTILIZATION,
+        help="share of the GPU's memory that this worker may use, weights included",
+    )
+    max_num_seqs: int = option(64, help="most sequences in one step")
+    max_num_batched_tokens: int = option(512, help="most tokens computed in one step")
+    enable_prefix_caching: bool = option(True, help="share the KV of equal prefixes")
+    prefix_eviction: str = option(
+        DEFAULT_EVICTION,
+        help="cached KV that is evicted first: least recently used (lru), or least frequently used with aging (lfu)",
+        choices=EVICTION_NAMES,
+    )
+    reserved_kv_share: float = option(
+        0.0,
+        help="share of the KV that is reserved for new requests with a priority below 0",
+    )
+    zero_kv_blocks: bool = option(False, help="clear the memory of KV blocks before another request gets them")
+    num_threads: int = option(1, help="compute threads")
+    tensor_parallel_size: int = option(
+        1,
+        help="ranks that compute every step together: processes of this host, each with a share of the heads, the MLP "
+        "and --num-threads, over one KV memory",
+    )
+    cache_dir: str | None = option(
+        None,
+        help="folder for compiled kernels and measured speeds; default: ~/.cache/moonserve",
+    )
+    drain_timeout_s: float = option(5.0, help="seconds that requests may take to finish when the worker stops")
+    metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
-def _architecture(fields: Fields) -> str:
-    names = fields.strings("architectures") or ()
-    for name in names:
-        if name in _FAMILIES:
-            return name
-    found = ", ".join(names) or "none (the field `architectures` is missing)"
-    raise fields.error(f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+    def __post_init__(self) -> None:
+        require_at_least_1(self, "block_size", "max_num_seqs", "num_threads", "tensor_parallel_size")
+        self._require_threads()
+        self.check_ledger()
+        require_share(self.gpu_memory_utilization)
+        if not 0.0 <= self.reserved_kv_share < 1.0:
+            raise ConfigError(f"--reserved-kv-share must be from 0 to below 1, not {self.reserved_kv_share}")
+        if self.zero_kv_blocks and self.num_stages > 1:
+            raise ConfigError("--zero-kv-blocks does not go with --pipeline-parallel-size above 1")
+        if self.device in (CUDA, STAGED):
+            self.require_device(self.device)
 
-
-def _head_dim(fields: Fields, family: _Family, hidden_size: int, num_heads: int) -> int:
-    head_dim = fields.optional_count("head_dim") or family.default_head_dim
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise fields.error(
-                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
-                "and head_dim is not given"
+    def require_device(self, device: str) -> None:
+        """Raises ConfigError for options that are not supported on a device with its own memory."""
+        wrong = [
+            flag
+            for flag, is_given in (
+                ("--tensor-parallel-size above 1", self.tensor_parallel_size > 1),
+                ("--pipeline-parallel-size above 1", self.num_stages > 1),
+                ("elastic KV memory", self.is_elastic),
+                ("--zero-kv-blocks", self.zero_kv_blocks),
+                (
+                    f"--kv-cache-dtype {self.kv_cache_dtype}",
+                    device == CUDA and self.kv_cache_dtype in ("fp8", "int8"),
+                ),
+                (f"--kernels {self.kernels}", device == CUDA and self.kernels != "auto"),
             )
-        head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} must be even for rotary positions")
-    return head_dim
+            if is_given
+        ]
+        if wrong:
+            raise ConfigError(f"{' and '.join(wrong)} can be used with --device cpu only, not {device}")
+
+    def _require_threads(self) -> None:
+        if self.num_threads < self.tensor_parallel_size:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} needs as many --num-threads, not "
+                f"{self.num_threads}: each rank computes in threads of its own"
+            )
+
+    @property
+    def threads_per_rank(self) -> int:
+        return self.num_threads // self.tensor_parallel_size
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the pipeline that the replica is part of."""
+        return 1
+
+    @property
+    def can_switch_role(self) -> bool:
+        """True if the worker serves `RoleSwitch`."""
+        return False
 
 
-def _num_kv_heads(fields: Fields, family: _Family, num_heads: int) -> int:
-    """Returns the number of KV heads: the query heads' if it is null, the family's default if it is absent."""
-    name = "num_key_value_heads"
-    given = fields.optional_count(name) if fields.has(name) else family.default_kv_heads
-    num_kv_heads = given or num_heads
-    if num_heads % num_kv_heads:
-        raise fields.error(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
-    return num_kv_heads
+def require_share(utilization: float) -> None:
+    """Raises ConfigError unless `utilization` is above 0 and at most 1."""
+    if not 0.0 < utilization <= 1.0:
+        raise ConfigError(f"--gpu-memory-utilization must be above 0 and at most 1, not {utilization}")
 
 
-def _require_silu(fields: Fields) -> None:
-    activation = fields.text("hidden_act", default="silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error(f"hidden_act {activation!r} is not supported, only silu")
-
-
-def _dtype(fields: Fields) -> str:
-    """Returns the checkpoint's dtype. float16, which has no KV layout, is replaced by bfloat16."""
-    name = fields.text("dtype", default=fields.text("torch_dtype", default="float32"))
-    known = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
-    if name not in known:
-        raise fields.error(f"dtype {name!r} is not supported, only {', '.join(known)}")
-    return known[name]
-
-
-def _eos_token_ids(path: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids of both files, generation_config.json first: chat models often name their end-of-turn token only
-    there. Ids outside the vocabulary are dropped: they cannot be sampled, and some files use -1 for "none"."""
-    ids: list[int] = []
-    generation = path / "generation_config.json"
-    if generation.exists():
-        ids += Fields(_read_json(generation), source=str(generation)).token_ids("eos_token_id")
-    ids += fields.token_ids("eos_token_id")
-    return tuple(each for each in dict.fromkeys(ids) if 0 <= each < vocab_size)
-
-
-# -- the model folder
-
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
-_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
-
-
-def resolve_model(name_or_path: str) -> Path:
-    """Returns the folder of a model: `name_or_path` itself if it is a folder, otherwise the hub repository
-    `organisation/name`, downloaded or taken from the hub's cache. Raises ConfigError."""
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ConfigError(f"model {name_or_path} is a file; give the folder that holds config.json")
-    if not _REPOSITORY.fullmatch(name_or_path):
-        raise ConfigError(f"model {name_or_path} is neither a folder nor a hub name like organisation/name")
-    return _download(name_or_path)
-
-
-def _download(name: str) -> Path:
-    # Imported here: the import is slow and a local folder does not need it.
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
-    except Exception as error:
-        # The hub's client raises its own errors, its HTTP library's and OSError. The operator treats all alike.
-        raise ConfigError(
-            f"model {name} is no local folder and cannot be downloaded from the hub: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        ) from error
+def cache_folder_of(config: ReplicaConfig) -> Path:
+    """Returns the folder for compiled kernels and measured speeds."""
+    return Path(config.cache_dir) if config.cache_dir else cache_folder(os.environ, Path.home())

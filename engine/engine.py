@@ -2,60 +2,65 @@
 
 Owns the weights, the KV memory and the order in which slices are laid out. The caller decides which sequences run,
 which blocks they use and when they stop; the engine keeps no state about a sequence that it can do without.
+`EngineThread` runs an engine for an event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from engine.attention import Attention, Geometry, make_attention
-from engine.batch import HiddenStates, Sampled, Slice
-from engine.config import ModelConfig
-from engine.cuda.graphs import with_graphs
-from engine.cuda.requirements import find_device
-from engine.cuda.staging import HostStaging
-from engine.device import CPU, STAGED
-from engine.drawn import BegunStep, draw, with_history
-from engine.grammar_masks import GrammarMasks
-from engine.kernels import crew_of, make_kernels
-from engine.kv_pool import TORCH_DTYPES, KvPool
-from engine.model import ForwardPass, Model
-from engine.parts import Stage, split
-from engine.sampler import score_prompts
-from engine.step import Step
-from engine.step_builder import StepBuilder
-from engine.tensor_parallel.team import Leading, Team
-from engine.weights import Progress, load_weights
-from protocol.errors import ConfigError
-from protocol.ids import BlockId
-from protocol.layout import KvLayout
-from protocol.layout import fingerprint as make_fingerprint
+from moonserve.engine.cuda.device import CPU, STAGED, find_device
+from moonserve.engine.cuda.graphs import with_graphs
+from moonserve.engine.cuda.staging import InPlace, Staging, StagingThread, run_uninterrupted
+from moonserve.engine.cuda.staging_ring import StagingRing
+from moonserve.engine.kernels import Attention, Geometry, Step
+from moonserve.engine.kernels.selector import make_attention, make_kernels, thread_pool_of
+from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
+from moonserve.engine.model.batch import HiddenStates, Sampled, Slice
+from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.forward_pass import ForwardPass, Model
+from moonserve.engine.model.grammar_masks import GrammarMasks
+from moonserve.engine.model.partition import Stage, split_into_stages
+from moonserve.engine.model.pending_step import PendingStep, sample_step, with_history
+from moonserve.engine.model.sampler import score_prompts
+from moonserve.engine.model.step_builder import StepBuilder
+from moonserve.engine.model.weights import Progress, load_weights
+from moonserve.engine.tensor_parallel import RankGroup, StepLeader
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.kv_blocks import KvLayout
+from moonserve.protocol.kv_blocks import fingerprint as make_fingerprint
+from moonserve.protocol.request import BlockId, SamplingParams
 
 OnLayer = Callable[[int], None]
+T = TypeVar("T")
 
 
 class Engine:
-    """Runs forward passes and samples tokens. Not thread-safe: one caller at a time (`engine.runtime.EngineThread`)."""
+    """Runs forward passes and samples tokens. Not thread-safe: one caller at a time (`engine.engine.EngineThread`)."""
 
     def __init__(
         self,
         config: ModelConfig,
         model: ForwardPass,
         attention: Attention,
-        pool: KvPool,
+        pool: KvTensors,
         fingerprint: str,
         stage: Stage | None = None,
-        team: Team | None = None,
-        outside: memoryview | None = None,
+        rank_group: RankGroup | None = None,
+        host_memory: memoryview | None = None,
         grammars: GrammarMasks | None = None,
     ) -> None:
-        """`outside`: host memory to which `engine.staging` copies the pool's KV; None if the pool itself is shared."""
+        """`host_memory`: host memory to which `engine.cuda.staging` copies the pool's KV; None if the pool itself is
+        shared."""
         self.config = config
         self.kernels_name = model.kernels_name
         self.attention_name = attention.name
@@ -65,24 +70,24 @@ class Engine:
         self.device = pool.device
         self.dtype = pool.dtype  # compute dtype
         self.fingerprint = fingerprint
-        self.stage = stage or split(config.num_layers, 1)[0]
+        self.stage = stage or split_into_stages(config.num_layers, 1)[0]
         self._model = model
         self._attention = attention
         self._pool = pool
-        self.team = team
+        self.rank_group = rank_group
         self.grammars = grammars
-        self._leading: Leading | None = None
+        self._leading: StepLeader | None = None
         self._builder = StepBuilder(
             self.layout,
             self.stage,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             dtype=self.dtype,
-            knows_grammars=grammars is not None,
+            supports_grammars=grammars is not None,
         )
         self._feeds_on_device = model.kernels_name == "triton"
-        self._outside = outside
-        self._staging = self.make_staging() if outside is not None else None
+        self._host_memory = host_memory
+        self._staging = self.make_staging() if host_memory is not None else None
 
     @classmethod
     def load(
@@ -94,7 +99,7 @@ class Engine:
         num_blocks: int,
         memory: memoryview | None = None,
         stage: Stage | None = None,
-        team: Team | None = None,
+        rank_group: RankGroup | None = None,
         dtype: str | None = None,
         device: str = "cpu",
         num_threads: int = 1,
@@ -109,20 +114,20 @@ class Engine:
         `num_threads` is set for the whole process.
 
         `kernels` and `attention`: auto, native, torch or triton. Native code is compiled once into `cache_folder`
-        (`protocol.machine.cache_folder`); without a folder, auto means torch. `device`: cpu, cuda (auto means triton)
-        or cpu-staged (`engine.device`). On cuda and cpu-staged the KV pool is in the engine's own memory, and
-        `make_staging` copies between it and `memory`.
+        (`protocol.process.machine.cache_folder`); without a folder, auto means torch. `device`: cpu, cuda (auto means
+        triton) or cpu-staged (`engine.cuda.device`). On cuda and cpu-staged the KV pool is in the engine's own memory,
+        and `make_staging` copies between it and `memory`.
 
         `stage`: only its layers are loaded and have KV in `memory`. `config` and `layout` describe the whole model, and
-        so does the fingerprint, which is equal at all stages. `team`: only this rank's share of the weights is loaded,
-        and only its heads are written to `memory`, which all ranks map."""
+        so does the fingerprint, which is equal at all stages. `rank_group`: only this rank's share of the weights is
+        loaded, and only its heads are written to `memory`, which all ranks map."""
         set_threads(num_threads)
         place = find_device(CPU if device == STAGED else device)
         is_staged = device == STAGED or (place.type == "cuda" and memory is not None)
-        own = stage or split(config.num_layers, 1)[0]
+        own = stage or split_into_stages(config.num_layers, 1)[0]
         triton = place.type == "cuda" or "triton" in (kernels, attention)
-        _require_possible(layout, own, team, apart=device != CPU, triton=triton)
-        shard = None if team is None else team.shard
+        _require_possible(layout, own, rank_group, own_memory=device != CPU, triton=triton)
+        shard = None if rank_group is None else rank_group.shard
         dtype = dtype or layout.dtype
         weights = load_weights(
             model_path,
@@ -135,10 +140,10 @@ class Engine:
             shard=shard,
         )
         config = config.of_layers(own.layers)
-        part, heads = (config, None) if shard is None else (shard.of(config), shard.kv_heads)
+        part, heads = (config, None) if shard is None else (shard.shard_config(config), shard.kv_heads)
         own_layout = layout.of_layers(config.num_layers)
         inside = None if is_staged else memory
-        pool = KvPool(own_layout, num_blocks, inside, place, heads, dtype)
+        pool = KvTensors(own_layout, num_blocks, inside, place, heads, dtype)
         layers = make_kernels(
             kernels,
             part,
@@ -146,30 +151,30 @@ class Engine:
             pool,
             num_threads=num_threads,
             cache_folder=cache_folder,
-            compiling=partial(_tell_compiling, progress),
-            sums=None if team is None else team.ranks,
+            compiling=partial(_report_compiling, progress),
+            collectives=None if rank_group is None else rank_group.collectives,
         )
         geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim)
-        backend = make_attention(attention, geometry, pool, cache_folder, crew_of(layers))
-        plain = Model(part, layers, backend, gives_logits=own.is_last, share=team)
+        backend = make_attention(attention, geometry, pool, cache_folder, thread_pool_of(layers))
+        plain = Model(part, layers, backend, gives_logits=own.is_last, logits_gather=rank_group)
         model = with_graphs(plain, config, pool)
         identity = make_fingerprint(weights.digest, layout, dtype)
-        outside = memory if is_staged else None
+        host_memory = memory if is_staged else None
         grammars = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-        return cls(config, model, backend, pool, identity, own, team, outside, grammars)
+        return cls(config, model, backend, pool, identity, own, rank_group, host_memory, grammars)
 
     @property
     def is_staged(self) -> bool:
         """True if the engine computes from its own KV memory instead of the memory that it was given."""
-        return self._outside is not None
+        return self._host_memory is not None
 
-    def make_staging(self) -> HostStaging:
+    def make_staging(self) -> StagingRing:
         """Creates a copier between the pool and the memory given to `load`, for use by one caller."""
-        assert self._outside is not None, "the pool is in that memory"
-        return HostStaging(self._pool, self._outside)
+        assert self._host_memory is not None, "the pool is in that memory"
+        return StagingRing(self._pool, self._host_memory)
 
-    def lead(self, leading: Leading) -> None:
-        """Makes this engine rank 0: each later step is sent to the other ranks of the team."""
+    def set_step_leader(self, leading: StepLeader) -> None:
+        """Makes this engine rank 0: each later step is sent to the other ranks of the rank_group."""
         self._leading = leading
 
     def execute(
@@ -185,8 +190,8 @@ class Engine:
 
         `on_layer(l)` is called when this step's K and V of layer l are in the memory given to `load`: right after they
         are computed, or slightly later if they have to be copied out of the pool. `before_attention(l)` is called after
-        they are computed and before the layer's attention reads any KV; not so in a team, which calls both at the end
-        of the layer.
+        they are computed and before the layer's attention reads any KV; not so with other ranks, where both are called
+        at the end of the layer.
 
         A pipeline stage receives hidden states from the previous stage and leaves them for the next one in `hidden`;
         only the last stage samples. Rows are in the attention backend's order, which must be equal at all stages."""
@@ -199,24 +204,24 @@ class Engine:
         *,
         before_attention: OnLayer | None = None,
         hidden: HiddenStates | None = None,
-    ) -> BegunStep:
-        """Starts a step with the arguments of `execute`; `BegunStep.end` returns its result. On a GPU, greedy tokens
-        are not waited for, any other sampling waits for the logits; on a CPU the step is complete on return. Slices
-        with `follows` take their token from the step begun before, on the device if it is still there."""
+    ) -> PendingStep:
+        """Starts a step with the arguments of `execute`; `PendingStep.end` returns its result. On a GPU, greedy tokens
+        are not waited for, any other sampling waits for the logits; on a CPU the step is complete on return. A slice
+        with `token_from_previous_step` takes its token from the step begun before, on the device if it is there."""
         if not slices:
-            return BegunStep(0)
+            return PendingStep(0)
         for piece in slices:
             self._builder.check(piece)
         order = self._attention.order([(piece.start, piece.end) for piece in slices])
         ordered = [slices[index] for index in order]
         places = [at for at in order if slices[at].samples] if self.stage.is_last else []
         sampling = [slices[at] for at in places]
-        if any(piece.follows for piece in sampling) and self._builder.before is not None:
-            sampling = with_history(sampling, self._builder.before)
+        if any(piece.token_from_previous_step for piece in sampling) and self._builder.previous_step is not None:
+            sampling = with_history(sampling, self._builder.previous_step)
         masks = None if self.grammars is None else self.grammars.begin(sampling)
         with torch.inference_mode():
             step = self._builder.build(ordered, hidden)
-            dirty = self._builder.find_dirty(ordered) if self._attention.reads_whole_blocks else None
+            dirty = self._builder.find_dirty_slots(ordered) if self._attention.reads_whole_blocks else None
             with self._hooks(ordered, on_layer, before_attention) as hook:
                 if self._leading is None:
                     output = self.run(step, dirty, hook)
@@ -226,14 +231,14 @@ class Engine:
                 allowed = None if masks is None else masks.result()
                 output = score_prompts(output, ordered)
                 stays = self._feeds_on_device
-                begun = draw(len(slices), places, sampling, output, allowed, may_stay=stays)
+                begun = sample_step(len(slices), places, sampling, output, allowed, may_stay=stays)
             else:
-                begun = BegunStep(len(slices))
+                begun = PendingStep(len(slices))
                 if hidden is not None and hidden.passed_on is not None:
                     self._builder.rows_of(hidden.passed_on, len(output)).copy_(output)
                     if hidden.on_passed is not None:
                         hidden.on_passed()
-        self._builder.before = begun
+        self._builder.previous_step = begun
         return begun
 
     @contextmanager
@@ -249,12 +254,12 @@ class Engine:
         def computed(layer: int) -> None:
             # The layer is in the pool, or will be once the GPU has done the submitted work.
             staging.store(layer, blocks, partial(on_layer, layer))
-            staging.settle(wait=False)
+            staging.flush(wait=False)
 
         try:
             yield _both(computed, before_attention)
         finally:
-            staging.settle(wait=True)
+            staging.flush(wait=True)
 
     def _touched(self, slices: Sequence[Slice]) -> list[BlockId]:
         """Returns the blocks that a step writes to, without duplicates."""
@@ -276,6 +281,11 @@ class Engine:
             return self._model.forward(step, on_layer)
 
 
+def staging_of(engine: Engine) -> Staging:
+    """Returns the `Staging` that the engine's pool needs."""
+    return StagingThread(engine.make_staging()) if engine.is_staged else InPlace()
+
+
 def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
     if first is None or second is None:
         return first or second
@@ -287,17 +297,19 @@ def _both(first: OnLayer | None, second: OnLayer | None) -> OnLayer | None:
     return call
 
 
-def _require_possible(layout: KvLayout, stage: Stage, team: Team | None, *, apart: bool, triton: bool) -> None:
-    """Raises ConfigError for unsupported combinations. `apart`: the KV is in a device's own memory."""
-    if stage.size > 1 and apart:
-        raise ConfigError("a pipeline's stages compute on CPUs: --device cpu")
-    if team is not None and (stage.size > 1 or apart):
-        raise ConfigError("ranks share whole models, on CPUs: --device cpu")
+def _require_possible(
+    layout: KvLayout, stage: Stage, ranks: RankGroup | None, *, own_memory: bool, triton: bool
+) -> None:
+    """Raises ConfigError for unsupported combinations. `own_memory`: the KV is in a device's own memory."""
+    if stage.size > 1 and own_memory:
+        raise ConfigError("pipeline stages run on CPUs only; start with --device cpu")
+    if ranks is not None and (stage.size > 1 or own_memory):
+        raise ConfigError("tensor-parallel ranks run on CPUs only and without pipeline stages; start with --device cpu")
     if layout.is_quantised and triton:
-        raise ConfigError(f"KV in {layout.dtype} is for CPUs: the Triton kernels do not read it")
+        raise ConfigError(f"KV in {layout.dtype} is for CPUs only: the Triton kernels do not read it")
 
 
-def _tell_compiling(progress: Progress | None) -> None:
+def _report_compiling(progress: Progress | None) -> None:
     if progress is not None:
         progress("compiling kernels", 0.0)
 
@@ -309,3 +321,54 @@ def set_threads(num_threads: int) -> None:
         # torch refuses this once work has begun in the process; idle threads do no harm.
         with suppress(RuntimeError):
             torch.set_num_interop_threads(1)
+
+
+class EngineThread:
+    """Asynchronous interface to an `Engine`, so that the event loop stays responsive while a step computes: torch
+    releases the interpreter lock inside its operations. One thread runs the steps in the order of the calls and is the
+    engine's only caller."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    async def execute(
+        self,
+        slices: Sequence[Slice],
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        before_attention: Callable[[int], None] | None = None,
+        hidden: HiddenStates | None = None,
+    ) -> list[Sampled | None]:
+        """Runs `Engine.execute` in the engine's thread; its callbacks run there too. A step cannot be interrupted: if
+        the caller is cancelled, the call waits for the end of the step before it re-raises, so that blocks are never
+        released while the step writes to them."""
+        step = partial(self.engine.execute, slices, on_layer, before_attention=before_attention, hidden=hidden)
+        return await run_uninterrupted(self._executor, step)
+
+    async def begin(self, slices: Sequence[Slice]) -> PendingStep:
+        """Runs `Engine.begin` in the engine's thread. Steps must be passed to `end` in the order of these calls."""
+        return await run_uninterrupted(self._executor, partial(self.engine.begin, slices))
+
+    async def end(self, step: PendingStep) -> list[Sampled | None]:
+        """Runs `PendingStep.end` in the engine's thread. Cancellation is handled like in `execute`."""
+        return await run_uninterrupted(self._executor, step.end)
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Compiles a request's grammar, if it has one, in another thread, so that no step waits for it. Raises
+        InvalidRequest for a grammar that the engine does not support."""
+        if sampling.grammar and self.engine.grammars is not None:
+            await asyncio.to_thread(self.engine.grammars.prepare, sampling.grammar)
+
+    def execute_inline(self, slices: Sequence[Slice]) -> list[Sampled | None]:
+        """Runs `Engine.execute` in the caller's thread, for steps that are shorter than waking another thread. Only for
+        a caller that never has two steps in flight."""
+        return self.engine.execute(slices, None)
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Runs `function` between steps, for work that needs exclusive use of the engine, such as a measurement."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    def close(self) -> None:
+        """Waits for the running step and ends the thread."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

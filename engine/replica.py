@@ -13,26 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from engine.block_pool import Blanks
-from engine.config import ModelConfig, load_model_config, resolve_model
-from engine.device import CPU, CUDA, resolve_device
-from engine.elastic.elasticity import Elasticity
-from engine.elastic.elasticity import Memory as ElasticMemory
-from engine.pool_plan import PoolPlan, Room, plan_pool
-from engine.replica_config import ReplicaConfig, cache_folder_of
-from engine.staging import InPlace, Staging, staging_of
-from engine.zeroing import BlockMemory
-from protocol.errors import ConfigError
-from protocol.pb import common_pb2, conductor_pb2
-from protocol.process import Lifecycle
-from protocol.request import Endpoint
-from protocol.wire import endpoint_to_wire, to_message
+from moonserve.engine.config import ReplicaConfig, cache_folder_of
+from moonserve.engine.cuda.device import CPU, CUDA, resolve_device
+from moonserve.engine.cuda.staging import InPlace, Staging
+from moonserve.engine.kv_cache.block_pool import FreeList
+from moonserve.engine.kv_cache.elastic_service import ElasticMemory, PageableMemory
+from moonserve.engine.kv_cache.pool_size import KvBudget, PoolPlan, gpu_kv_budget, plan_pool
+from moonserve.engine.model.config import ModelConfig, load_model_config
+from moonserve.engine.model.model_folder import resolve_model
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.pb import common_pb2, conductor_pb2
+from moonserve.protocol.process.lifecycle import Lifecycle
+from moonserve.protocol.request import Endpoint
+from moonserve.protocol.rpc.wire import endpoint_to_wire, to_message
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.runtime import EngineThread
-    from engine.tensor_parallel.processes import RankProcesses
-    from engine.tensor_parallel.team import Team
+    from moonserve.engine.engine import Engine, EngineThread
+    from moonserve.engine.kv_cache.tensors import BlockZeroer
+    from moonserve.engine.tensor_parallel import RankGroup
+    from moonserve.engine.tensor_parallel.rank_processes import RankProcesses
 
 Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
 
@@ -46,19 +45,21 @@ class Replica:
     thread: EngineThread
     profiles: Profiles
     device: str = CPU  # cpu, cuda or cpu-staged
-    elasticity: Elasticity | None = None  # None: fixed memory
+    elastic_memory: ElasticMemory | None = None  # None: fixed memory
     staging: Staging = field(default_factory=InPlace)  # between the replica's memory and the engine's
 
     @property
-    def blanks(self) -> Blanks | None:
+    def free_list(self) -> FreeList | None:
         """Free list for the block pool over the replica's memory; None if the memory is fixed."""
-        return None if self.elasticity is None else self.elasticity.blanks
+        return None if self.elastic_memory is None else self.elastic_memory.free_list
 
-    def zeroing(self, memory: memoryview) -> BlockMemory | None:
+    def make_block_zeroer(self, memory: memoryview) -> BlockZeroer | None:
         """Returns the zeroing function for the pool over `memory`, or None without `--zero-kv-blocks`."""
         if not self.config.zero_kv_blocks:
             return None
-        return BlockMemory(memory, self.plan.own_layout, self.plan.num_blocks)
+        from moonserve.engine.kv_cache.tensors import BlockZeroer  # imports torch
+
+        return BlockZeroer(memory, self.plan.own_layout, self.plan.num_blocks)
 
     @property
     def fingerprint(self) -> str:
@@ -85,14 +86,14 @@ class Replica:
         )
 
 
-class FileMemory(ElasticMemory, Protocol):
+class FileMemory(PageableMemory, Protocol):
     """Elastic memory with a descriptor that other ranks can map."""
 
     @property
     def fd(self) -> int: ...
 
 
-class Memory(Protocol):
+class KvSegment(Protocol):
     """Memory of a replica's KV: a segment of the transfer engine."""
 
     @property
@@ -101,11 +102,11 @@ class Memory(Protocol):
     def memory(self) -> FileMemory | None: ...
 
 
-M = TypeVar("M", bound=Memory)
+M = TypeVar("M", bound=KvSegment)
 
 
 @contextlib.asynccontextmanager
-async def loaded_replica(
+async def running_replica(
     config: ReplicaConfig,
     allocate: Callable[..., M],
     lifecycle: Lifecycle,
@@ -124,8 +125,8 @@ async def loaded_replica(
                 yield replica, memory
             finally:
                 replica.staging.close()
-                if replica.elasticity is not None:
-                    replica.elasticity.close()
+                if replica.elastic_memory is not None:
+                    replica.elastic_memory.close()
 
 
 @contextlib.asynccontextmanager
@@ -133,7 +134,7 @@ async def _other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> AsyncIter
     if config.tensor_parallel_size == 1:
         yield None
         return
-    from engine.tensor_parallel.processes import other_ranks  # imports torch
+    from moonserve.engine.tensor_parallel.rank_processes import other_ranks  # imports torch
 
     async with other_ranks(config, lifecycle) as others:
         yield others
@@ -155,31 +156,35 @@ async def load_replica(
     path = await asyncio.to_thread(resolve_model, config.model)
     model = load_model_config(path)
     device = await asyncio.to_thread(_device, config)
-    room = await asyncio.to_thread(_room, config, model, device)
-    plan = plan_pool(config, model, rank=rank, num_stages=num_stages, room=room)
+    budget = await asyncio.to_thread(_kv_budget, config, model, device)
+    plan = plan_pool(config, model, rank=rank, num_stages=num_stages, budget=budget)
     lifecycle.progress("allocating memory")
     memory = await asyncio.to_thread(_allocate, allocate, plan, is_shared=others is not None)
-    team = None
+    rank_group = None
     if others is not None:
         assert memory.memory is not None
-        team = await others.start(model, num_blocks=plan.num_blocks, pool_fd=memory.memory.fd)
-    thread = await asyncio.to_thread(_load, path, model, config, plan, device, memory.buffer, lifecycle.progress, team)
+        rank_group = await others.start(model, num_blocks=plan.num_blocks, pool_fd=memory.memory.fd)
+    thread = await asyncio.to_thread(
+        _load, path, model, config, plan, device, memory.buffer, lifecycle.progress, rank_group
+    )
     if others is not None:
         await others.join(thread.engine)
+    from moonserve.engine.engine import staging_of  # imports torch, like `_load`
+
     profiles = conductor_pb2.PrefillProfile(), conductor_pb2.DecodeProfile()
     if plan.stage.is_first:
         lifecycle.progress("measuring")
         profiles = await thread.run(lambda: _measure(thread.engine, config))
-    elasticity: Elasticity | None = None
+    elastic_memory: ElasticMemory | None = None
     if plan.paging is not None and memory.memory is not None:
-        elasticity = config.elasticity(config.instance_id, plan.paging, memory.memory)
+        elastic_memory = config.make_elastic_memory(config.instance_id, plan.paging, memory.memory)
     replica = Replica(
         config=config,
         plan=plan,
         thread=thread,
         profiles=profiles,
         device=device,
-        elasticity=elasticity,
+        elastic_memory=elastic_memory,
         staging=await asyncio.to_thread(staging_of, thread.engine),
     )
     return replica, memory
@@ -192,12 +197,10 @@ def _device(config: ReplicaConfig) -> str:
     return device
 
 
-def _room(config: ReplicaConfig, model: ModelConfig, device: str) -> Room:
+def _kv_budget(config: ReplicaConfig, model: ModelConfig, device: str) -> KvBudget:
     if device != CUDA or config.kv_cache_memory is not None:
-        return Room.wished(config)
-    from engine.cuda.room import room_on_gpu  # imports torch
-
-    return room_on_gpu(config, model)
+        return KvBudget.from_config(config)
+    return gpu_kv_budget(config, model)
 
 
 def _allocate(allocate: Callable[..., M], plan: PoolPlan, *, is_shared: bool) -> M:
@@ -222,11 +225,10 @@ def _load(
     device: str,
     memory: memoryview,
     progress: Callable[[str, float], None],
-    team: Team | None,
+    rank_group: RankGroup | None,
 ) -> EngineThread:
     # Imported here and below so that a wrong option is reported before torch is imported.
-    from engine.engine import Engine
-    from engine.runtime import EngineThread
+    from moonserve.engine.engine import Engine, EngineThread
 
     engine = Engine.load(
         path,
@@ -235,7 +237,7 @@ def _load(
         num_blocks=plan.num_blocks,
         memory=memory,
         stage=plan.stage,
-        team=team,
+        rank_group=rank_group,
         dtype=plan.dtype,
         device=device,
         num_threads=config.threads_per_rank,
@@ -250,7 +252,7 @@ def _load(
 
 def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:
     """Measures the engine's speed for the conductor's predictions. Overwrites the pool."""
-    from engine.profile import measure_cached
+    from moonserve.engine.speed_profile import measure_cached
 
     folder = cache_folder_of(config) / "profiles"
     return measure_cached(engine, folder, chunk_tokens=config.max_num_batched_tokens)

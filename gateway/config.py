@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.access.key_record import ApiKey, KeyLimits, digest_of
-from gateway.generation.state import PATIENCE_S
-from gateway.openai.tools.formats import FORMATS
-from protocol.config import option
-from protocol.errors import ConfigError
-from protocol.process import ProcessConfig
-from protocol.registry.redis_address import SCHEMES
-from protocol.tracing import TracingConfig
+from moonserve.gateway.access.api_key import ApiKey, KeyLimits, digest_of
+from moonserve.gateway.generation.request_state import PATIENCE_S
+from moonserve.gateway.generation.tool_call_parsers import FORMATS
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.membership.redis_url import REDIS_SCHEMES
+from moonserve.protocol.process.config import option
+from moonserve.protocol.process.lifecycle import ProcessConfig
+from moonserve.protocol.process.tracing import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,61 +22,59 @@ class ClientConfig:
 
     api_key: tuple[str, ...] = option(
         (),
-        help="keys that clients may present; without any keys the gateway is open to all",
+        help="API keys of clients; without any keys the gateway accepts all clients",
         masked=True,
     )
     tenant_keys: tuple[str, ...] = option(
         (),
-        help="keys of tenants, as alice=KEY,bob=KEY, beside --api-key; without them a tenant is who `user` names",
+        help="API keys of tenants, as alice=KEY,bob=KEY, besides --api-key; without them, `user` names the tenant",
         masked=True,
     )
     api_key_file: str | None = option(
-        None, help="file of keys that `moonserve keys` writes; changes count within a second"
+        None, help="file of API keys that `moonserve keys` writes; changes apply within a second"
     )
     api_keys_in_registry: bool = option(
-        False, help="keys are in the Redis of --registry, too; `moonserve keys` writes them"
+        False, help="also read API keys from the Redis of --registry; `moonserve keys` writes them"
     )
     registry: str | None = option(
         None,
-        help="where several conductors agree which of them leads, and gateways share limits and keys: redis://…, "
+        help="registry in which several conductors elect a leader, and gateways share limits and keys: redis://… or "
         "redis+sentinel://…; for conductors alone also the host:port of a directory",
         masked=True,
     )
     requests_per_minute: int | None = option(
         None,
-        help="of each key that has no limit of its own; of all clients where there are no keys",
+        help="requests per minute of each key without its own limit; of all clients together if there are no keys",
     )
-    tokens_per_minute: int | None = option(None, help="likewise, of prompts and answers together")
-    max_streams: int | None = option(None, help="likewise, requests under way at once")
-    max_prompt_tokens: int | None = option(
-        None, help="longest prompt that is accepted; what the model's context holds when not given"
-    )
+    tokens_per_minute: int | None = option(None, help="likewise, tokens per minute of prompts and outputs together")
+    max_streams: int | None = option(None, help="likewise, concurrent requests")
+    max_prompt_tokens: int | None = option(None, help="longest accepted prompt, tokens; default: the model's context")
     tool_call_parser: str = option(
         "auto",
-        help="how the model writes tool calls; auto = as its chat template shows",
+        help="syntax of the model's tool calls; auto = detected from its chat template",
         choices=("auto", "none", *FORMATS),
     )
     enable_auto_tool_choice: bool = option(True, help="let the model choose whether to call tools (tool_choice auto)")
-    max_body_bytes: int = option(8 * 2**20, help="longest request body that is accepted", unit="bytes")
+    max_body_bytes: int = option(8 * 2**20, help="longest accepted request body", unit="bytes")
     response_store_bytes: int = option(
         64 * 2**20,
-        help="memory of a gateway for responses of /v1/responses that later ones continue; 0 = none is kept",
+        help="memory of a gateway for stored responses of /v1/responses; 0 = stores none",
         unit="bytes",
     )
     max_connections: int | None = option(
         None,
-        help="connections of a gateway at once, beyond which clients are answered 503; what the operating system's "
-        "limit of open files leaves when not given",
+        help="maximum connections of a gateway; further clients get 503; default: derived from the operating system's "
+        "limit of open files",
     )
-    max_header_bytes: int = option(32 * 2**10, help="longest head of a request that is accepted", unit="bytes")
-    header_timeout_s: float = option(10.0, help="seconds within which the head of a request must have arrived")
-    body_timeout_s: float = option(30.0, help="seconds within which a request's body must have arrived")
-    request_timeout_s: float = option(600.0, help="seconds after which a request is ended")
+    max_header_bytes: int = option(32 * 2**10, help="longest accepted request head", unit="bytes")
+    header_timeout_s: float = option(10.0, help="seconds within which the head of a request must arrive")
+    body_timeout_s: float = option(30.0, help="seconds within which the body of a request must arrive")
+    request_timeout_s: float = option(600.0, help="time limit of a request, seconds")
     worker_patience_s: float = option(
         PATIENCE_S,
-        help="seconds that a request waits for a worker, where there was one until a moment ago: they are restarted",
+        help="seconds that a request waits for the restart of a worker that was there until a moment ago",
     )
-    slow_client_s: float = option(30.0, help="seconds without reading after which a client is given up")
+    slow_client_s: float = option(30.0, help="seconds without reading after which a client is disconnected")
 
     def check_clients(self) -> None:
         """Raises ConfigError, which never quotes a key."""
@@ -95,8 +93,8 @@ class ClientConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive")
         if self.api_keys_in_registry and self.redis_url is None:
             raise ConfigError(
-                "--api-keys-in-registry needs --registry redis://…; a directory's registry forgets when it restarts, "
-                "so it keeps no keys: have them in --api-key-file"
+                "--api-keys-in-registry needs --registry redis://…; a directory loses its data when it restarts; "
+                "use --api-key-file instead"
             )
 
     def fixed_keys(self) -> list[ApiKey]:
@@ -118,7 +116,7 @@ class ClientConfig:
     def redis_url(self) -> str | None:
         """URL of the registry if it is a Redis, else None."""
         scheme, separator, _ = (self.registry or "").partition("://")
-        return self.registry if separator and scheme in SCHEMES else None
+        return self.registry if separator and scheme in REDIS_SCHEMES else None
 
 
 def parse_tenant_keys(entries: Sequence[str]) -> dict[str, str]:
@@ -127,7 +125,9 @@ def parse_tenant_keys(entries: Sequence[str]) -> dict[str, str]:
     for number, entry in enumerate(entries, 1):
         tenant, _, key = entry.partition("=")
         if not tenant or not key or tenant in keys or key in keys.values():
-            raise ConfigError(f"--tenant-keys: entry {number} must be tenant=key, each tenant and key once")
+            raise ConfigError(
+                f"--tenant-keys: entry {number} must be tenant=key, with each tenant and each key only once"
+            )
         keys[tenant] = key
     return keys
 
@@ -138,20 +138,18 @@ class GatewayConfig(ProcessConfig, ClientConfig, TracingConfig):
 
     instance_id: str = option("gateway-0", help="name of this gateway in the cluster")
     port: int = option(8000, help="port of the OpenAI-compatible server; 0 lets the system choose")
-    model: str = option(help="folder of the model; only its tokenizer and its configuration are read")
-    served_model_name: tuple[str, ...] = option(
-        (), help="names under which clients ask for the model; by default the folder's name"
-    )
+    model: str = option(help="folder of the model; the gateway reads only its tokenizer and configuration")
+    served_model_name: tuple[str, ...] = option((), help="names of the model for clients; default: the folder's name")
     reuse_port: bool = option(
         False,
         help="share the port with other gateways of this host and user; begin to listen when the cluster is ready",
     )
     listen_fd: int | None = option(
         None,
-        help="listen on this inherited socket, bound to --host and --port, which others have, too, so that connections "
-        "wait while one gateway gives way to the next; set by serve",
+        help="inherited listening socket, bound to --host and --port and shared with other processes, so that "
+        "connections wait while a gateway is replaced; set by serve",
     )
-    drain_s: float = option(3.0, help="seconds that requests under way get when the gateway stops")
+    drain_s: float = option(3.0, help="seconds that requests in flight get when the gateway stops")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,34 +23,33 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from gateway.access.key_file import KeyFile
-from gateway.access.key_holder import KeyHolder, KeyStore
-from gateway.access.limiter import Limiter
-from gateway.cluster.metrics import ClusterMetrics, phase_collector
-from gateway.config import ClientConfig, GatewayConfig
-from gateway.generation.service import Gateway
-from gateway.generation.timings import PHASES
-from gateway.http.app import build_app
-from gateway.http.operations import Operations
-from gateway.http.protocol import MOST_REFUSED, BoundedProtocol, Doors
-from gateway.openai.endpoints import Api
-from gateway.openai.models import ServedModel
-from gateway.openai.responses.handlers import Responses, ResponseStore
-from gateway.text.tokenizer import load_tokenizer
-from protocol.conductors import parse_addresses
-from protocol.errors import ConfigError
-from protocol.garbage import seldom_collected
-from protocol.metrics import RequestMetrics
-from protocol.process import Lifecycle
-from protocol.rpc import Channels, RpcServer
-from protocol.scraping import process_registry, serve_metrics
-from protocol.tracing import tracing
+from moonserve.gateway.access.key_file import KeyFile
+from moonserve.gateway.access.key_table import KeyStore, KeyTable
+from moonserve.gateway.access.rate_limit_service import RateLimiter
+from moonserve.gateway.cluster.metrics_page import ClusterMetrics, phase_collector
+from moonserve.gateway.cluster.request_metrics import RequestMetrics
+from moonserve.gateway.config import ClientConfig, GatewayConfig
+from moonserve.gateway.generation.request_timing import PHASES
+from moonserve.gateway.generation.service import Gateway
+from moonserve.gateway.http.connection import MAX_REFUSED, BoundedProtocol, ConnectionSet
+from moonserve.gateway.http.operator_endpoints import OperatorEndpoints
+from moonserve.gateway.http.routes import build_app
+from moonserve.gateway.openai.chat_completions import ChatCompletions
+from moonserve.gateway.openai.responses_api import ResponsesApi, ResponseStore
+from moonserve.gateway.served_model import ServedModel
+from moonserve.gateway.tokenizer import load_tokenizer
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.membership.conductor_client import parse_addresses
+from moonserve.protocol.process.lifecycle import Lifecycle, infrequent_gc
+from moonserve.protocol.process.metrics import add_metrics_service, process_registry
+from moonserve.protocol.process.tracing import tracing
+from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 
 log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 60
 _BACKLOG = 2_048
-_SPARE_FILES = 2 * MOST_REFUSED  # descriptors not used for clients that are served
+_SPARE_FILES = 2 * MAX_REFUSED  # descriptors not used for clients that are served
 # Time for which gateways that share a port wait for the cluster: workers load their weights first.
 _JOIN_S = 600.0
 
@@ -73,70 +72,68 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         lifecycle.progress("loading tokenizer")
         tokenizer = load_tokenizer(Path(config.model))
         tracer = closing.enter_context(tracing(config, config.instance_id, "gateway"))
-        rpc_address = await _served_metrics(config, registry, closing)
+        rpc_address = await _serve_metrics(config, registry, closing)
         metrics = RequestMetrics(registry, config.names[0], config.instance_id, PHASES)
         gateway = Gateway(config, channels, tokenizer, metrics, tracer, rpc_address)
         model = ServedModel(gateway, tokenizer, config)
-        api = Api(gateway, model, config)
+        api = ChatCompletions(gateway, model, config)
         registry.register(phase_collector(gateway.phases))
         conductors = parse_addresses(config.conductor)
-        of_cluster = ClusterMetrics(config.instance_id, registry, gateway.cluster, channels, conductors)
+        cluster_metrics = ClusterMetrics(config.instance_id, registry, gateway.cluster, channels, conductors)
         app = build_app(
             api,
             model,
-            Responses(api, model, ResponseStore(config.response_store_bytes)),
-            Operations(gateway, registry, config.names, of_cluster),
+            ResponsesApi(api, model, ResponseStore(config.response_store_bytes)),
+            OperatorEndpoints(gateway, registry, config.names, cluster_metrics),
             keys,
             limiter,
             config.limits_for_all,
         )
-        closing.enter_context(seldom_collected())
-        beside = [gateway.run, keys.run, limiter.run]
-        await _run(gateway, _server(app, config), listener, lifecycle, config, beside)
+        closing.enter_context(infrequent_gc())
+        background = [gateway.run, keys.run, limiter.run]
+        await _run(gateway, _server(app, config), listener, lifecycle, config, background)
 
 
-def open_keys(config: ClientConfig, registry: CollectorRegistry) -> KeyHolder:
+def open_keys(config: ClientConfig, registry: CollectorRegistry) -> KeyTable:
     """Returns the holder of keys, without reading any. Imports redis only if it is used."""
     stores: list[KeyStore] = []
     if config.api_key_file is not None:
         stores.append(KeyFile(Path(config.api_key_file)))
     if config.api_keys_in_registry and config.redis_url is not None:
-        from gateway.access.redis_stores import RedisKeys
+        from moonserve.gateway.access.redis_stores import RedisKeyStore
 
-        stores.append(RedisKeys(config.redis_url))
-    return KeyHolder(config.fixed_keys(), stores, registry)
+        stores.append(RedisKeyStore(config.redis_url))
+    return KeyTable(config.fixed_keys(), stores, registry)
 
 
-def open_limits(config: ClientConfig, registry: CollectorRegistry) -> Limiter:
+def open_limits(config: ClientConfig, registry: CollectorRegistry) -> RateLimiter:
     """Returns the limiter, shared with other gateways if there is a Redis."""
     if config.redis_url is None:
-        return Limiter(None, registry)
-    from gateway.access.redis_stores import SharedLimits
+        return RateLimiter(None, registry)
+    from moonserve.gateway.access.redis_stores import RedisRateLimits
 
-    return Limiter(SharedLimits(config.redis_url), registry)
+    return RateLimiter(RedisRateLimits(config.redis_url), registry)
 
 
-async def _served_metrics(
-    config: GatewayConfig, registry: CollectorRegistry, closing: contextlib.AsyncExitStack
-) -> str:
+async def _serve_metrics(config: GatewayConfig, registry: CollectorRegistry, closing: contextlib.AsyncExitStack) -> str:
     """Starts a metrics server and returns its address. Gateways that share the port read each other's metrics, so that
     any of them can show all. Returns "" if the port is not shared."""
     if not config.reuse_port:
         return ""
     server = RpcServer(config.cluster_token, config.tls())
-    serve_metrics(server.grpc, config.instance_id, registry)
+    add_metrics_service(server.grpc, config.instance_id, registry)
     closing.push_async_callback(server.stop, 0)
     return await server.start("127.0.0.1", 0)  # these gateways run on the same host
 
 
 def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
-    doors = Doors()
+    connections = ConnectionSet()
     # uvicorn's type demands a class, but uvicorn only calls it.
     protocol: Any = functools.partial(
-        BoundedProtocol, patience=config, max_connections=_max_connections(config), doors=doors
+        BoundedProtocol, client_config=config, max_connections=_max_connections(config), connection_set=connections
     )
     return _Server(
-        doors,
+        connections,
         uvicorn.Config(
             app,
             http=protocol,
@@ -170,12 +167,12 @@ async def _run(
     listener: socket.socket,
     lifecycle: Lifecycle,
     config: GatewayConfig,
-    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]],
 ) -> None:
-    """`beside`: functions that run in the background until everything else has ended."""
+    """`background`: functions that run in the background until everything else has ended."""
     async with asyncio.TaskGroup() as tasks:
         await gateway.cluster.refresh()
-        following = [tasks.create_task(each()) for each in beside]
+        following = [tasks.create_task(each()) for each in background]
         if config.reuse_port:  # until then other gateways have the connections, if there are any
             await gateway.cluster.wait_ready(_JOIN_S)
             listener.listen(_BACKLOG)
@@ -185,8 +182,8 @@ async def _run(
         await lifecycle.stopping.wait()
         gateway.drain(refuses=not config.shares_port)
         if config.shares_port:
-            await server.turn_away(listener)
-        await lifecycle.drained(server.idle(), config.drain_s)
+            await server.release_port(listener)
+        await lifecycle.wait_until_drained(server.idle(), config.drain_s)
         await gateway.close()
         server.should_exit = True
         await serving
@@ -197,26 +194,28 @@ async def _run(
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers; the process has its own."""
 
-    def __init__(self, doors: Doors, config: uvicorn.Config) -> None:
+    def __init__(self, connections: ConnectionSet, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._doors = doors
+        self._connections = connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def idle(self) -> None:
-        """Waits until every request has its reply and, after `turn_away`, until every connection has ended."""
-        if self._doors.are_closing:
-            await self._doors.until_empty()
+        """Waits until every request has its reply and, after `release_port`, until every connection has ended."""
+        if self._connections.is_closing:
+            await self._connections.wait_until_empty()
         while tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks)
 
-    async def turn_away(self, listener: socket.socket) -> None:
+    async def release_port(self, listener: socket.socket) -> None:
         """Leaves new connections to the other listeners on the port. Each existing connection ends with its next reply,
         or once silent, so that its client connects again."""
-        self._doors.close()
-        waiting = list(_waiting(listener))  # the kernel resets waiting connections when their listener closes
+        self._connections.close()
+        waiting = list(
+            _pending_connections(listener)
+        )  # the kernel resets waiting connections when their listener closes
         for server in self.servers:
             server.close()
         loop = asyncio.get_running_loop()
@@ -231,7 +230,7 @@ class _Server(uvicorn.Server):
         return made
 
 
-def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
+def _pending_connections(listener: socket.socket) -> Iterator[socket.socket]:
     """Yields connections that the kernel has established and that are not accepted yet."""
     with contextlib.suppress(OSError):  # mostly EAGAIN: there are no more
         while True:

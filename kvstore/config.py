@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.allocator import ALIGNMENT
-from kvstore.eviction import DEFAULT_POLICY, POLICY_NAMES
-from kvstore.stored import Watermarks
-from protocol.config import option, parse_bytes
-from protocol.errors import ConfigError
-from protocol.process import ProcessConfig
-from transfer.config import TransferConfig
+from moonserve.kvstore.state.allocator import ALIGNMENT
+from moonserve.kvstore.state.eviction import DEFAULT_POLICY, POLICY_NAMES
+from moonserve.kvstore.state.objects import Watermarks
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import option, parse_bytes
+from moonserve.protocol.process.lifecycle import ProcessConfig
+from moonserve.transfer.config import TransferConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,25 +19,26 @@ class StoreConfig(ProcessConfig, TransferConfig):
     """All options of a store node."""
 
     dram: int = option(512 * 2**20, help="bytes of memory for objects", unit="bytes")
-    eviction_policy: str = option(DEFAULT_POLICY, help="which objects go first", choices=POLICY_NAMES)
-    ssd: str | None = option(None, help="folder and bytes of a disk for cold objects, as /mnt/kv:64GiB")
+    eviction_policy: str = option(DEFAULT_POLICY, help="policy that chooses the objects to evict", choices=POLICY_NAMES)
+    ssd: str | None = option(None, help="folder and size of the SSD tier for cold objects, as in /mnt/kv:64GiB")
     ssd_key_file: str | None = option(
         None,
-        help="file with the key (32 bytes, or 64 hex digits) under which the disk is encrypted",
+        help="file with the key that encrypts the SSD tier: 32 bytes, or 64 hex digits",
     )
-    ssd_write_through: bool = option(False, help="write every object to disk soon, not only when it is cold")
+    ssd_write_through: bool = option(
+        False, help="write every object to disk soon after it is stored, not only when it is demoted"
+    )
     # Redis' `appendfsync everysec`: one flush a second costs nothing that can be measured.
     ssd_sync_interval_s: float = option(
         1.0,
-        help="flush what was written to the disk at least so often: a loss of power costs at most the writes of"
-        " so many seconds, never a removal, and the death of the process nothing;"
+        help="seconds between flushes of the disk; a loss of power costs at most the writes of this time, no removal;"
         " 0 = flush after every group of writes",
     )
     ssd_flush_s: float = option(
-        60.0, help="at an orderly stop, write what is only in memory for at most so many seconds"
+        60.0, help="seconds that an orderly stop may take to write objects to disk that are only in memory"
     )
     tenant_quota: tuple[str, ...] = option(
-        (), help="bytes that tenants may take here, as alice=2GiB,bob=512MiB; others share the rest"
+        (), help="bytes that each tenant may use on this node, as in alice=2GiB,bob=512MiB; others share the rest"
     )
     join: str | None = option(
         None,
@@ -46,18 +47,18 @@ class StoreConfig(ProcessConfig, TransferConfig):
     )
     transfer_checksums: bool = option(
         False,
-        help="checksum every slice on its way, besides the objects' own, which are always verified;"
-        " one end's wish is enough",
+        help="verify a checksum of every slice in transfers; the checksums of objects are always verified;"
+        " one end that sets it is enough",
     )
     # Mooncake's defaults: eviction starts at 90 % and frees 5 %.
-    evict_above: float = option(0.90, help="evict when more than this share of the memory is used")
-    evict_share: float = option(0.05, help="share of the memory that is then freed")
+    evict_above: float = option(0.90, help="evict objects when more than this share of the memory is used")
+    evict_share: float = option(0.05, help="share of the memory that eviction then frees")
     # Mooncake's defaults: an abandoned put is preempted after 30 s, a read lease lasts 10 s.
-    reservation_ttl_s: float = option(30.0, help="reclaim what a writer left unfinished, seconds")
-    lease_ttl_s: float = option(10.0, help="life of a read lease that names none, seconds")
+    reservation_ttl_s: float = option(30.0, help="seconds after which the space of an unfinished put is reclaimed")
+    lease_ttl_s: float = option(10.0, help="seconds that a read lease lasts unless its reader sets another time")
     removals_kept_s: float = option(
         86_400.0,
-        help="a node that was away for longer begins empty, since nobody remembers what was removed, seconds",
+        help="seconds for which nodes keep removals; a node that was away for longer starts empty",
     )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore.disk.base import DiskUsage, Health
-from kvstore.stored import Usage
+from moonserve.kvstore.disk.base import DiskUsage, Health
+from moonserve.kvstore.state.objects import Usage
 
 _COUNTERS = (
     ("evictions_attempted", "master_attempted_evictions", "Evictions tried."),

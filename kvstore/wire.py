@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvstore.disk.base import Pin
-from kvstore.native.base import NO_RECORD, Entry
-from kvstore.promises import Lease, Reservation
-from kvstore.state import StoreState
-from kvstore.stored import StoredObject, Wish
-from protocol.errors import InvalidRequest
-from protocol.keys import KEY_BYTES, NO_PARENT, BlockKey
-from protocol.pb import kvstore_pb2
+from moonserve.kvstore.disk.base import Pin
+from moonserve.kvstore.index_layout import NO_RECORD, Entry
+from moonserve.kvstore.state.objects import Lease, PutRequest, Reservation, StoredObject
+from moonserve.kvstore.state.state import StoreState
+from moonserve.protocol.errors import InvalidRequest
+from moonserve.protocol.kv_blocks import KEY_BYTES, NO_PARENT, BlockKey
+from moonserve.protocol.pb import kvstore_pb2
 
 _WireSlot = kvstore_pb2.StoreReserveReply.Slot
 _PINS = {
@@ -36,17 +35,17 @@ def packed_keys_from_wire(packed: bytes) -> bytes:
     return packed
 
 
-def wishes_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Wish]:
-    """Returns the wishes. Raises InvalidRequest for malformed keys or an unknown pin."""
+def put_requests_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[PutRequest]:
+    """Returns the puts. Raises InvalidRequest for malformed keys or an unknown pin."""
     return [
-        Wish(
-            key=_key(wish.key),
-            parent=_parent(wish.parent),
-            length=wish.length,
-            tenant=wish.tenant,
-            pin=pin_from_wire(wish.pin),
+        PutRequest(
+            key=_key(put.key),
+            parent=_parent(put.parent),
+            length=put.length,
+            tenant=put.tenant,
+            pin=pin_from_wire(put.pin),
         )
-        for wish in message.wishes
+        for put in message.wishes
     ]
 
 
@@ -103,7 +102,7 @@ def entries_from_wire(reply: kvstore_pb2.StoreFindReply) -> list[Entry | None]:
 def listing_to_wire(state: StoreState, objects: Iterable[StoredObject]) -> kvstore_pb2.StoreListReply:
     reply = kvstore_pb2.StoreListReply()
     for stored in objects:
-        holds, followers = state.standing(stored)
+        holds, followers = state.holds_and_children(stored)
         reply.objects.add(
             key=stored.key,
             parent=stored.parent or b"",

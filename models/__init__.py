@@ -1,7 +1,4 @@
-"""The demo model that the repository ships, and the code that trains it.
-
-Importing this package loads nothing heavy; torch and transformers are needed only to retrain.
-"""
+"""The demo model that the repository ships, and the code that trains it. Its folder: `demo_model_path`."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Trains the demo model on the running interpreter's standard library.
 
-    python -m models.train_demo --minutes 60 --compile
+    python -m moonserve.models.train_demo --minutes 60 --compile
 
 The budget is wall time: corpus, tokenizer and token stream are deterministic, the number of steps is not.
 """
@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import data, demo_model_path
-from models.tokenizer import train_tokenizer
+from moonserve.models import demo_model_path, training_data
+from moonserve.models.tokenizer import train_tokenizer
 
 SEED = 20240229
 NUM_THREADS = 2
@@ -40,7 +40,7 @@ STEPS_PER_ROW = 20  # of the loss curve
 # 2,048 tokens: 3.20 nats against 3.63, for 0.06 nats at 512 tokens.
 TRAINING_ROPE_THETA = 10000.0
 
-FORM = ("config.json", "generation_config.json", "tokenizer_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 """Files of the shipped model that a run starts from. They define about 5.2 million parameters."""
 
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
@@ -69,7 +69,7 @@ def make_model(**changes: object) -> LlamaForCausalLM:
 class Trainer:
     """One training run within a time budget."""
 
-    def __init__(self, source: data.TokenSource, minutes: float, loss: Loss) -> None:
+    def __init__(self, source: training_data.TokenSource, minutes: float, loss: Loss) -> None:
         torch.manual_seed(SEED)
         # Weights are fp32: bf16 has too few digits to be updated.
         self.model = make_model(rope_theta=TRAINING_ROPE_THETA, torch_dtype="float32")
@@ -111,12 +111,12 @@ class Trainer:
             length = sequence_length(self.progress)
             batch = TOKENS_PER_STEP // length
             stream = self._source.epoch_stream(epoch)
-            starts = data.window_starts(len(stream), length, [SEED, epoch])
+            starts = training_data.window_starts(len(stream), length, [SEED, epoch])
             for first in range(0, len(starts) - batch + 1, batch):
                 if sequence_length(self.progress) != length:
                     break
                 own = starts[first : first + batch]
-                yield torch.from_numpy(data.cut_windows(stream, own, length))
+                yield torch.from_numpy(training_data.cut_windows(stream, own, length))
             epoch += 1
 
     def _step(self, windows: torch.Tensor) -> float:
@@ -167,7 +167,7 @@ def validation_loss(model: torch.nn.Module, stream: np.ndarray, length: int) -> 
     batch = TOKENS_PER_STEP // length
     num_whole = len(starts) // batch  # equal batches, so means can be averaged
     losses = [
-        language_loss(model, torch.from_numpy(data.cut_windows(stream, own, length))).item()
+        language_loss(model, torch.from_numpy(training_data.cut_windows(stream, own, length))).item()
         for own in starts[: num_whole * batch].reshape(num_whole, batch)
     ]
     return math.fsum(losses) / len(losses)
@@ -177,7 +177,7 @@ def export(trainer: Trainer, record: dict[str, object], output: Path) -> None:
     """Writes the weights in bf16, the configuration files, and the training record and loss curve."""
     folder = output / "training"
     folder.mkdir(parents=True, exist_ok=True)
-    for name in FORM:
+    for name in CONFIG_FILES:
         if output.resolve() != demo_model_path():
             shutil.copy(demo_model_path() / name, output)
     _write_json(folder / "training.json", record)
@@ -231,17 +231,17 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile the training step")
     arguments = parser.parse_args()
     torch.set_num_threads(NUM_THREADS)
-    files = data.read_files(Path(sysconfig.get_paths()["stdlib"]))
-    training, validation = data.split(files)
+    files = training_data.read_files(Path(sysconfig.get_paths()["stdlib"]))
+    training, validation = training_data.split_files(files)
     tokenizer = train_tokenizer(training.values())
     loss = torch.compile(language_loss, dynamic=False) if arguments.compile else language_loss
-    trainer = Trainer(data.TokenSource(tokenizer, training, SEED), arguments.minutes, loss)
+    trainer = Trainer(training_data.TokenSource(tokenizer, training, SEED), arguments.minutes, loss)
     trainer.run()
-    held_out = data.TokenSource(tokenizer, validation, SEED).files_only()
+    held_out = training_data.TokenSource(tokenizer, validation, SEED).files_only()
     num_bytes = sum(len(text.encode()) for text in validation.values())
     export(trainer, describe_run(trainer, held_out, num_bytes), arguments.output)
     tokenizer.save(str(arguments.output / "tokenizer.json"))
-    _write_json(arguments.output / "corpus.json", data.describe(training, validation))
+    _write_json(arguments.output / "corpus.json", training_data.describe_corpus(training, validation))
 
 
 if __name__ == "__main__":

@@ -11,50 +11,65 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from protocol import process
+from moonserve.protocol.process import lifecycle
 
 EXIT_USAGE = 2
 EXIT_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 
 # verb → (function taking the remaining arguments, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
-    "serve": ("deploy.serve:main", "run a whole cluster on this machine: serve [MODEL]"),
+    "serve": ("moonserve.deploy.launcher.serve:main", "run a whole cluster on this machine: serve [MODEL]"),
     "gateway": ("", "run the OpenAI-compatible HTTP endpoint"),
     "conductor": ("", "run the global scheduler"),
-    "deploy": ("deploy.ray.command:main", "run a cluster on Ray: deploy ray FILE | status | …"),
+    "deploy": ("moonserve.deploy.ray.command:main", "run a cluster on Ray: deploy ray FILE | status | …"),
     "worker": ("", "run a worker: --role prefill|decode"),
-    "role": ("deploy.remote.workers:role", "change a worker's role: role ID prefill|decode"),
-    "drain": ("deploy.remote.workers:drain", "take a worker or store node out of service"),
+    "role": ("moonserve.deploy.admin.drain_and_role:role", "change a worker's role: role ID prefill|decode"),
+    "drain": ("moonserve.deploy.admin.drain_and_role:drain", "take a worker or store node out of service"),
     "store": ("", "run a KV store node"),
     "directory": ("", "run the index over all KV store nodes"),
-    "kvctl": ("deploy.kvctl.main:main", "look into a running KV store, and operate it; limits"),
-    "keys": ("deploy.keys:main", "API keys: keys add | list | revoke | hash"),
-    "explain": ("deploy.remote.explain:main", "why a request went where it went: explain ID"),
-    "top": ("deploy.remote.top:main", "the cluster live: queues, latencies, caches, transfers"),
-    "doctor": ("deploy.doctor.command:main", "examine this machine, its transports and a peer"),
-    "profile": ("deploy.profile.command:main", "measure a model here: profile [MODEL]"),
-    "replay": ("traces.replay:main", "send a trace to an endpoint on its own clock"),
-    "simulate": ("traces.simulator.command:main", "a cluster in virtual time: simulate TRACE"),
-    "plan": ("traces.planner.command:main", "the cluster that a trace needs: plan TRACE"),
-    "reproduce": ("traces.reproduction.command:main", "published figures: reproduce TRACE"),
-    "traces": ("traces.cli:main", "traces of requests: traces fetch | analyze | synthesize"),
+    "kvctl": ("moonserve.deploy.admin.kvctl:main", "inspect and operate a KV store; memory limits"),
+    "keys": ("moonserve.deploy.admin.keys:main", "API keys: keys add | list | revoke | hash"),
+    "explain": ("moonserve.deploy.admin.explain:main", "show how a request was placed: explain ID"),
+    "top": ("moonserve.deploy.admin.top:main", "the cluster live: queues, latencies, caches, transfers"),
+    "doctor": ("moonserve.deploy.diagnostics.doctor:main", "examine this machine, its transports and a peer"),
+    "profile": ("moonserve.deploy.diagnostics.profile:main", "measure a model here: profile [MODEL]"),
+    "replay": ("moonserve.traces.replay:main", "send a trace to an endpoint on its own clock"),
+    "simulate": ("moonserve.traces.experiments.simulate:main", "a cluster in virtual time: simulate TRACE"),
+    "plan": ("moonserve.traces.experiments.plan:main", "the cluster that a trace needs: plan TRACE"),
+    "reproduce": ("moonserve.traces.experiments.reproduce:main", "published figures: reproduce TRACE"),
+    "traces": ("", "traces of requests: traces fetch | analyze | synthesize"),
+}
+
+TRACES_VERBS: dict[str, tuple[str, str]] = {
+    "fetch": ("moonserve.traces.workload.fetch:main", "download the public traces: fetch [--into FOLDER]"),
+    "analyze": ("moonserve.traces.workload.analyze:main", "measure a trace: analyze TRACE [--json F]"),
+    "synthesize": ("moonserve.traces.workload.synthesize:main", "make one: synthesize --out FILE [--like TRACE]"),
 }
 
 # command line of a server process → (its configuration, its coroutine). The last two are started by their leaders.
 SERVERS: dict[str, tuple[str, str]] = {
-    "gateway": ("gateway.config:GatewayConfig", "gateway.server:serve"),
-    "conductor": ("conductor.config:ConductorConfig", "conductor.service:serve"),
-    "store": ("kvstore.config:StoreConfig", "kvstore.node:serve"),
-    "directory": ("kvstore.directory.config:DirectoryConfig", "kvstore.directory.serve:serve"),
-    "worker --role prefill": ("prefill_worker.config:PrefillConfig", "prefill_worker.worker:serve"),
-    "worker --role decode": ("decode_worker.config:DecodeConfig", "decode_worker.worker:serve"),
-    "worker --role-switching on": ("deploy.worker.config:WorkerConfig", "deploy.worker.worker:serve"),
-    "worker --role decode --conditional-disaggregation on": (
-        "deploy.undivided.config:UndividedConfig",
-        "deploy.undivided.worker:serve",
+    "gateway": ("moonserve.gateway.config:GatewayConfig", "moonserve.gateway.server:serve"),
+    "conductor": ("moonserve.conductor.config:ConductorConfig", "moonserve.conductor.service:serve"),
+    "store": ("moonserve.kvstore.config:StoreConfig", "moonserve.kvstore.node.process:serve"),
+    "directory": ("moonserve.kvstore.directory.config:DirectoryConfig", "moonserve.kvstore.directory.service:serve"),
+    "worker --role prefill": ("moonserve.prefill_worker.config:PrefillConfig", "moonserve.prefill_worker.worker:serve"),
+    "worker --role decode": ("moonserve.decode_worker.config:DecodeConfig", "moonserve.decode_worker.worker:serve"),
+    "worker --role-switching on": (
+        "moonserve.decode_worker.role_switching:RoleSwitchingConfig",
+        "moonserve.decode_worker.role_switching:serve",
     ),
-    "pipeline-stage": ("prefill_worker.pipeline.follower:FollowerConfig", "prefill_worker.pipeline.follower:serve"),
-    "tensor-parallel-rank": ("engine.tensor_parallel.rank:RankConfig", "engine.tensor_parallel.rank:serve"),
+    "worker --role decode --conditional-disaggregation on": (
+        "moonserve.decode_worker.local_prefill.worker:LocalPrefillConfig",
+        "moonserve.decode_worker.local_prefill.worker:serve",
+    ),
+    "pipeline-stage": (
+        "moonserve.prefill_worker.pipeline_follower:FollowerConfig",
+        "moonserve.prefill_worker.pipeline_follower:serve",
+    ),
+    "tensor-parallel-rank": (
+        "moonserve.engine.tensor_parallel.rank_processes:RankConfig",
+        "moonserve.engine.tensor_parallel.rank_processes:serve_rank",
+    ),
 }
 
 
@@ -71,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        print(_usage("moonserve", VERBS))
         return 0
     if arguments[0] in ("-V", "--version"):
         print(f"moonserve {importlib.metadata.version('moonserve')}")
@@ -79,14 +94,28 @@ def _run(arguments: list[str]) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb == "worker":
         return worker(rest)
+    if verb == "traces":
+        return traces(rest)
     if verb in SERVERS:
         return _serve(verb, rest)
-    if verb not in VERBS:
-        close = get_close_matches(verb, VERBS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else "; see moonserve --help"
-        print(f"moonserve: unknown verb {verb!r}{hint}", file=sys.stderr)
+    return _run_verb("moonserve", VERBS, verb, rest)
+
+
+def traces(argv: list[str]) -> int:
+    """Runs `moonserve traces VERB …`. Returns 2 if the user has to correct the arguments."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage("moonserve traces", TRACES_VERBS), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else EXIT_USAGE
+    return _run_verb("moonserve traces", TRACES_VERBS, argv[0], argv[1:])
+
+
+def _run_verb(command: str, verbs: dict[str, tuple[str, str]], verb: str, arguments: list[str]) -> int:
+    if verb not in verbs:
+        close = get_close_matches(verb, verbs, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; see {command} --help"
+        print(f"{command}: unknown verb {verb!r}{hint}", file=sys.stderr)
         return EXIT_USAGE
-    return int(load(VERBS[verb][0])(rest))
+    return int(load(verbs[verb][0])(arguments))
 
 
 def load(place: str) -> Any:
@@ -98,7 +127,7 @@ def load(place: str) -> Any:
 def _serve(command: str, arguments: list[str]) -> int:
     """Runs the server process of `command` with the other `arguments`."""
     config, serve = SERVERS[command]
-    return process.main(load(config), load(serve), arguments, prog=f"moonserve {command}")
+    return lifecycle.main(load(config), load(serve), arguments, prog=f"moonserve {command}")
 
 
 def worker(argv: list[str]) -> int:
@@ -123,10 +152,10 @@ def worker(argv: list[str]) -> int:
     return _serve(command, rest)
 
 
-def _usage() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {verb:{width}}  {text}" for verb, (_, text) in VERBS.items()]
-    return "\n".join(["usage: moonserve VERB [options]", "", *lines, "", "moonserve VERB --help"])
+def _usage(command: str, verbs: dict[str, tuple[str, str]]) -> str:
+    width = max(map(len, verbs))
+    lines = [f"  {verb:{width}}  {text}" for verb, (_, text) in verbs.items()]
+    return "\n".join([f"usage: {command} VERB [options]", "", *lines, "", f"{command} VERB --help"])
 
 
 if __name__ == "__main__":

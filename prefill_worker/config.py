@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.pool_plan import PoolPlan
-from prefill_worker.ledger import Limits
-from prefill_worker.puts import MIN_HITS
-from protocol.config import option, require_at_least_1
-from protocol.errors import ConfigError
-from transfer import FaultPlan
-from transfer.config import PatienceConfig
-from worker.config import RoleConfig
+from moonserve.engine.kv_cache.pool_size import PoolPlan
+from moonserve.prefill_worker.decisions.shared_state import Limits
+from moonserve.prefill_worker.decisions.write_behind import MIN_HITS_BY_MODE
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import option, require_at_least_1
+from moonserve.transfer import FaultPlan
+from moonserve.transfer.config import TransferTimeoutConfig
+from moonserve.worker.process import RoleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(RoleConfig, PatienceConfig):
+class PrefillConfig(RoleConfig, TransferTimeoutConfig):
     """Options of a prefill worker, in addition to those of every worker."""
 
     max_model_len: int | None = option(
-        None, help="longest prompt in tokens; what model and memory allow when not given"
+        None, help="longest prompt in tokens; unset = the most that model and memory allow"
     )
     enable_chunked_prefill: bool = option(
-        True, help="cut long prompts into several steps; otherwise a step takes any prompt whole"
+        True, help="divide long prompts over several steps; otherwise a step computes whole prompts"
     )
     scheduling_policy: str = option("fcfs", help="order of waiting requests", choices=("fcfs", "priority"))
     pipeline_parallel_size: int = option(
@@ -30,19 +30,21 @@ class PrefillConfig(RoleConfig, PatienceConfig):
         help="stages of a group that prefills every prompt together, each with a share of the layers, with threads and "
         "with KV memory of its own; this worker is the first one and starts the others on this host",
     )
-    prepare_ahead: int = option(4, help="waiting requests whose landing and prefix are fetched ahead, at least")
+    prepare_ahead: int = option(
+        4, help="minimum number of waiting requests that are prepared ahead (reservation, prefix)"
+    )
     store_writes: str = option(
         "all",
-        help="what is put into the home store: all blocks, or hot = those re-used in the worker's own memory: fewer "
-        "writes, and fewer hits (docs/engine-performance.md)",
-        choices=tuple(MIN_HITS),
+        help="blocks written to the home store: all, or hot = those re-used in the worker's own memory: fewer "
+        "writes and fewer hits (docs/engine-performance.md)",
+        choices=tuple(MIN_HITS_BY_MODE),
     )
-    max_put_blocks: int = option(64, help="blocks on their way to the home store at once")
-    max_pending_puts: int = option(4096, help="blocks waiting for that; more are dropped")
+    max_put_blocks: int = option(64, help="maximum number of blocks being written to the home store")
+    max_pending_puts: int = option(4096, help="maximum number of blocks waiting to be written; more are dropped")
     max_prefetch_blocks: int | None = option(
         None,
-        help="blocks of waiting requests that stores are asked to fetch from disk ahead of time; "
-        "half of what the worker's own KV memory holds when not given, 0 = none",
+        help="blocks of waiting requests that stores prefetch from disk; "
+        "unset = half of the worker's KV blocks, 0 = none",
     )
     store_reads: str = option(
         "auto",
@@ -55,7 +57,7 @@ class PrefillConfig(RoleConfig, PatienceConfig):
         "predicted to be faster, always, or never",
         choices=("auto", "always", "never"),
     )
-    landing_ttl_s: float = option(30.0, help="life of a landing lease between renewals, seconds")
+    landing_ttl_s: float = option(30.0, help="lifetime of a landing lease between renewals, seconds")
     fault_corrupt_writes: int = option(0, help="corrupt this many KV writes, for fault tests")
     fault_drop_connections: int = option(0, help="drop this many transfer connections, for fault tests")
 
@@ -70,7 +72,7 @@ class PrefillConfig(RoleConfig, PatienceConfig):
             "pipeline_parallel_size",
         )
         self._require_group()
-        self.transfer_patience()
+        self.transfer_timeout()
         if self.max_prefetch_blocks is not None and self.max_prefetch_blocks < 0:
             raise ConfigError("--max-prefetch-blocks must not be negative")
         if self.landing_ttl_s <= 0:
@@ -82,11 +84,11 @@ class PrefillConfig(RoleConfig, PatienceConfig):
         if self.pipeline_parallel_size == 1:
             return
         if self.home_store is not None:
-            raise ConfigError("--home-store does not go with --pipeline-parallel-size above 1")
+            raise ConfigError("--home-store cannot be combined with --pipeline-parallel-size above 1")
         if self.can_switch_role:
-            raise ConfigError("--role-switching does not go with --pipeline-parallel-size above 1")
+            raise ConfigError("--role-switching cannot be combined with --pipeline-parallel-size above 1")
         if self.tensor_parallel_size > 1:
-            raise ConfigError("--tensor-parallel-size does not go with --pipeline-parallel-size above 1")
+            raise ConfigError("--tensor-parallel-size cannot be combined with --pipeline-parallel-size above 1")
 
     @property
     def num_stages(self) -> int:
@@ -107,7 +109,7 @@ class PrefillConfig(RoleConfig, PatienceConfig):
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=max_chunk,
             max_num_seqs=self.max_num_seqs,
-            lookahead=self.prepare_ahead,
+            prepare_ahead=self.prepare_ahead,
             max_put_blocks=self.max_put_blocks,
             max_pending_puts=self.max_pending_puts,
             max_prefetch_blocks=self._prefetch_limit(plan),
@@ -126,5 +128,5 @@ class PrefillConfig(RoleConfig, PatienceConfig):
 
     def _prefetch_limit(self, plan: PoolPlan) -> int:
         # Half of the pool: a store serves several workers, and its memory is often not much larger than theirs.
-        wish = self.max_prefetch_blocks
-        return plan.num_blocks // 2 if wish is None else wish
+        requested = self.max_prefetch_blocks
+        return plan.num_blocks // 2 if requested is None else requested

@@ -12,31 +12,36 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client.blocks import BlockStores
-from prefill_worker import actions as act
-from prefill_worker import events as ev
-from prefill_worker.actions import CommitHandoff, SendFirstToken
-from prefill_worker.landing import Sender
-from prefill_worker.landing_client import LandingClient, lost
-from prefill_worker.layered_load import BoundedWait, LayeredLoad, LayerGate, PrefixLate
-from prefill_worker.pipeline.stage import OwnStage
-from prefill_worker.state import PrefillState
-from prefill_worker.stores import load_prefix, prefetch, put_blocks
-from protocol.errors import Cancelled, MoonserveError, PeerError
-from protocol.ids import LeaseId, RequestId
-from protocol.logs import of, of_all
-from protocol.pb import conductor_pb2
-from protocol.request import Endpoint, PrefillReport
-from protocol.tracing import Tracer
-from transfer import TransferEngine
-from transfer.config import Patience
-from worker.events import Action, Event
-from worker.memory import KvMemory
-from worker.service import WorkerService
+from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.decisions.events import CommitHandoff, SendFirstToken
+from moonserve.prefill_worker.decode_client import DecodeClient, lease_has_ended
+from moonserve.prefill_worker.kv_writes import KvSender
+from moonserve.prefill_worker.pipeline_stage import StageExecutor
+from moonserve.prefill_worker.state import PrefillState
+from moonserve.prefill_worker.store_io import (
+    BoundedWait,
+    LayeredLoad,
+    LayerGate,
+    PrefixTimeout,
+    load_prefix,
+    prefetch,
+    put_blocks,
+)
+from moonserve.protocol.errors import Cancelled, MoonserveError, PeerError
+from moonserve.protocol.pb import conductor_pb2
+from moonserve.protocol.process.logs import request_extra, requests_extra
+from moonserve.protocol.process.tracing import Tracer
+from moonserve.protocol.request import Endpoint, LeaseId, PrefillReport, RequestId
+from moonserve.transfer import TransferEngine
+from moonserve.transfer.config import TransferTimeout
+from moonserve.worker.events import Action, Event
+from moonserve.worker.process import KvMemory
+from moonserve.worker.service import WorkerService
 
 if TYPE_CHECKING:
-    from engine.runtime import EngineThread  # imports torch
-    from prefill_worker.pipeline.group import Group
+    from moonserve.engine.engine import EngineThread  # imports torch
+    from moonserve.prefill_worker.pipeline_leader import PipelineGroup
 
 log = logging.getLogger(__name__)
 
@@ -53,40 +58,40 @@ class PrefillService(WorkerService):
         engine: EngineThread,
         memory: KvMemory,
         transfer: TransferEngine,
-        landings: LandingClient,
+        landings: DecodeClient,
         stores: BlockStores,
         landing_ttl_s: float,
-        patience: Patience | None = None,
+        patience: TransferTimeout | None = None,
         look_for_home: Callable[[], None] = lambda: None,
-        group: Group | None = None,
+        group: PipelineGroup | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(state, look_for_home=look_for_home, tracer=tracer, clock=clock)
         self._memory = memory
-        self._patience = patience or Patience()
-        self._sender = Sender(transfer, self._patience)
-        self._stages: OwnStage | Group = group or OwnStage(engine, memory, self._sender.submit)
-        self._landings = landings
+        self._patience = patience or TransferTimeout()
+        self._sender = KvSender(transfer, self._patience)
+        self._stages: StageExecutor | PipelineGroup = group or StageExecutor(engine, memory, self._sender.submit)
+        self._decode_client = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s
         self._gates: dict[RequestId, LayerGate] = {}  # gates of prefixes that load layer by layer
         self._reservations: dict[RequestId, asyncio.Task[Event | None]] = {}
-        self._operations.start(self._keep_landings())
+        self._operations.start(self._renew_leases_periodically())
 
-    def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
+    def _role_action_handlers(self) -> Mapping[type[Action], Callable[[Any], object]]:
         return {
-            act.ReserveLanding: self._start_reserve,
-            act.WithdrawReservation: self._withdraw,
-            act.ReleaseLanding: self._starts(self._release),
-            act.PrefetchPrefix: self._starts(self._prefetch),
-            act.SkipPrefix: _log_skipped,
-            act.LoadPrefix: self._start_load,
-            act.SendBlocks: self._starts(self._send_blocks),
-            act.RunStep: self._start_step,
-            act.SendFirstToken: self._send_first_token,
-            act.CommitHandoff: self._starts(self._commit),
-            act.PutBlocks: self._starts(self._put),
+            ev.ReserveLanding: self._start_reserve,
+            ev.WithdrawReservation: self._withdraw_reservation,
+            ev.ReleaseLanding: self._as_operation(self._release),
+            ev.PrefetchPrefix: self._as_operation(self._prefetch),
+            ev.SkipPrefix: _log_skipped,
+            ev.LoadPrefix: self._start_load,
+            ev.SendBlocks: self._as_operation(self._send_blocks),
+            ev.RunStep: self._start_step,
+            ev.SendFirstToken: self._send_first_token,
+            ev.CommitHandoff: self._as_operation(self._commit),
+            ev.PutBlocks: self._as_operation(self._put),
         }
 
     def load(self) -> conductor_pb2.Load:
@@ -96,16 +101,16 @@ class PrefillService(WorkerService):
 
     def post(self, event: Event) -> None:
         if isinstance(event, ev.Submitted):
-            self._sender.met(event.placement.decode)
+            self._sender.note_peer(event.placement.decode)
         elif isinstance(event, ev.StoreFound):
-            self._sender.met(event.store)
+            self._sender.note_peer(event.store)
         super().post(event)
         if self.state.needs_home_store:
             self._look_for_home()
 
     # -- landing
 
-    def _start_reserve(self, action: act.ReserveLanding) -> None:
+    def _start_reserve(self, action: ev.ReserveLanding) -> None:
         withdrawn = Cancelled("the reservation was withdrawn", request=action.request_id)
         task = self._operations.start(
             self._reserve(action),
@@ -119,59 +124,59 @@ class PrefillService(WorkerService):
 
         task.add_done_callback(ended)
 
-    def _withdraw(self, action: act.WithdrawReservation) -> None:
+    def _withdraw_reservation(self, action: ev.WithdrawReservation) -> None:
         task = self._reservations.get(action.request_id)
         if task is not None:
             task.cancel()
 
-    async def _reserve(self, action: act.ReserveLanding) -> Event:
+    async def _reserve(self, action: ev.ReserveLanding) -> Event:
         try:
-            landing = await self._landings.reserve(action)
+            landing = await self._decode_client.reserve(action)
         except MoonserveError as error:
             return ev.LandingRefused(request_id=action.request_id, error=error)
         return ev.LandingGranted(request_id=action.request_id, landing=landing)
 
-    async def _release(self, action: act.ReleaseLanding) -> None:
+    async def _release(self, action: ev.ReleaseLanding) -> None:
         try:
-            await self._landings.release(action.decode, action.lease_id)
+            await self._decode_client.release(action.decode, action.lease_id)
         except MoonserveError as error:
             text = "landing %s left to run out: %s"
-            log.info(text, action.lease_id, error, extra=of(action.request_id))
+            log.info(text, action.lease_id, error, extra=request_extra(action.request_id))
 
-    async def _commit(self, action: act.CommitHandoff) -> Event:
+    async def _commit(self, action: ev.CommitHandoff) -> Event:
         request_id = action.request.request_id
         if action.request.traceparent:
             trace_transfer(self._tracer, action, self._clock())
         try:
-            corrupt = await self._landings.commit(action)
+            corrupt = await self._decode_client.commit(action)
         except MoonserveError as error:
             return ev.HandoffFailed(request_id=request_id, error=error)
         if corrupt:
-            log.warning("blocks %s arrived corrupt", corrupt, extra=of(request_id))
+            log.warning("blocks %s arrived corrupt", corrupt, extra=request_extra(request_id))
             return ev.HandoffCorrupt(request_id=request_id, indexes=corrupt)
-        log.debug("handed over to %s", action.decode.instance_id, extra=of(request_id))
+        log.debug("handed over to %s", action.decode.instance_id, extra=request_extra(request_id))
         return ev.HandoffAccepted(request_id=request_id)
 
-    async def _keep_landings(self) -> None:
+    async def _renew_leases_periodically(self) -> None:
         """Renews all held landing leases every third of their TTL, until cancelled."""
         while True:
             await asyncio.sleep(self._landing_ttl_s / 3)
-            for request_id, decode, lease_id in self.state.held_landings():
+            for request_id, decode, lease_id in self.state.leases_to_renew():
                 self._operations.start(self._renew(request_id, decode, lease_id))
 
     async def _renew(self, request_id: RequestId, decode: Endpoint, lease_id: LeaseId) -> Event | None:
         try:
-            await self._landings.renew(decode, lease_id)
+            await self._decode_client.renew(decode, lease_id)
         except MoonserveError as error:
-            if lost(error):
+            if lease_has_ended(error):
                 return ev.LandingLost(request_id=request_id, lease_id=lease_id, error=error)
             text = "renewal of %s will be tried again: %s"
-            log.info(text, lease_id, error, extra=of(request_id))
+            log.info(text, lease_id, error, extra=request_extra(request_id))
         return None
 
     # -- prefix loads and puts
 
-    def _start_load(self, action: act.LoadPrefix) -> None:
+    def _start_load(self, action: ev.LoadPrefix) -> None:
         stores, memory, patience = self._stores, self._memory, self._patience
         if action.choice.layers_at_once is None:
             self._operations.start(load_prefix(stores, memory, action, patience))
@@ -186,30 +191,30 @@ class PrefillService(WorkerService):
 
         task.add_done_callback(ended)
 
-    async def _prefetch(self, action: act.PrefetchPrefix) -> None:
+    async def _prefetch(self, action: ev.PrefetchPrefix) -> None:
         await prefetch(self._stores, action)
 
-    async def _put(self, action: act.PutBlocks) -> Event:
+    async def _put(self, action: ev.PutBlocks) -> Event:
         return await put_blocks(self._stores, self._memory, action, self._patience)
 
     # -- computing and sending
 
-    def _start_step(self, action: act.RunStep) -> None:
+    def _start_step(self, action: ev.RunStep) -> None:
         wait = None
         if action.max_wait_s is not None:  # an early step: the prefix of its only prompt is arriving
             [plan] = action.plans
             wait = BoundedWait(self._gates[plan.slice.request_id], action.max_wait_s)
         self._operations.start(self._run_step(action, wait))
 
-    async def _run_step(self, action: act.RunStep, wait: BoundedWait | None) -> Event | None:
+    async def _run_step(self, action: ev.RunStep, wait: BoundedWait | None) -> Event | None:
         step = self._stages.begin(action.plans, wait.before if wait is not None else None)
         try:
             sampled = await step.compute()
-        except PrefixLate as late:
-            log.info("a step is given up: %s", late, extra=_whose(action))
+        except PrefixTimeout as late:
+            log.info("a step was abandoned: %s", late, extra=_request_extra(action))
             outcome: Event = ev.StepGivenUp()
         except Exception as error:  # an error of the engine must fail only these requests, not the worker
-            log.exception("a step failed", extra=_whose(action))
+            log.exception("a step failed", extra=_request_extra(action))
             outcome = ev.StepFailed(error=_as_failure(error), step_id=action.step_id)
         else:
             outcome = ev.StepDone(
@@ -228,16 +233,16 @@ class PrefillService(WorkerService):
             step.finish()
         for position, plan in enumerate(action.plans):
             if plan.landing is not None:
-                sent = partial(step.sent, position)
-                self._operations.start(_writes(plan.slice.request_id, sent))
+                sent = partial(step.wait_until_sent, position)
+                self._operations.start(_wait_for_writes(plan.slice.request_id, sent))
         return None
 
-    async def _send_blocks(self, action: act.SendBlocks) -> Event:
-        return await _writes(action.request_id, partial(self._stages.send_blocks, action))
+    async def _send_blocks(self, action: ev.SendBlocks) -> Event:
+        return await _wait_for_writes(action.request_id, partial(self._stages.send_blocks, action))
 
     # -- to the gateway
 
-    def _send_first_token(self, action: act.SendFirstToken) -> None:
+    def _send_first_token(self, action: ev.SendFirstToken) -> None:
         self.streams.send(action.gateway_id, tokens=[action.token], prefills=[action.report])
         if log.isEnabledFor(logging.DEBUG):
             _log_first_token(action.report)
@@ -245,8 +250,8 @@ class PrefillService(WorkerService):
             trace_prefill(self._tracer, action, self._clock())
 
 
-def _log_skipped(action: act.SkipPrefix) -> None:
-    log.debug("the prefix is computed: %s", action.choice, extra=of(action.request_id))
+def _log_skipped(action: ev.SkipPrefix) -> None:
+    log.debug("the prefix is computed: %s", action.choice, extra=request_extra(action.request_id))
 
 
 def _log_first_token(report: PrefillReport) -> None:
@@ -256,15 +261,15 @@ def _log_first_token(report: PrefillReport) -> None:
         report.queue_s,
         report.load_s,
         report.compute_s,
-        extra=of(report.request_id),
+        extra=request_extra(report.request_id),
     )
 
 
-def _whose(action: act.RunStep) -> Mapping[str, Any]:
-    return of_all(plan.slice.request_id for plan in action.plans)
+def _request_extra(action: ev.RunStep) -> Mapping[str, Any]:
+    return requests_extra(plan.slice.request_id for plan in action.plans)
 
 
-async def _writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> Event:
+async def _wait_for_writes(request_id: RequestId, sent: Callable[[], Awaitable[None]]) -> Event:
     """Waits for writes and returns their outcome as an event."""
     try:
         await sent()

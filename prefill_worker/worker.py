@@ -11,21 +11,22 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.block_pool import BlockPool
-from engine.parts import split
-from prefill_worker.config import PrefillConfig
-from prefill_worker.landing_client import LandingClient
-from prefill_worker.load_or_compute import PrefixLoads
-from prefill_worker.pipeline.group import FollowerProcesses, Group, followers_of
-from prefill_worker.service import PrefillService
-from prefill_worker.servicer import PrefillServicer
-from prefill_worker.state import PrefillState
-from protocol.ids import Role, new_id
-from protocol.pb import conductor_pb2
-from protocol.process import Lifecycle, running
-from protocol.wire import prefill_profile_from_wire
-from transfer.metrics import local_bytes_per_s, local_bytes_per_s_beside, peer_traffic
-from worker.process import Equipment, Worker, equipped
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.model.partition import split_into_stages
+from moonserve.prefill_worker.config import PrefillConfig
+from moonserve.prefill_worker.decisions.load_or_compute import PrefixLoads
+from moonserve.prefill_worker.decode_client import DecodeClient
+from moonserve.prefill_worker.pipeline_leader import FollowerProcesses, PipelineGroup, start_followers
+from moonserve.prefill_worker.service import PrefillService
+from moonserve.prefill_worker.state import PrefillState
+from moonserve.protocol.pb import conductor_pb2
+from moonserve.protocol.process.event_loop import background_task
+from moonserve.protocol.process.lifecycle import Lifecycle
+from moonserve.protocol.request import Role, new_id
+from moonserve.protocol.rpc.wire import prefill_profile_from_wire
+from moonserve.transfer.metrics import copy_bytes_per_s, peer_traffic, private_copy_bytes_per_s
+from moonserve.worker.process import Worker, WorkerResources, worker_resources
+from moonserve.worker.service import PrefillServicer
 
 _COUNTERS = (
     ("reads", "moonserve_prefix_load_reads", "Runs of prefix blocks read, or tried."),
@@ -44,7 +45,7 @@ class PrefixLoadCollector(Collector):
         self._loads = loads
 
     def collect(self) -> Iterator[Metric]:
-        figures = self._loads.figures()
+        figures = self._loads.read_stats()
         for field, name, text in _COUNTERS:
             family = CounterMetricFamily(name, text, labels=("store",))
             for store, figure in figures.items():
@@ -68,25 +69,25 @@ class PrefillWorker(Worker):
     def __init__(
         self,
         config: PrefillConfig,
-        equipment: Equipment,
+        equipment: WorkerResources,
         *,
         earlier: BlockPool | None = None,
-        group: Group | None = None,
+        group: PipelineGroup | None = None,
     ) -> None:
         self._options = config
         self._group = group
         segment = equipment.segment
         self._local_bytes_per_s = (
-            local_bytes_per_s(segment.buffer)
-            if equipment.replica.elasticity is None
-            else local_bytes_per_s_beside(segment.nbytes)
+            copy_bytes_per_s(segment.buffer)
+            if equipment.replica.elastic_memory is None
+            else private_copy_bytes_per_s(segment.nbytes)
         )
         super().__init__(config, equipment, earlier=earlier)
         if group is not None:
             self.watched = (group.failed,)
 
     def _make_service(self) -> PrefillService:
-        config, replica = self._options, self.equipment.replica
+        config, replica = self._options, self.resources.replica
         measured, _ = replica.profiles
         self._state = PrefillState(
             self.pool,
@@ -96,8 +97,8 @@ class PrefillWorker(Worker):
             home_store=config.home_store,
         )
         plan, group = replica.plan, self._group
-        parts = [] if group is None else split(plan.layout.num_layers, plan.stage.size)
-        landings = LandingClient(
+        parts = [] if group is None else split_into_stages(plan.layout.num_layers, plan.stage.size)
+        landings = DecodeClient(
             self.channels,
             fingerprint=replica.fingerprint,
             ttl_s=config.landing_ttl_s,
@@ -107,18 +108,18 @@ class PrefillWorker(Worker):
             self._state,
             engine=replica.thread,
             memory=self.memory,
-            transfer=self.equipment.transfer,
+            transfer=self.resources.transfer,
             landings=landings,
             stores=self.stores,
             landing_ttl_s=config.landing_ttl_s,
-            patience=config.transfer_patience(),
-            look_for_home=self._look_for_home,
+            patience=config.transfer_timeout(),
+            look_for_home=self._request_home_store,
             group=group,
-            tracer=self.equipment.tracer,
+            tracer=self.resources.tracer,
         )
 
     def _servicer(self) -> PrefillServicer:
-        replica = self.equipment.replica
+        replica = self.resources.replica
         return PrefillServicer(
             self.service,
             block_size=replica.plan.layout.block_size,
@@ -131,14 +132,14 @@ class PrefillWorker(Worker):
 
     def _load(self) -> conductor_pb2.Load:
         load = super()._load()
-        load.traffic.extend(peer_traffic(self.equipment.transfer.stats))
+        load.traffic.extend(peer_traffic(self.resources.transfer.stats))
         return load
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         registration = super()._registration(address)
         registration.home_store = self._options.home_store or ""
         registration.local_bytes_per_s = self._local_bytes_per_s
-        limits = self._options.limits(self.equipment.replica.plan)
+        limits = self._options.limits(self.resources.replica.plan)
         registration.max_num_batched_tokens = limits.max_num_batched_tokens
         return registration
 
@@ -148,10 +149,10 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     async with contextlib.AsyncExitStack() as stack:
         followers: FollowerProcesses | None = None
         if config.pipeline_parallel_size > 1:  # followers load their layers while this process loads its own
-            followers = await stack.enter_async_context(followers_of(config))
-        equipment = await stack.enter_async_context(equipped(config, lifecycle, "prefill", config.faults()))
-        group: Group | None = None
+            followers = await stack.enter_async_context(start_followers(config))
+        equipment = await stack.enter_async_context(worker_resources(config, lifecycle, "prefill", config.faults()))
+        group: PipelineGroup | None = None
         if followers is not None:
             group = await followers.join(equipment.replica, equipment.transfer, equipment.segment)
-            await stack.enter_async_context(running(followers.watch(group)))
+            await stack.enter_async_context(background_task(followers.watch(group)))
         await PrefillWorker(config, equipment, group=group).run(lifecycle)

@@ -1,7 +1,7 @@
 """Error classes of the cluster, in one tree, divided by who caused the error.
 
-Every class has a stable `code`. It crosses process boundaries in gRPC metadata, lean replies and event streams, and
-becomes the same class on the other side (`protocol.failures`).
+Every class has a stable `code`. It crosses process boundaries in replies of both RPC transports and event streams, and
+becomes the same class on the other side (`protocol.rpc.wire`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.errors import InvalidRequest
+from moonserve.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -23,10 +23,10 @@ MAX_GRAMMAR_CHARS = 256 * 1024
 """A grammar is sent with its request to both workers."""
 
 _MAX_COMPILED = 128
-_MAX_COMPLAINT = 400  # characters of an error message; the library's messages quote the grammar
+_MAX_MESSAGE_CHARS = 400  # characters of an error message; the library's messages quote the grammar
 
 
-class Grammars:
+class GrammarCache:
     """Thread-safe cache of compiled grammars. The vocabulary is read, and each grammar compiled, on first use."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -38,7 +38,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
 
-    def start(self, grammar: str) -> LLMatcher:
+    def new_matcher(self, grammar: str) -> LLMatcher:
         """Returns a new matcher in its initial state. Raises InvalidRequest if the grammar is invalid or matches
         nothing, or if the model has no end-of-sequence token or no readable tokenizer."""
         compiled = self._find(grammar)
@@ -47,7 +47,7 @@ class Grammars:
             self._keep(grammar, compiled)
         return compiled.deep_copy()
 
-    def knows(self, grammar: str) -> bool:
+    def is_compiled(self, grammar: str) -> bool:
         """Returns true if the grammar is in the cache of successfully compiled grammars."""
         return self._find(grammar) is not None
 
@@ -83,7 +83,9 @@ class Grammars:
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
-            raise InvalidRequest("this model names no end-of-sequence token, with which an answer in a given form ends")
+            raise InvalidRequest(
+                "this model cannot follow a grammar: it defines no end-of-sequence token, which must end the answer"
+            )
         try:
             return LLTokenizer(
                 _tokenizer_json(self._folder),
@@ -92,8 +94,8 @@ class Grammars:
             )
         except Exception as error:  # the libraries raise errors of several unrelated classes for a bad file
             raise InvalidRequest(
-                "answers cannot be held to a form here: the tokenizer in the model's folder cannot be read"
-                f" ({_shortened(str(error))}); put its tokenizer.json there, or ask without a form"
+                "this model cannot follow a grammar: the tokenizer in its folder cannot be read "
+                f"({_shortened(str(error))}); put its tokenizer.json there, or send the request without a grammar"
             ) from error
 
 
@@ -109,6 +111,6 @@ def _tokenizer_json(folder: Path) -> str:
     return serialize()
 
 
-def _shortened(complaint: str) -> str:
-    text = " ".join(complaint.split())
-    return text if len(text) <= _MAX_COMPLAINT else f"{text[:_MAX_COMPLAINT]}…"
+def _shortened(message: str) -> str:
+    text = " ".join(message.split())
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}…"

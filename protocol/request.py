@@ -1,4 +1,4 @@
-"""Requests, sampling parameters, tokens, reports and placements. The types are frozen and free of I/O.
+"""Requests, tokens, reports, placements and the identifiers in them; frozen types without I/O.
 
 The tokens of a sequence are numbered from 0. The generated token with *index* i has position num_prompt_tokens + i,
 whichever worker samples it. Sampling depends on (seed, position) and the logits alone, so a request that continues on
@@ -7,13 +7,75 @@ another worker yields the same tokens.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NewType
 
-from protocol.ids import GatewayId, RequestId
-from protocol.keys import BlockKey
-from protocol.prompt_logprobs import PromptLogprobs
+import numpy as np
+import numpy.typing as npt
+
+from moonserve.protocol.kv_blocks import BlockKey
+
+InstanceId = NewType("InstanceId", str)
+"""Name of a long-lived process of the cluster, stable across restarts: `prefill-0`, `store-1`."""
+
+RequestId = NewType("RequestId", str)
+LeaseId = NewType("LeaseId", str)
+GatewayId = NewType("GatewayId", str)
+
+BlockId = int
+"""Index of a block in one pool."""
+
+
+class Role(StrEnum):
+    """Role of an instance in the cluster."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    STORE = "store"
+
+
+def new_id(prefix: str) -> str:
+    """Returns a new random id, unique in the cluster, such as `req-9f86d081884c7d65`."""
+    return f"{prefix}-{secrets.token_hex(8)}"
+
+
+LOGPROB_DTYPE = np.dtype("<f4")
+RANK_DTYPE = np.dtype("<u4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of n consecutive tokens, each given all before it, in arrays, since prompts are long.
+
+    A whole prompt has them for all tokens but the first."""
+
+    logprobs: npt.NDArray[np.float32]  # [n], natural logarithms
+    ranks: npt.NDArray[np.uint32]  # [n], 1 = no token was likelier
+    top_ids: npt.NDArray[np.uint32]  # [n, k], the likeliest tokens at each position, best first
+    top_logprobs: npt.NDArray[np.float32]  # [n, k], log-probabilities of top_ids
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @classmethod
+    def joined(cls, runs: list[PromptLogprobs], num_top: int) -> PromptLogprobs:
+        """Concatenates consecutive runs with `num_top` likeliest tokens each. No runs give an empty one."""
+        if not runs:
+            return cls(
+                logprobs=np.empty(0, LOGPROB_DTYPE),
+                ranks=np.empty(0, RANK_DTYPE),
+                top_ids=np.empty((0, num_top), RANK_DTYPE),
+                top_logprobs=np.empty((0, num_top), LOGPROB_DTYPE),
+            )
+        return cls(
+            logprobs=np.concatenate([run.logprobs for run in runs]),
+            ranks=np.concatenate([run.ranks for run in runs]),
+            top_ids=np.concatenate([run.top_ids for run in runs]),
+            top_logprobs=np.concatenate([run.top_logprobs for run in runs]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +232,6 @@ class Placement:
     rank: float = 0.0  # seconds; the prefill worker orders its queue by arrival time + rank
 
     @property
-    def is_undivided(self) -> bool:
+    def is_local_prefill(self) -> bool:
         """True if the decode worker also runs the prefill, without a handoff."""
         return self.prefill == self.decode

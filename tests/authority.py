@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.tls import TlsFiles
-from transfer import TransferOptions
+from moonserve.protocol.process.tls import TlsFiles
+from moonserve.transfer import TransferOptions
 
 _NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
 _MAY_SIGN = "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 rejects all its certificates

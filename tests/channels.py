@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from protocol.rpc import Channels
+from moonserve.protocol.rpc.grpc_transport import Channels
 from tests.patience import PATIENCE_S
 
 Reply = TypeVar("Reply")

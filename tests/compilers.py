@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.native import COMPILERS
+from moonserve.protocol.process.native_libraries import COMPILERS
 from tests.patience import PATIENCE_S
 
 STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")

@@ -12,24 +12,23 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-import protocol.garbage
+import moonserve.protocol.process.lifecycle
 from tests.authority import authority as authority
 from tests.thoroughness import THOROUGH, examples
 
 SLOW = (
     "benchmarks/",
-    "conductor/test_standby.py",
-    "deploy/kvctl/",
-    "deploy/profile/",
+    "conductor/test_leader_election_service.py",
+    "deploy/admin/",
+    "deploy/diagnostics/test_profile.py",
     "deploy/ray/test_ray.py",
-    "deploy/test_disk.py",
     "deploy/test_monitoring.py",
     "deploy/test_wheel.py",
     "docs/",
     "e2e/",
     "engine/cuda/",
-    "engine/elastic/test_elasticity.py",
-    "engine/test_kv_dtypes.py",
+    "engine/kv_cache/test_elastic_service.py",
+    "engine/kv_cache/test_kv_dtypes.py",
     "kvstore/client/test_faults.py",
     "kvstore/disk/test_power.py",
     "kvstore/faults/",
@@ -38,15 +37,15 @@ SLOW = (
     "rdma/",
     "simulation/",
     "traces/reports/test_page.py",
-    "traces/reproduction/",
+    "traces/experiments/test_reproduce.py",
     "traces/simulator/test_fairness.py",
     "traces/simulator/test_trace.py",
     "transfer/fuzz/",
-    "transfer/test_failover.py",
+    "transfer/paths/test_failover.py",
 )
 """Tests that only `make test-all` runs, like those marked `slow`: several processes, other programs, virtual hours."""
 
-FAST = ("e2e/test_cluster.py",)
+FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
 """Exceptions to SLOW, which `make test` runs."""
 
 LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "kvstore/faults/", "traces/", "e2e/")
@@ -116,8 +115,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _services_collect_no_garbage() -> Iterator[None]:
     """Disables the garbage collection at a service's start: 0.3 s each in a test process, whose heap is large."""
     patch = pytest.MonkeyPatch()
-    real = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
+    real = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold", "enable", "disable")}
     nothing = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: 0)
-    patch.setattr(protocol.garbage, "gc", SimpleNamespace(**real, **nothing))
+    patch.setattr(moonserve.protocol.process.lifecycle, "gc", SimpleNamespace(**real, **nothing))
     yield
     patch.undo()

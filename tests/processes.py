@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from protocol.status import until_ready
+from moonserve.protocol.process.child_process import wait_until_ready
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,9 @@ class Starting:
     def facts(self) -> dict[str, str]:
         """Waits until the process serves and returns its facts. Raises NotReady if it will not serve."""
         with ThreadPoolExecutor(1) as threads:  # the caller may run an event loop
-            waiting = threads.submit(lambda: asyncio.run(asyncio.wait_for(until_ready(self.status_fd), PATIENCE_S)))
+            waiting = threads.submit(
+                lambda: asyncio.run(asyncio.wait_for(wait_until_ready(self.status_fd), PATIENCE_S))
+            )
             return waiting.result()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy.ports import free_port
+from moonserve.deploy.launcher.ports import free_port
 from tests.patience import PATIENCE_S, until
 
 

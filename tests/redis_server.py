@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import free_port
+from moonserve.deploy.launcher.ports import free_port
 from tests.patience import PATIENCE_S
 from tests.stopping import stop
 

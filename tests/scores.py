@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.batch import Slice
-from engine.sampler import num_scored
-from protocol.prompt_logprobs import FLOAT, UINT, PromptLogprobs
+from moonserve.engine.model.batch import Slice
+from moonserve.engine.model.sampler import num_scored
+from moonserve.protocol.request import LOGPROB_DTYPE, RANK_DTYPE, PromptLogprobs
 
 
 def scores_of(positions: range, num_top: int) -> PromptLogprobs:
@@ -15,10 +15,10 @@ def scores_of(positions: range, num_top: int) -> PromptLogprobs:
     at = np.arange(positions.start, positions.stop)
     places = np.arange(num_top)
     return PromptLogprobs(
-        logprobs=(-at).astype(FLOAT),
-        ranks=(at + 1).astype(UINT),
-        top_ids=np.tile(places, (len(at), 1)).astype(UINT),
-        top_logprobs=(-at[:, None] - 1 - places).astype(FLOAT),
+        logprobs=(-at).astype(LOGPROB_DTYPE),
+        ranks=(at + 1).astype(RANK_DTYPE),
+        top_ids=np.tile(places, (len(at), 1)).astype(RANK_DTYPE),
+        top_logprobs=(-at[:, None] - 1 - places).astype(LOGPROB_DTYPE),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from protocol.process import Lifecycle
+from moonserve.protocol.process.lifecycle import Lifecycle
 from tests.patience import PATIENCE_S
 
 C = TypeVar("C")

@@ -1,11 +1,13 @@
-"""Imports point in one direction (ARCHITECTURE.md, code map), and the purity rules of `state.py` hold."""
+"""Imports point in one direction (ARCHITECTURE.md, code map), without circles, and modules that decide are pure."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -27,41 +29,79 @@ ALLOWED = {
     "traces": {
         "protocol",
         # The pure parts, which the simulator drives in virtual time.
-        *(f"conductor.{part}" for part in ("state", "limits", "events", "decision", "policies")),
-        *(f"conductor.{part}" for part in ("admission", "cost", "fairness", "roles")),
-        *(f"kvstore.{part}" for part in ("catalog", "disk.base", "eviction", "native", "stored")),
-        "kvstore.directory",
+        *(f"conductor.{part}" for part in ("state", "events", "placement", "prediction", "role_switching")),
+        *(f"kvstore.{part}" for part in ("state", "disk.base", "published_index")),
     },
     "models": set(),
 }
-PACKAGES = {*ALLOWED, "deploy", "benchmarks", "tests"}
+SHIPPED = {*ALLOWED, "deploy"}
+PACKAGES = {*SHIPPED, "benchmarks", "tests"}
 
-# `state.py` decides. Waiting, reading clocks and drawing random numbers belong to its shell.
+# These combine both roles of a worker.
+BOTH_ROLES = ("decode_worker/local_prefill/", "decode_worker/role_switching.py")
+
+# These decide, like every `*state.py`. Waiting, reading clocks and drawing random numbers belong to their shells.
+PURE_PACKAGES = ("prefill_worker/decisions", "decode_worker/decisions", "kvstore/state")
 IMPURE = {"asyncio", "socket", "time", "random", "secrets", "torch", "grpc", "threading", "os"}
 SERVING = {"fastapi", "starlette", "uvicorn"}
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    """Returns `package.module` of each import and `package.module.name` of each imported name, in functions too."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(names)
 
 
 def sources(package: str) -> list[Path]:
     return [p for p in (ROOT / package).rglob("*.py") if "pb" not in p.parts]
 
 
+def name_of(path: Path) -> str:
+    """Returns the name under which the module is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    prefix = ("moonserve",) if parts[0] in SHIPPED else ()
+    return ".".join(prefix + parts).removesuffix(".__init__")
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_a_package_imports_only_what_its_layer_allows(package: str) -> None:
-    permitted = {package, *ALLOWED[package]}
     for path in sources(package):
-        for module in imports_of(path):
-            if module.split(".")[0] not in PACKAGES:
-                continue
-            allowed = any(module == p or module.startswith(p + ".") for p in permitted)
-            assert allowed, f"{path.relative_to(ROOT)} imports {module}"
+        place = path.relative_to(ROOT).as_posix()
+        permitted = {package, *ALLOWED[package]} | ({"prefill_worker"} if place.startswith(BOTH_ROLES) else set())
+        for name in imports_of(path):
+            top = name.removeprefix("moonserve.").split(".")[0]
+            if top in PACKAGES:
+                assert any(is_in(name, f"moonserve.{each}") for each in permitted), f"{place} imports {name}"
+
+
+def test_a_package_is_imported_as_part_of_moonserve() -> None:
+    """`import kvstore` works in a checkout, and makes a second copy of each module, but not where a wheel is installed.
+    Code in strings is checked too."""
+    named = "|".join(SHIPPED)
+    bare = re.compile(rf"\bfrom ({named})(\.\w+)* import\b|(^|[;\"'])\s*import ({named})\b", re.MULTILINE)
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = [f"{file}: {match[0]}" for file in files.splitlines() for match in bare.finditer((ROOT / file).read_text())]
+    assert not found
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Imports in functions and for types count. `from package import module` is an import of the module only."""
+    modules = {name_of(path): path for package in {*SHIPPED, "benchmarks"} for path in sources(package)}
+    graph: dict[str, set[str]] = {}
+    for importer, path in modules.items():
+        names = {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)}
+        graph[importer] = names & modules.keys()
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(
@@ -74,11 +114,12 @@ def test_a_library_is_imported_only_where_it_belongs(unwanted: set[str], allowed
         assert not {m.split(".")[0] for m in imports_of(path)} & unwanted, path
 
 
-def test_state_files_are_pure() -> None:
-    files = [path for package in PACKAGES for path in sources(package) if path.name == "state.py"]
-    assert files
+def test_modules_that_decide_are_pure() -> None:
+    files = [path for package in SHIPPED for path in sources(package) if path.match("*state.py")]
+    files += [path for package in PURE_PACKAGES for path in sources(package)]
+    assert all(sources(package) for package in PURE_PACKAGES)
     for path in files:
-        assert not {m.split(".")[0] for m in imports_of(path)} & IMPURE, path
+        assert not {name for name in imports_of(path) if name.split(".")[0] in IMPURE}, path
 
 
 def test_the_proto_folder_is_no_python_package() -> None:
@@ -86,7 +127,7 @@ def test_the_proto_folder_is_no_python_package() -> None:
     assert not list((ROOT / "proto").glob("*.py"))
 
 
-def test_who_computes_nothing_starts_without_torch_and_without_redis_where_there_is_none() -> None:
+def test_processes_that_compute_nothing_import_neither_torch_nor_redis() -> None:
     """Processes that compute nothing import neither torch nor redis at start; that would take longer than all else."""
     own = ("gateway", "conductor", "store", "directory")
     places = ["moonserve.__main__", VERBS["serve"][0], *(place for verb in own for place in SERVERS[verb])]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from deploy.ports import free_port
-from kvstore.client import connect
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.kvstore.client import connect
 from tests.docs.fences import ROOT, fences_of
 from tests.kvstore.directory.cluster import running_directory
-from tests.kvstore.nodes import TOKEN, running_node
+from tests.kvstore.node.nodes import TOKEN, running_node
 from tests.patience import until
 
 
@@ -23,7 +23,7 @@ def test_the_transfer_engine_alone_takes_ten_lines_that_run() -> None:
 
 
 def test_the_store_alone_takes_ten_lines_that_run() -> None:
-    code = snippet_with("kvstore.client")
+    code = snippet_with("moonserve.kvstore.client")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     port = free_port()
     with running_directory(port=port), running_node("--dram", "8MiB", "--join", f"127.0.0.1:{port}"):

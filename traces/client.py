@@ -10,12 +10,12 @@ from typing import Any
 
 import aiohttp
 
-from protocol.errors import ConfigError
-from protocol.timeline import Timeline
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.latency import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelInfo:
     """Properties of a model that an endpoint reports in /v1/models."""
 
     name: str
@@ -65,7 +65,7 @@ class StreamClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def model(self, name: str | None) -> ModelFacts:
+    async def model(self, name: str | None) -> ModelInfo:
         """Returns the model called `name`, or the first one if None. Raises ConfigError if there is none."""
         try:
             async with self._session.get(f"{self._url}/v1/models") as response:
@@ -75,7 +75,7 @@ class StreamClient:
             raise ConfigError(f"no OpenAI-compatible endpoint at {self._url}: {error}") from error
         for entry in entries:
             if name in (None, entry["id"]):
-                return ModelFacts(
+                return ModelInfo(
                     name=entry["id"],
                     vocab_size=entry.get("vocab_size"),
                     max_model_len=entry.get("max_model_len"),
@@ -92,7 +92,8 @@ class StreamClient:
             return False
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Returns a request's last placement decision and its outcome (`conductor.decision`); None if it is unknown."""
+        """Returns a request's last placement decision and its outcome (`conductor.placement.decision`); None if it is
+        unknown."""
         async with self._session.get(f"{self._url}/v1/requests/{request_id}/explain") as response:
             if response.status != 200:
                 return None
@@ -132,13 +133,13 @@ class StreamClient:
         async with self._session.post(url, data=body, headers=headers) as response:
             if response.status != 200:
                 return Outcome(status=response.status, error=await response.text(), timeline=None)
-            reading = _Reading(arrived_at, response.headers.get("x-request-id", ""))
+            reading = _StreamState(arrived_at, response.headers.get("x-request-id", ""))
             async for event in _events(response.content):
                 reading.take(event, time.monotonic())
             return reading.outcome()
 
 
-class _Reading:
+class _StreamState:
     """State of one response stream."""
 
     def __init__(self, arrived_at: float, request_id: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from protocol.errors import ConfigError
+from moonserve.protocol.errors import ConfigError
 
 TOKENS_PER_HASH = 512
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,101 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from protocol.config import option, run_command
-from protocol.errors import ConfigError
-from protocol.progress import Progress
-from traces.client import ModelFacts, StreamClient
-from traces.format import TraceRecord, read_trace
-from traces.output import write_text
-from traces.prompts import PromptBuilder, ideal_cached_tokens
-from traces.report import Sent, build_report, format_report
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import option, run_command
+from moonserve.protocol.process.progress_bars import ProgressBars
+from moonserve.traces.client import ModelInfo, Outcome, StreamClient
+from moonserve.traces.format import TraceRecord, read_trace
+from moonserve.traces.output import write_text
+from moonserve.traces.request_metrics import CompletedRequest, latency_metrics, ratio, request_metrics, spread_ms
+from moonserve.traces.workload.prompts import PromptBuilder, ideal_cached_tokens
 
-_BUILT_AHEAD = 64  # prompts: more than most bursts have; a few MiB at most
+# The report of a replay: a table for the terminal and a JSON object for programs.
+#
+# Field names follow `vllm bench serve`. Rejected and failed requests count as misses of the objectives and are
+# reported next to the latencies, because rejecting requests makes latencies better.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResult:
+    """One request of a replay and its result."""
+
+    lateness_s: float  # delay of the client's own sending
+    ideal_cached_tokens: int
+    input_length: int
+    outcome: Outcome
+
+
+def build_report(
+    sent: Sequence[RequestResult], *, duration_s: float, ttft_slo_s: float, tbt_slo_s: float
+) -> dict[str, Any]:
+    """Returns the figures of a replay. Latencies are in milliseconds and cover the requests that succeeded."""
+    done = [s.outcome for s in sent if s.outcome.succeeded]
+    completed = [_completed(each, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for each in done]
+    gaps_s = [gap for each in done if each.timeline for gap in each.timeline.gaps_s]
+    return {
+        **request_metrics(
+            completed,
+            num_requests=len(sent),
+            num_rejected=sum(s.outcome.rejected for s in sent),
+            duration_s=duration_s,
+            ttft_slo_s=ttft_slo_s,
+            tbt_slo_s=tbt_slo_s,
+        ),
+        "ideal_hit_ratio": ratio(
+            sum(s.ideal_cached_tokens for s in sent if s.outcome.succeeded),
+            sum(s.input_length for s in sent if s.outcome.succeeded),
+        ),
+        **latency_metrics(completed),
+        **spread_ms("itl_ms", gaps_s),
+        **spread_ms("lateness_ms", (s.lateness_s for s in sent)),
+        "errors": _errors(sent),
+    }
+
+
+def _completed(outcome: Outcome, *, ttft_slo_s: float, tbt_slo_s: float) -> CompletedRequest:
+    """Converts a successful outcome. Without tokens it has no latencies and is not effective."""
+    timeline = outcome.timeline
+    several = timeline is not None and len(timeline.token_at) > 1
+    return CompletedRequest(
+        input_tokens=outcome.prompt_tokens,
+        cached_tokens=outcome.cached_tokens,
+        output_tokens=len(timeline.token_at) if timeline else 0,
+        ttft_s=timeline.ttft_s if timeline else None,
+        tbt_s=timeline.tbt_s if timeline and several else None,
+        tpot_s=timeline.tpot_s if timeline and several else None,
+        e2e_s=timeline.e2e_s if timeline else None,
+        is_effective=timeline is not None and timeline.meets(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s),
+    )
+
+
+def _errors(sent: Sequence[RequestResult]) -> dict[str, int]:
+    """Returns the number of occurrences of each error, including rejections."""
+    outcomes = (entry.outcome for entry in sent)
+    return Counter(f"{o.status}: {o.error[:200]}" for o in outcomes if o.error is not None)
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Formats the report as a table for a terminal."""
+    lines = [
+        "requests     {num_requests:>8}   completed {completed}  rejected {rejected}  failed {failed}",
+        "duration     {duration:>8.1f} s",
+        "throughput   {request_throughput:>8.2f} requests/s   {output_throughput:.0f} output tokens/s   "
+        "{total_token_throughput:.0f} tokens/s",
+        "goodput      {request_goodput:>8.2f} requests/s   {effective_fraction:.1%} of all meet "
+        "TTFT <= {ttft_slo_s:g} s and TBT <= {tbt_slo_s:g} s",
+        "hit ratio    {hit_ratio:>8.1%}   ideal {ideal_hit_ratio:.1%} (unlimited cache)",
+    ]
+    text = [line.format_map(report) for line in lines]
+    text.append(f"{'':12} {'mean':>9} {'p50':>9} {'p90':>9} {'p99':>9}")
+    for name in ("ttft", "tbt", "tpot", "itl", "e2el", "lateness"):
+        cells = [report[f"{kind}_{name}_ms"] for kind in ("mean", "p50", "p90", "p99")]
+        text.append(f"{name + ' ms':12}" + "".join(f" {cell:>9.1f}" for cell in cells))
+    text += [f"error        {count:>8} × {what}" for what, count in report["errors"].items()]
+    return "\n".join(text)
+
+
+_MAX_PROMPTS_AHEAD = 64  # prompts: more than most bursts have; a few MiB at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +146,16 @@ def run(config: ReplayConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayResult:
     """Results of a trace's requests, in trace order."""
 
-    sent: Sequence[Sent]
+    sent: Sequence[RequestResult]
     duration_s: float  # from the start of the replay to the end of the last request
 
 
 async def replay(config: ReplayConfig) -> dict[str, Any]:
     """Replays the trace and returns the report. Raises ConfigError for an invalid trace, option or endpoint."""
-    replayed = await send(config)
+    replayed = await send_trace(config)
     return build_report(
         replayed.sent,
         duration_s=replayed.duration_s,
@@ -79,7 +164,7 @@ async def replay(config: ReplayConfig) -> dict[str, Any]:
     )
 
 
-async def send(config: ReplayConfig) -> Replayed:
+async def send_trace(config: ReplayConfig) -> ReplayResult:
     """Replays the trace and returns the raw results. Raises like `replay`."""
     records = _records(config)
     async with StreamClient(config.url, api_key=config.api_key, timeout_s=config.timeout) as client:
@@ -87,9 +172,9 @@ async def send(config: ReplayConfig) -> Replayed:
         _check_fit(records, facts)
         builder = PromptBuilder(facts.vocab_size or 0, config.seed)
         ideal = ideal_cached_tokens(records, facts.block_size or records[0].tokens_per_hash)
-        tasks: list[asyncio.Task[Sent]] = []
+        tasks: list[asyncio.Task[RequestResult]] = []
         ends = itertools.count(1)
-        with Progress() as progress:
+        with ProgressBars() as progress:
 
             def one_more(_: object) -> None:
                 num_ended = next(ends)
@@ -98,22 +183,22 @@ async def send(config: ReplayConfig) -> Replayed:
 
             began_at = time.monotonic()
             async with asyncio.TaskGroup() as group:
-                async for index, prompt in _paced(records, builder, began_at):
-                    sending = _Sending(records[index], prompt, ideal[index], began_at)
-                    tasks.append(group.create_task(_send(client, facts.name, sending)))
+                async for index, prompt in _due_prompts(records, builder, began_at):
+                    sending = _DueRequest(records[index], prompt, ideal[index], began_at)
+                    tasks.append(group.create_task(_send_request(client, facts.name, sending)))
                     tasks[-1].add_done_callback(one_more)
             duration_s = time.monotonic() - began_at
-    return Replayed(sent=[task.result() for task in tasks], duration_s=duration_s)
+    return ReplayResult(sent=[task.result() for task in tasks], duration_s=duration_s)
 
 
-class _Sending(NamedTuple):
+class _DueRequest(NamedTuple):
     record: TraceRecord
     prompt: list[int]
     ideal_cached: int  # tokens
     began_at: float  # start of the replay
 
 
-async def _paced(
+async def _due_prompts(
     records: Sequence[TraceRecord], builder: PromptBuilder, began_at: float
 ) -> AsyncIterator[tuple[int, list[int]]]:
     """Yields each record's index and prompt when it is due, in trace order even for simultaneous records, because the
@@ -121,7 +206,7 @@ async def _paced(
     ahead: deque[list[int]] = deque()
     for index, record in enumerate(records):
         due_at = began_at + record.arrived_s
-        while (num_built := index + len(ahead)) < len(records) and len(ahead) < _BUILT_AHEAD:
+        while (num_built := index + len(ahead)) < len(records) and len(ahead) < _MAX_PROMPTS_AHEAD:
             if ahead and time.monotonic() >= due_at:
                 break
             ahead.append(builder.prompt(records[num_built]))
@@ -130,7 +215,7 @@ async def _paced(
         yield index, ahead.popleft()
 
 
-def _whose(record: TraceRecord) -> dict[str, str | int]:
+def _tenant_fields(record: TraceRecord) -> dict[str, str | int]:
     """Returns the request fields for the record's tenant and priority."""
     said: dict[str, str | int] = {}
     if record.tenant:
@@ -140,11 +225,13 @@ def _whose(record: TraceRecord) -> dict[str, str | int]:
     return said
 
 
-async def _send(client: StreamClient, model: str, sending: _Sending) -> Sent:
+async def _send_request(client: StreamClient, model: str, sending: _DueRequest) -> RequestResult:
     record = sending.record
     lateness_s = max(0.0, time.monotonic() - sending.began_at - record.arrived_s)
-    outcome = await client.complete(model, sending.prompt, max_tokens=record.output_length, extra=_whose(record))
-    return Sent(
+    outcome = await client.complete(
+        model, sending.prompt, max_tokens=record.output_length, extra=_tenant_fields(record)
+    )
+    return RequestResult(
         lateness_s=lateness_s,
         ideal_cached_tokens=sending.ideal_cached,
         input_length=record.input_length,
@@ -162,7 +249,7 @@ def _records(config: ReplayConfig) -> list[TraceRecord]:
     return [r.scaled(config.scale_lengths, config.scale_outputs, config.speedup) for r in records]
 
 
-def _check_fit(records: Sequence[TraceRecord], facts: ModelFacts) -> None:
+def _check_fit(records: Sequence[TraceRecord], facts: ModelInfo) -> None:
     """Raises ConfigError if any request is too long for the model or the endpoint reports no vocabulary size."""
     if facts.vocab_size is None:
         raise ConfigError("the endpoint's /v1/models tells no vocab_size to build prompts from")

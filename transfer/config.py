@@ -6,9 +6,9 @@ import ipaddress
 import threading
 from dataclasses import dataclass, field
 
-from protocol.config import option
-from protocol.errors import ConfigError
-from protocol.tls import TlsConfig, TlsFiles
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import option
+from moonserve.protocol.process.tls import TlsConfig, TlsFiles
 
 _SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
 """Default slice sizes. Within a host cutting gains nothing, but slices must be short enough to take turns. Over rdma
@@ -58,8 +58,8 @@ class TransferOptions:
                 raise ConfigError(f"transfer {name.replace('_', ' ')} must be at least 1")
         if self.tls is not None and "rdma" in self.transports:
             raise ConfigError(
-                "rdma cannot be encrypted: take it out of --transports, or give --no-transfer-tls where its network is "
-                "the cluster's own"
+                "rdma cannot be encrypted: remove it from --transports, or pass --no-transfer-tls if only the cluster "
+                "uses its network"
             )
 
     def slice_bytes_over(self, transport: str) -> int:
@@ -88,7 +88,7 @@ def _is_ip(rail: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class TransferTimeout:
     """Time limit of transfers: an allowance for stalls plus the time of the bytes at the slowest acceptable rate."""
 
     base_s: float = 10.0
@@ -98,7 +98,7 @@ class Patience:
 
     def __post_init__(self) -> None:
         if self.base_s <= 0 or self.slowest_bytes_s <= 0:
-            raise ConfigError("the transfers' timeout and slowest rate must be above 0")
+            raise ConfigError("the transfer timeout and the slowest rate must be above 0")
 
     def deadline_s(self, nbytes: int) -> float:
         """Returns the seconds allowed for `nbytes`, which include the bytes queued before the transfer."""
@@ -135,7 +135,7 @@ class FaultPlan:
 
 
 _DEFAULTS = TransferOptions()
-_PATIENCE = Patience()
+_TIMEOUT = TransferTimeout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,17 +147,21 @@ class TransferConfig(TlsConfig):
     )
     transfer_rails: tuple[str, ...] = option(
         (),
-        help="ways out of this host for KV: IP addresses, RDMA ports (mlx5_0:1); found out when not given",
+        help="local IP addresses and RDMA ports (mlx5_0:1) that carry KV; discovered if not given",
     )
     transfer_streams: int = option(
-        _DEFAULTS.streams, help="TCP connections per pair of rails; more than 1 pays on long links"
+        _DEFAULTS.streams, help="TCP connections per pair of rails; more than 1 helps on long links"
     )
     transfer_checksums: bool = option(
-        _DEFAULTS.checksums, help="checksum every slice of KV on its way, besides the blocks' own"
+        _DEFAULTS.checksums, help="checksum every slice of KV in transit, in addition to the blocks' checksums"
     )
     transfer_copy_threads: int = option(_DEFAULTS.copy_threads, help="threads that share a large copy within a host")
-    transfer_max_endpoints: int = option(_DEFAULTS.max_endpoints, help="connections for KV that one process keeps open")
-    transfer_tls: bool = option(True, help="with --tls-certificate: encrypt KV over tcp, too (TLS 1.3; rdma cannot be)")
+    transfer_max_endpoints: int = option(
+        _DEFAULTS.max_endpoints, help="maximum number of KV connections that one process keeps open"
+    )
+    transfer_tls: bool = option(
+        True, help="with --tls-certificate: also encrypt KV over tcp (TLS 1.3; rdma cannot be encrypted)"
+    )
 
     def transfer_options(self, host: str) -> TransferOptions:
         """Returns the options of a process that publishes the address `host`. Raises ConfigError."""
@@ -178,19 +182,19 @@ class TransferConfig(TlsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatienceConfig:
+class TransferTimeoutConfig:
     """Flags mixed into the configuration of processes that submit transfers themselves."""
 
     transfer_timeout_s: float = option(
-        _PATIENCE.base_s,
-        help="seconds that KV may take, besides what its bytes take at the slowest rate",
+        _TIMEOUT.base_s,
+        help="time limit of a KV transfer, in addition to the time of its bytes at the slowest rate",
     )
     transfer_slowest_rate: int = option(
-        int(_PATIENCE.slowest_bytes_s),
-        help="bytes per second that are slow but not too slow; below it a transfer fails",
+        int(_TIMEOUT.slowest_bytes_s),
+        help="slowest acceptable rate of a KV transfer, in bytes per second; slower transfers fail",
         unit="bytes",
     )
 
-    def transfer_patience(self) -> Patience:
+    def transfer_timeout(self) -> TransferTimeout:
         """Returns the configured time limit. Raises ConfigError."""
-        return Patience(base_s=self.transfer_timeout_s, slowest_bytes_s=self.transfer_slowest_rate)
+        return TransferTimeout(base_s=self.transfer_timeout_s, slowest_bytes_s=self.transfer_slowest_rate)

@@ -21,13 +21,12 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from protocol.metrics import exposed
-from protocol.pb import conductor_pb2, metrics_pb2
-from protocol.scraping import process_registry
-from transfer.base import Op
-from transfer.config import FaultPlan, TransferOptions
-from transfer.engine import TransferEngine
-from transfer.stats import BUCKETS_S, Incident, PathStats, TransferStats
+from moonserve.protocol.pb import conductor_pb2, metrics_pb2
+from moonserve.protocol.process.metrics import http_endpoint, process_registry
+from moonserve.transfer.config import FaultPlan, TransferOptions
+from moonserve.transfer.engine import TransferEngine
+from moonserve.transfer.paths.traffic_stats import BUCKETS_S, Incident, PathStats, TransferStats
+from moonserve.transfer.transport_interface import Op
 
 _LABELS = ("transport", "rail", "peer")
 _INCIDENTS = {
@@ -37,7 +36,7 @@ _INCIDENTS = {
     Incident.CORRUPT: "Slices that arrived with another checksum.",
     Incident.CONNECT: "Connections opened.",
     Incident.BREAK: "Connections that broke, or could not be had.",
-    Incident.REST: "Times that the rail was left alone after errors.",
+    Incident.COOLDOWN: "Times that the rail was left alone after errors.",
 }
 _LIMITS = (*(str(bound) for bound in BUCKETS_S), "+Inf")
 
@@ -97,7 +96,7 @@ def _count_of(incident: Incident) -> Callable[[PathStats], float]:
     return lambda path: path.incidents[incident]
 
 
-class ServingConfig(Protocol):
+class EngineProcessConfig(Protocol):
     """Configuration of a cluster process that has a transfer engine."""
 
     @property
@@ -113,8 +112,8 @@ class ServingConfig(Protocol):
 
 
 @contextmanager
-def serving(
-    config: ServingConfig, faults: FaultPlan | None = None
+def engine_with_metrics(
+    config: EngineProcessConfig, faults: FaultPlan | None = None
 ) -> Iterator[tuple[TransferEngine, CollectorRegistry]]:
     """Starts an engine and exposes the process's metrics until exit. Yields both. Raises ConfigError."""
     engine = TransferEngine(
@@ -125,7 +124,7 @@ def serving(
     )
     registry = process_registry()
     registry.register(TransferCollector(engine))
-    with engine, exposed(registry, config.host, config.metrics_port):
+    with engine, http_endpoint(registry, config.host, config.metrics_port):
         yield engine, registry
 
 
@@ -136,14 +135,14 @@ _COPIES = 3
 
 def peer_traffic(stats: TransferStats) -> Iterator[conductor_pb2.Traffic]:
     """Yields totals per peer with measured traffic. A peer's name is its instance id."""
-    for peer, seen in stats.seen().items():
-        if seen.read_bytes or seen.written_bytes:
+    for peer, totals in stats.bandwidth_totals().items():
+        if totals.read_bytes or totals.written_bytes:
             yield conductor_pb2.Traffic(
                 peer=peer,
-                read_bytes=seen.read_bytes,
-                read_s=seen.read_s,
-                written_bytes=seen.written_bytes,
-                written_s=seen.written_s,
+                read_bytes=totals.read_bytes,
+                read_s=totals.read_s,
+                written_bytes=totals.written_bytes,
+                written_s=totals.written_s,
             )
 
 
@@ -161,7 +160,7 @@ def rail_totals(stats: TransferStats) -> Iterator[metrics_pb2.Rail]:
     yield from by_rail.values()
 
 
-def local_bytes_per_s(memory: memoryview) -> float:
+def copy_bytes_per_s(memory: memoryview) -> float:
     """Measures the copy rate out of resident memory; a transfer within a host is one such copy. Returns the fastest of
     a few runs, since disturbances only slow a copy down."""
     nbytes = min(len(memory), _COPIED_BYTES)
@@ -170,9 +169,9 @@ def local_bytes_per_s(memory: memoryview) -> float:
     return nbytes / max(min(taken_s), 1e-9)
 
 
-def local_bytes_per_s_beside(nbytes: int) -> float:
+def private_copy_bytes_per_s(nbytes: int) -> float:
     """Measures the copy rate from private memory, since reading elastic memory would make its pages resident."""
-    return local_bytes_per_s(memoryview(bytearray(b"\1") * min(nbytes, _COPIED_BYTES)))
+    return copy_bytes_per_s(memoryview(bytearray(b"\1") * min(nbytes, _COPIED_BYTES)))
 
 
 def _copied_s(source: memoryview, target: bytearray) -> float:

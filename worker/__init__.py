@@ -1,4 +1,2 @@
-"""Common parts of prefill and decode workers: the process, the shell around a pure state, the servicer, the KV pool.
-
-Decides nothing about requests; `prefill_worker.state` and `decode_worker.state` do.
-"""
+"""What prefill and decode workers share: process, RPC service, timers, streams of tokens, metrics. Decisions are in the
+workers' own state.py."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.errors import MoonserveError
-from protocol.ids import GatewayId, RequestId
-from protocol.request import Endpoint, Placement, Request
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.request import Endpoint, GatewayId, Placement, Request, RequestId
 
 
 class Event:

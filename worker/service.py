@@ -1,33 +1,99 @@
-"""The shell around a worker's pure state, and its gRPC service: passes events in, performs actions, reports outcomes.
+"""The shell around a worker's pure state, its operations, and the gRPC service `Worker`, which also takes submissions.
 
-Events are handled one after the other in the event loop's thread. Any action that takes time is an operation
-(`worker.operations`) whose outcome is a new event.
+The shell passes events in, performs actions and reports outcomes. Events are handled one after the other in the event
+loop's thread. An action that takes time is an operation, an asyncio task whose outcome is a new event. If it is
+cancelled on purpose, the event given for that case is reported. Any other exception is a bug, which ends the worker
+instead of leaving a request waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
 
-from engine.block_pool import BlockPool
-from protocol.errors import Cancelled, InvalidRequest
-from protocol.ids import GatewayId, RequestId
-from protocol.keys import BlockKey
-from protocol.logs import of
-from protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
-from protocol.request import Endpoint
-from protocol.streams import GatewayStreams
-from protocol.timer import Timer
-from protocol.tracing import Tracer
-from worker.events import Action, Event, Fail, GatewayLost, RequestCancelled, StoreFound, Tick
-from worker.operations import Operation, Operations
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.protocol.errors import Cancelled, InvalidRequest, NoWorker
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.process.event_loop import Timer
+from moonserve.protocol.process.logs import request_extra
+from moonserve.protocol.process.tracing import Tracer
+from moonserve.protocol.request import Endpoint, GatewayId, Placement, Request, RequestId, SamplingParams
+from moonserve.protocol.rpc.wire import from_message, request_from_wire
+from moonserve.worker.events import Action, Event, Fail, GatewayLost, RequestCancelled, StoreFound, Submitted, Tick
+from moonserve.worker.token_streams import GatewayStreams
 
 log = logging.getLogger(__name__)
+
+Operation = Coroutine[Any, Any, Event | None]
+
+
+class Operations:
+    """Holds the tasks of one worker. `failed` gets the exception of an operation or report that raises."""
+
+    def __init__(self, report: Callable[[Event], None]) -> None:
+        self._report = report
+        self._tasks: set[asyncio.Task[Event | None]] = set()
+        self._stopping = False
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, operation: Operation, *, when_cancelled: Event | None = None) -> asyncio.Task[Event | None]:
+        """Starts an operation, whose outcome is reported when it ends."""
+        task = asyncio.get_running_loop().create_task(operation)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._on_done(done, when_cancelled))
+        return task
+
+    def _on_done(self, task: asyncio.Task[Event | None], when_cancelled: Event | None) -> None:
+        self._tasks.discard(task)
+        if self._stopping:
+            return
+        if task.cancelled():
+            event = when_cancelled
+        elif (error := task.exception()) is not None:
+            self._fail(error)
+            return
+        else:
+            event = task.result()
+        if event is not None:
+            self._try_report(event)
+
+    def _try_report(self, event: Event) -> None:
+        try:
+            self._report(event)
+        except Exception as error:  # the event loop would only log it
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def wait_until_done(self) -> None:
+        """Waits until no operation is in flight. Raises the exception of `failed`, if any."""
+        while self._tasks and not self.failed.done():
+            waited: set[asyncio.Future[Any]] = {*self._tasks, self.failed}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if self.failed.done():
+            self.failed.result()
+
+    async def stop(self) -> None:
+        """Cancels all operations and waits until they have ended, without reporting their outcomes."""
+        self._stopping = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.failed.done():
+            self.failed.exception()  # marks it as retrieved, so that asyncio does not log it
+        else:
+            self.failed.cancel()
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,8 +115,8 @@ class WorkerState(Protocol):
     def num_held_blocks(self) -> int: ...
 
     def handle(self, event: Any, now: float, /) -> Sequence[Action]: ...
-    def evicted(self, key: BlockKey, /) -> None: ...
-    def counted(self) -> dict[str, int]: ...
+    def on_evicted(self, key: BlockKey, /) -> None: ...
+    def counter_values(self) -> dict[str, int]: ...
 
 
 class WorkerService:
@@ -67,7 +133,7 @@ class WorkerService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
-        self.streams = GatewayStreams(self._gateway_lost)
+        self.streams = GatewayStreams(self._on_gateway_lost)
         self.is_draining = False
         self._look_for_home = look_for_home
         self._tracer = tracer or Tracer()
@@ -76,16 +142,16 @@ class WorkerService:
         self._timer = Timer(lambda: self.post(Tick()), clock)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._performers: Mapping[type[Action], Callable[[Any], object]] = {
+        self._action_handlers: Mapping[type[Action], Callable[[Any], object]] = {
             Fail: self._send_failure,
-            **self._role_performers(),
+            **self._role_action_handlers(),
         }
 
-    def _role_performers(self) -> Mapping[type[Action], Callable[[Any], object]]:
+    def _role_action_handlers(self) -> Mapping[type[Action], Callable[[Any], object]]:
         """Returns the functions that perform the role's actions, by action type."""
         raise NotImplementedError
 
-    def _starts(self, operation: Callable[[Any], Operation]) -> Callable[[Any], object]:
+    def _as_operation(self, operation: Callable[[Any], Operation]) -> Callable[[Any], object]:
         """Returns a performer that starts an action as an operation."""
         return lambda action: self._operations.start(operation(action))
 
@@ -123,7 +189,7 @@ class WorkerService:
     def post(self, event: Event) -> None:
         """Handles an event and performs the resulting actions at once."""
         for action in self.state.handle(event, self._clock()):
-            self._performers[type(action)](action)
+            self._action_handlers[type(action)](action)
         self._timer.set(self.state.wake_at)
         if self.state.is_idle:
             self._idle.set()
@@ -133,13 +199,13 @@ class WorkerService:
     def home_found(self, store: Endpoint) -> None:
         self.post(StoreFound(store=store))
 
-    def _gateway_lost(self, gateway_id: GatewayId) -> None:
-        log.warning("gateway %s is gone; its requests end", gateway_id)
+    def _on_gateway_lost(self, gateway_id: GatewayId) -> None:
+        log.warning("gateway %s has gone; cancelling its requests", gateway_id)
         self.post(GatewayLost(gateway_id=gateway_id))
 
     def _send_failure(self, action: Fail) -> None:
         level = logging.DEBUG if isinstance(action.error, Cancelled) else logging.WARNING
-        log.log(level, "given up: %s", action.error.message, extra=of(action.request_id))
+        log.log(level, "the request failed: %s", action.error.message, extra=request_extra(action.request_id))
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
 
     # -- figures
@@ -162,7 +228,7 @@ class WorkerService:
             load=self.load(),
             num_blocks=pool.num_blocks,
             cached_blocks=pool.num_cached,
-            counters=self.state.counted(),
+            counters=self.state.counter_values(),
         )
 
 
@@ -185,3 +251,56 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Context) -> worker_pb2.WorkerStatus:
         return self._service.status()
+
+
+class PrefillServicer(WorkerServicer):
+    """Serves `Worker` to gateways, including submissions; for prefill workers and local prefill.
+
+    Checks submissions before they become requests, since a malformed one must not fail the step that it shares with
+    others.
+    """
+
+    def __init__(
+        self,
+        service: WorkerService,
+        *,
+        block_size: int,
+        vocab_size: int,
+        prepare: Callable[[SamplingParams], Awaitable[None]] | None = None,
+    ) -> None:
+        """`prepare` is awaited before a request reaches the service (`EngineThread.prepare`)."""
+        super().__init__(service)
+        self._prepare = prepare
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+
+    async def Submit(self, request: worker_pb2.SubmitRequest, context: Context) -> worker_pb2.SubmitReply:
+        """Submits a request. Raises NoWorker while draining, InvalidRequest for a malformed request or grammar."""
+        if self._service.is_draining:
+            raise NoWorker("this prefill worker is draining", request=request.request_id)
+        submitted = self._parse(request)
+        placement = from_message(Placement, request.placement)
+        if not math.isfinite(placement.rank):
+            raise InvalidRequest(f"rank {placement.rank} is not a finite number of seconds", request=request.request_id)
+        if self._prepare is not None:
+            await self._prepare(submitted.sampling)
+        log.debug("accepted: %d tokens", len(submitted.token_ids), extra=request_extra(submitted.request_id))
+        self._service.post(Submitted(request=submitted, placement=placement))
+        return worker_pb2.SubmitReply()
+
+    def _parse(self, message: worker_pb2.SubmitRequest) -> Request:
+        try:
+            request = request_from_wire(message)
+        except ValueError as error:
+            raise InvalidRequest(f"malformed submission: {error}") from error
+        num_tokens, num_keys = len(request.token_ids), len(request.block_keys)
+        wrong = ""
+        if not 0 < request.num_prompt_tokens <= num_tokens:
+            wrong = f"{request.num_prompt_tokens} prompt tokens among {num_tokens} tokens"
+        elif num_keys != num_tokens // self._block_size:
+            wrong = f"{num_keys} block keys for {num_tokens} tokens in blocks of {self._block_size}"
+        elif (largest := max(request.token_ids)) >= self._vocab_size:
+            wrong = f"token id {largest} is not below the vocabulary's {self._vocab_size}"
+        if wrong:
+            raise InvalidRequest(wrong, request=request.request_id)
+        return request

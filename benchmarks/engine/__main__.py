@@ -1,30 +1,212 @@
 """`make bench-engine`: measures the engine's speed and the cost of its memory management, one table per part.
 
-speed compares decode and prefill with other engines. The other parts are separate programs (`python -m
-benchmarks.engine.PART --help`) and run here with their default options. The exit status is 1 if a bar is missed or a
-part fails.
+speed compares decode and prefill with other engines. The other parts are separate programs (`python -m MODULE --help`,
+see OTHERS) and run here with their default options. The exit status is 1 if a bar is missed or a part fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import speed
-from benchmarks.engine.contestants import CONTESTANTS
-from benchmarks.engine.shapes import BATCHES, CONTEXTS, DTYPES, MODELS, SHAPES
-from benchmarks.measure import table, write_json
+from benchmarks.engine.roofline import decode_step_bytes, read_bytes_per_s
+from benchmarks.engine.shapes import BATCHES, CONTEXTS, DEMO_FOLDER, DTYPES, MODELS, SHAPES, Shape, prompt_tokens
+from benchmarks.engine.speed.contest import ContestantProcess, is_installed, measure_shape
+from benchmarks.engine.speed.contestant import CONTESTANTS, LLAMA_CPP, NATIVE, TRANSFORMERS, VLLM, ContestantConfig
+from benchmarks.harness.measure import table, write_json
 
-OTHERS = (
-    *("attention", "kv_error", "block_pool", "prefix", "lookahead", "overlap"),
-    *("pipeline", "tensor_parallel"),
+# Formats the figures of `speed` as a table per run, and compares them with the bars.
+
+Bar = dict[str, Any]
+Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""contestant → shape's label → wall_s, processor_s, waited"""
+
+_BARS = (
+    # model, shape, compared with, least speed-up: issue 6, must-show 1
+    ("110M", "B1 C512", VLLM, 1.7),
+    ("110M", "B8 C512", VLLM, 1.7),
+    ("110M", "B1 C2048", VLLM, 1.7),
+    ("110M", "B8 C2048", VLLM, 1.7),
+    ("110M", "B1 C512", LLAMA_CPP, 1.0),
+    ("110M", "B8 C512", LLAMA_CPP, 2.0),
+    ("110M", "B1 C2048", LLAMA_CPP, 1.0),
+    ("110M", "B8 C2048", LLAMA_CPP, 2.0),
+    ("110M", "prefill 2048", VLLM, 1.3),
+    ("demo", "B1 C512", TRANSFORMERS, 10.0),
+    ("demo", "B1 C2048", TRANSFORMERS, 10.0),
 )
+
+
+def speed_table(run: Mapping[str, Any], contestants: Sequence[str]) -> str:
+    """Returns a table of ms per decode step and prompt tokens/s, by wall clock and (in brackets) processor time."""
+    figures: Figures = run["figures"]
+    measured = {label for own in figures.values() for label in own}
+    shapes = [shape for shape in SHAPES if shape.label in measured]
+    rows = [[_title(name, run), *_cells(figures.get(name), shapes)] for name in contestants]
+    floors = [run["floor"].get(shape.label) for shape in shapes]
+    floor = ["–" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in floors]
+    rows.append([f"floor at {run['bytes_per_s'] / 1e9:.0f} GB/s", *floor])
+    cores = "one core" if run["cores"] == 1 else f"{run['cores']} cores"
+    title = f"{run['model']}, {run['dtype']}, {cores}: ms per step, tokens/s; wall (processor)"
+    return table([title, *(shape.label for shape in shapes)], rows)
+
+
+def _title(name: str, run: Mapping[str, Any]) -> str:
+    return f"{name} (other tokens!)" if name in run["differing"] else name
+
+
+def _cells(own: Mapping[str, Mapping[str, float]] | None, shapes: Sequence[Shape]) -> list[str]:
+    if own is None:
+        return ["not installed", *("–" for _ in shapes[1:])]
+    return [_cell(own[shape.label], shape) for shape in shapes]
+
+
+def _cell(seconds: Mapping[str, float], shape: Shape) -> str:
+    wall, processor = seconds["wall_s"], seconds["processor_s"]
+    if shape.prompt is not None:
+        return f"{shape.prompt / wall:,.0f} ({shape.prompt / processor:,.0f})"
+    return f"{wall * 1e3:.2f} ({processor * 1e3:.2f})"
+
+
+def bars(runs: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """Compares speed-ups by wall clock on one core with bfloat16 with the bars; None where not measured."""
+    found: dict[str, Figures] = {
+        run["model"]: run["figures"] for run in runs if run["cores"] == 1 and run["dtype"] == "bfloat16"
+    }
+    return [_bar(found.get(model, {}), model, label, peer, least) for model, label, peer, least in _BARS]
+
+
+def _bar(figures: Figures, model: str, label: str, peer: str, least: float) -> Bar:
+    wall, processor = (_times_faster(figures, label, peer, clock) for clock in ("wall_s", "processor_s"))
+    return {
+        "claim": f"{model} {label}, times {peer}",
+        "measured": wall,
+        "of_processor": processor,
+        "bar": least,
+        "met": None if wall is None else wall >= least,
+    }
+
+
+def _times_faster(figures: Figures, label: str, peer: str, clock: str) -> float | None:
+    own, others = (figures.get(name, {}).get(label) for name in (NATIVE, peer))
+    return None if own is None or others is None else others[clock] / own[clock]
+
+
+# Compares decode and prefill of this engine with other engines and with the limit of memory bandwidth.
+#
+# All contestants with one model and dtype run at the same time and take turns at one shape after another. Figures are
+# medians over the rounds; ratios compare figures of the same run. In float32, contestants with other tokens than the
+# first are marked. The limit ("floor") applies to memory: data in a cache may be faster.
+
+_GREEDY_PROMPT, _GREEDY_TOKENS = 64, 16
+_LEAST_VOCABULARY = 4096
+"""Smallest vocabulary of the models, so that the prompt is valid for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    models: Sequence[str]
+    dtypes: Sequence[str]
+    contestants: Sequence[str]
+    shapes: Sequence[Shape]
+    cores: Sequence[int]  # numbers of cores, measured one after the other
+    rounds: int
+    retakes: int  # of a turn that other programs disturbed
+    scratch: Path  # models in the contestants' formats, kept for the next run
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Returns seconds per number of cores, model, dtype, contestant and label of the shape, and the bars."""
+    runs = []
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    installed = [name for name in options.contestants if is_installed(name)]
+    for count in options.cores:
+        cores = sorted(os.sched_getaffinity(0))[:count]
+        with _confined(cores):
+            bandwidth = read_bytes_per_s(cores)
+            for model in options.models:
+                folder = model_folder(model, options.scratch)
+                for dtype in options.dtypes:
+                    floor = {
+                        shape.label: decode_step_bytes(folder, dtype, shape) / bandwidth
+                        for shape in options.shapes
+                        if shape.prompt is None
+                    }
+                    one = {"cores": count, "model": model, "dtype": dtype, "floor": floor}
+                    configs = [
+                        ContestantConfig(
+                            name=name,
+                            folder=str(folder),
+                            scratch=str(options.scratch),
+                            dtype=dtype,
+                            cores=cores,
+                        )
+                        for name in installed
+                    ]
+                    runs.append({**one, "bytes_per_s": bandwidth, **_measure(options, configs)})
+                    print(speed_table(runs[-1], options.contestants) + "\n", flush=True)
+    return {"rounds": options.rounds, "runs": runs, "bars": bars(runs)}
+
+
+def model_folder(name: str, scratch: Path) -> Path:
+    """Returns the folder of model "demo" or "110M"; writes the latter if it is missing."""
+    if name == "demo":
+        return DEMO_FOLDER
+    folder = scratch.absolute() / name
+    if not (folder / "config.json").exists():
+        command = [sys.executable, "-m", "benchmarks.engine.random_model", str(folder)]
+        subprocess.run(command, check=True)
+    return folder
+
+
+@contextmanager
+def _confined(cores: Sequence[int]) -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _measure(options: Options, configs: Sequence[ContestantConfig]) -> dict[str, Any]:
+    """Returns figures (contestant → label → wall_s, processor_s, waited) and differing (names with other tokens)."""
+    with ExitStack() as stack:
+        sides: dict[str, ContestantProcess] = {}
+        for config in configs:
+            sides[config.name] = ContestantProcess(config)
+            stack.callback(sides[config.name].close)
+        for side in sides.values():
+            side.wait_until_ready()
+        differing = _differing(sides) if configs and configs[0].dtype == "float32" else []
+        figures: dict[str, dict[str, Any]] = {name: {} for name in sides}
+        for shape in options.shapes:
+            found = measure_shape(sides, shape, options.rounds, options.retakes)
+            for name, seconds in found.items():
+                figures[name][shape.label] = seconds
+    return {"figures": figures, "differing": differing}
+
+
+def _differing(sides: Mapping[str, ContestantProcess]) -> list[str]:
+    prompt = prompt_tokens(0, _GREEDY_PROMPT, _LEAST_VOCABULARY)
+    tokens = {name: side.greedy(prompt, _GREEDY_TOKENS) for name, side in sides.items()}
+    first = next(iter(tokens.values()))
+    return [name for name, own in tokens.items() if own != first]
+
+
+OTHERS = {
+    **{part: f"benchmarks.engine.{part}" for part in ("attention", "kv_error", "block_pool", "prefix", "lookahead")},
+    **{part: f"benchmarks.worker.{part}" for part in ("overlap", "pipeline")},
+    "tensor_parallel": "benchmarks.engine.tensor_parallel",
+}
+"""Modules of the other parts."""
 PARTS = ("speed", *OTHERS)
 _VERDICTS = {None: "not measured", True: "met", False: "**missed**"}
 
@@ -39,8 +221,7 @@ def main() -> int:
 
 
 def _speed(arguments: argparse.Namespace) -> bool:
-    options = replace(
-        speed.default_options(),
+    options = Options(
         models=arguments.models,
         dtypes=arguments.dtypes,
         contestants=arguments.contestants,
@@ -54,8 +235,9 @@ def _speed(arguments: argparse.Namespace) -> bool:
             and (shape.prompt or shape.batch in arguments.batches)
             and (shape.prompt or shape.context in arguments.contexts)
         ],
+        scratch=Path("out/engine/models"),
     )
-    result = speed.run(options)
+    result = run(options)
     write_json(arguments.json, result)
     print(_bars_table(result["bars"]) + "\n")
     return all(bar["met"] is not False for bar in result["bars"])
@@ -75,10 +257,7 @@ def _bars_table(bars: Sequence[dict[str, Any]]) -> str:
 
 
 def _other(part: str) -> bool:
-    module = f"benchmarks.engine.{part}"
-    if importlib.util.find_spec(module) is None:
-        raise SystemExit(f"{module} does not exist")
-    return subprocess.run([sys.executable, "-m", module], check=False).returncode == 0
+    return subprocess.run([sys.executable, "-m", OTHERS[part]], check=False).returncode == 0
 
 
 def _arguments() -> argparse.Namespace:

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine.bandwidth import read_bytes_per_s
-from benchmarks.measure import median, table, write_json
-from engine.attention import Attention, Geometry, Span, make_attention
-from engine.engine import set_threads
-from engine.kv_pool import TORCH_DTYPES, KvPool
-from protocol.layout import KvLayout
-from protocol.native import shared_cache
+from benchmarks.engine.roofline import read_bytes_per_s
+from benchmarks.harness.measure import median, table, write_json
+from moonserve.engine.engine import set_threads
+from moonserve.engine.kernels import Attention, Geometry, Span
+from moonserve.engine.kernels.selector import make_attention
+from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
+from moonserve.protocol.kv_blocks import KvLayout
+from moonserve.protocol.process.native_libraries import shared_cache
 
 CONTESTANTS = ("native", "torch")
 BLOCK_SIZE = 32
@@ -86,7 +87,7 @@ PROMPTS = [
 ]
 
 
-class Bench:
+class AttentionBench:
     """A pool with several layers of random K and V, and the contestants that read it."""
 
     def __init__(self, work: Work, dtype: str) -> None:
@@ -95,7 +96,7 @@ class Bench:
         blocks = [-(-end // BLOCK_SIZE) for _, end in work.lengths]
         one = self._layout(1, dtype).pool_bytes(sum(blocks))
         layout = self._layout(max(2, min(_MAX_LAYERS, _POOL_BYTES // one)), dtype)
-        self._pool = KvPool(layout, sum(blocks))
+        self._pool = KvTensors(layout, sum(blocks))
         generator = torch.Generator().manual_seed(0)
         for piece in (*self._pool.keys, *self._pool.values):
             piece.copy_(torch.randn(piece.shape[1:], generator=generator).expand(piece.shape))
@@ -164,7 +165,7 @@ def run(works: Sequence[Work], dtypes: Sequence[str], rounds: int, threads: int)
     with torch.inference_mode():
         for dtype in dtypes:
             for work in works:
-                seconds = Bench(work, dtype).measure(rounds, clock)
+                seconds = AttentionBench(work, dtype).measure(rounds, clock)
                 rows.append(_row(work, dtype, seconds, bytes_per_s, flops_per_s[dtype]))
     return {
         "threads": threads,

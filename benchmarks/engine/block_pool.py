@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.measure import median, table, write_json
-from engine.block_pool import BlockPool
-from engine.pool_figures import Durations
-from protocol.timeline import percentile
+from benchmarks.harness.measure import median, table, write_json
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.kv_cache.pool_metrics import DurationHistogram
+from moonserve.protocol.latency import percentile
 
 BLOCKS_PER_REQUEST = 1.6
 BATCH = 32
@@ -107,7 +107,7 @@ def bars(row: Row) -> list[str]:
 
 
 @dataclass(slots=True, eq=False)
-class Crowd:
+class RequestTables:
     """Block tables of all current requests over one pool, indexed by place."""
 
     pool: BlockPool
@@ -116,7 +116,7 @@ class Crowd:
     rng: np.random.Generator
 
     @classmethod
-    def of(cls, number: int) -> Crowd:
+    def of(cls, number: int) -> RequestTables:
         """Creates `number` requests that hold no blocks yet."""
         rng = np.random.default_rng(number)
         counts = ((rng.random(number) < BLOCKS_PER_REQUEST - 1) + 1).astype(np.uint8)
@@ -157,7 +157,7 @@ class Crowd:
 def measure(number: int, rounds: int) -> Row:
     gc.collect()
     before = _resident_bytes()
-    crowd = Crowd.of(number)
+    crowd = RequestTables.of(number)
     num_blocks = crowd.pool.num_blocks
     fills, released = [_fill(crowd)], list[float]()
     resident = _resident_bytes()
@@ -173,7 +173,7 @@ def measure(number: int, rounds: int) -> Row:
         "fill_blocks_per_s": median(fills),
         "release_blocks_per_s": median(released) if released else 0.0,
     }
-    crowd.pool.durations = Durations()  # filling allocates thousands per call
+    crowd.pool.durations = DurationHistogram()  # filling allocates thousands per call
     row |= _calls("single", crowd, rounds, 1)
     counted = crowd.pool.durations
     row |= {f"pool_p{each}_us": counted.percentile_s(each) * 1e6 for each in (50, 99)}
@@ -184,7 +184,7 @@ def measure(number: int, rounds: int) -> Row:
     return row
 
 
-def _fill(crowd: Crowd) -> float:
+def _fill(crowd: RequestTables) -> float:
     """Allocates the blocks of all requests; returns blocks per second."""
     seconds = 0.0
     for start in range(0, len(crowd.counts), FILL_BATCH):
@@ -198,7 +198,7 @@ def _fill(crowd: Crowd) -> float:
     return crowd.pool.num_blocks / seconds
 
 
-def _release_all(crowd: Crowd) -> float:
+def _release_all(crowd: RequestTables) -> float:
     """Releases the blocks of all requests; returns the seconds taken."""
     seconds = 0.0
     for start in range(0, len(crowd.counts), FILL_BATCH):
@@ -207,13 +207,13 @@ def _release_all(crowd: Crowd) -> float:
     return seconds
 
 
-def _turns(crowd: Crowd) -> list[int]:
+def _turns(crowd: RequestTables) -> list[int]:
     """Returns the number of requests that each turn of a round replaces."""
     most = min(CALLS, len(crowd.counts))
     return [most] * (CALLS // most)
 
 
-def _calls(kind: str, crowd: Crowd, rounds: int, batch: int) -> Row:
+def _calls(kind: str, crowd: RequestTables, rounds: int, batch: int) -> Row:
     """Measures calls that each allocate the blocks of `batch` requests."""
     rates, call_rates, durations = list[float](), list[float](), list[float]()
     for _ in range(rounds):
@@ -257,7 +257,7 @@ def _allocate_timed(pool: BlockPool, counts: list[int], durations: list[float]) 
     return found, 0.0
 
 
-def _churn(crowd: Crowd, rounds: int) -> Row:
+def _churn(crowd: RequestTables, rounds: int) -> Row:
     """Measures pairs of `release` and `allocate` per second, and the microseconds of each `allocate`."""
     rates, durations = list[float](), list[float]()
     release, allocate, now = crowd.pool.release, crowd.pool.allocate, time.perf_counter_ns

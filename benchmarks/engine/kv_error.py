@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +23,91 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from benchmarks.engine import random_llama
-from benchmarks.engine.kv_scales import GRANULARITIES, RememberingPool
+from benchmarks.engine import random_model
 from benchmarks.engine.shapes import DEMO_FOLDER
-from benchmarks.measure import median, table, write_json
-from benchmarks.turns import in_turns, tell
-from engine.attention import Geometry, Span
-from engine.attention.torch_paged import TorchPagedAttention
-from engine.batch import Slice
-from engine.config import load_model_config
-from engine.engine import Engine, set_threads
-from engine.kernels import TorchKernels
-from engine.kv_pool import TORCH_DTYPES, KvPool
-from engine.model import Model
-from engine.step import Step
-from engine.weights import load_weights
-from protocol.ids import RequestId
-from protocol.layout import QUANTISED_DTYPES
-from protocol.machine import cache_folder
-from protocol.request import SamplingParams
+from benchmarks.harness.generate import greedy_slice
+from benchmarks.harness.measure import interleaved, median, report_progress, table, write_json
+from moonserve.engine.engine import Engine, set_threads
+from moonserve.engine.kernels import Geometry, Span, Step
+from moonserve.engine.kernels.torch_attention import TorchPagedAttention
+from moonserve.engine.kernels.torch_layers import TorchKernels
+from moonserve.engine.kv_cache.tensors import QUANTISATIONS, TORCH_DTYPES, KvTensors, Quantisation
+from moonserve.engine.model.batch import Slice
+from moonserve.engine.model.config import load_model_config
+from moonserve.engine.model.forward_pass import Model
+from moonserve.engine.model.weights import load_weights
+from moonserve.protocol.kv_blocks import QUANTISED_DTYPES, KvLayout
+from moonserve.protocol.process.machine import cache_folder
+
+# Float32 pools that simulate quantised pools, with one scale per token and head, per token, or per block and head.
+#
+# `kv_error` compares them; workers have scales per token and head (`engine.kv_cache.tensors`). A scale per block grows
+# as tokens arrive: earlier tokens are then quantised again from their rounded values, as a worker would have to do.
+
+GRANULARITIES = ("token, head", "token", "block, head")
+_LEAST = 1e-30
+
+
+class FakeQuantPool(KvTensors):
+    """Pool that rounds values as it stores them. For torch kernels and attention only: its tensors are floats."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, kept: str, granularity: str) -> None:
+        super().__init__(layout, num_blocks)
+        self.layout = replace(layout, dtype=kept)  # so attention also reads a chunk's own K and V from the pool
+        self._rounding = QUANTISATIONS[kept]
+        self._granularity = granularity
+        shape = (num_blocks, layout.num_kv_heads)
+        self._highest = [torch.zeros(shape) for _ in range(2 * layout.num_layers)]
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for part, (piece, heads) in enumerate(((self.keys, keys), (self.values, values))):
+            if self._granularity == "block, head":
+                self._write_blocks(piece[layer], self._highest[2 * layer + part], slots, heads)
+                continue
+            shared = (-1,) if self._granularity == "token, head" else (-2, -1)
+            highest = heads.abs().amax(shared, keepdim=True)
+            piece[layer].flatten(0, 1)[slots] = rounded(heads, highest, self._rounding)
+
+    def _write_blocks(
+        self, piece: torch.Tensor, highest: torch.Tensor, slots: torch.Tensor, heads: torch.Tensor
+    ) -> None:
+        """Uses a scale per block and head. `highest` [blocks, kv_heads] grows; a block's first token resets it."""
+        size = self.layout.block_size
+        blocks = slots // size
+        begun = blocks[slots % size == 0]
+        highest[begun], piece[begun] = 0.0, 0.0
+        before = highest.clone()
+        magnitudes = heads.abs().amax(-1)
+        highest.scatter_reduce_(0, blocks[:, None].expand_as(magnitudes), magnitudes, "amax")
+        grown = torch.nonzero((highest > before).any(-1)).flatten()
+        piece[grown] = rounded(piece[grown], highest[grown][:, None, :, None], self._rounding)
+        piece.flatten(0, 1)[slots] = rounded(heads, highest[blocks][..., None], self._rounding)
+
+
+def rounded(numbers: torch.Tensor, highest: torch.Tensor, code: Quantisation) -> torch.Tensor:
+    """Quantises `numbers`, with `highest` mapped to the highest code, and returns them as floats."""
+    scales = highest.clamp_min(_LEAST) / code.highest
+    return code.round(numbers / scales).to(code.dtype).float() * scales
+
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TEXTS = (
-    "engine/config.py",
-    "engine/sampler.py",
-    "protocol/wire.py",
-    "protocol/membership.py",
-    "transfer/windows.py",
-    "gateway/generation/detokenize.py",
-    "conductor/columns.py",
-    "kvstore/catalog.py",
-    "conductor/roles/controller.py",
-    "decode_worker/allotment.py",
-    "engine/weights.py",
-    "kvstore/state.py",
+    "engine/model/config.py",
+    "engine/model/sampler.py",
+    "protocol/rpc/wire.py",
+    "protocol/membership/heartbeats.py",
+    "transfer/memory/write_windows.py",
+    "gateway/generation/detokenizer.py",
+    "conductor/prediction/instance_table.py",
+    "kvstore/state/catalog.py",
+    "conductor/role_switching.py",
+    "decode_worker/decisions/admission_and_preemption.py",
+    "engine/model/weights.py",
+    "kvstore/state/state.py",
     "prefill_worker/state.py",
-    "protocol/rpc.py",
+    "protocol/rpc/grpc_transport.py",
     "traces/replay.py",
-    "transfer/scatter.py",
+    "transfer/memory/scatter.py",
 )
 PROMPT, ANSWER = 256, 256
 BLOCK_SIZES = (16, 32, 128, 512)
@@ -96,9 +143,9 @@ class Reader:
         self._per_text = layout.blocks_for(PROMPT + ANSWER)
         num_blocks = num_texts * self._per_text
         if variant.kept is None:
-            pool = KvPool(layout, num_blocks)
+            pool = KvTensors(layout, num_blocks)
         else:
-            pool = RememberingPool(layout, num_blocks, variant.kept, variant.granularity)
+            pool = FakeQuantPool(layout, num_blocks, variant.kept, variant.granularity)
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
         kernels = TorchKernels(config, weights, pool)
         self._model = Model(config, kernels, TorchPagedAttention(geometry, pool))
@@ -154,7 +201,7 @@ def errors(texts: torch.Tensor) -> list[dict[str, Any]]:
     expected, said = logits_along(plain, texts), continued(plain, texts)
     rows = [_row(plain, expected, said, expected, said, texts)]
     for variant in variants():
-        tell(" · ".join(variant.label))
+        report_progress(" · ".join(variant.label))
         found = logits_along(variant, texts), continued(variant, texts)
         rows.append(_row(variant, *found, expected, said, texts))
     return rows
@@ -239,16 +286,8 @@ def seconds(engine: Engine, shape: Shape) -> float:
 
 def _slice(engine: Engine, row: int, start: int, end: int) -> Slice:
     per_row = engine.layout.blocks_for(end)
-    return Slice(
-        request_id=RequestId(f"row-{row}"),
-        token_ids=[token % engine.config.vocab_size for token in range(end)],
-        start=start,
-        end=end,
-        block_table=range(row * per_row, (row + 1) * per_row),
-        sampling=SamplingParams(max_tokens=1, temperature=0.0),
-        num_prompt_tokens=end,
-        samples=True,
-    )
+    tokens = [token % engine.config.vocab_size for token in range(end)]
+    return greedy_slice(f"row-{row}", tokens, start, end, range(row * per_row, (row + 1) * per_row))
 
 
 def speeds(model: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
@@ -258,7 +297,7 @@ def speeds(model: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
         for shape in SHAPES:  # fills the blocks and warms up
             seconds(engine, shape)
     times: dict[tuple[str, Shape], list[float]] = {}
-    for name, shape in in_turns(list(engines), SHAPES, rounds):
+    for name, shape in interleaved(list(engines), SHAPES, rounds):
         times.setdefault((name, shape), []).append(seconds(engines[name], shape))
     return [
         {
@@ -326,7 +365,7 @@ def main() -> int:
     if "speed" in arguments.only:
         with tempfile.TemporaryDirectory() as own:
             if "110M" in arguments.models:
-                random_llama.write(Path(own))
+                random_model.write(Path(own))
             folders = {"demo": DEMO_FOLDER, "110M": Path(own)}
             figures["speeds"] = [
                 row for model in arguments.models for row in speeds(model, folders[model], arguments.rounds)

@@ -17,24 +17,22 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import torch
 
 from benchmarks.engine.shapes import DEMO_FOLDER, SMALL, prompt_tokens
-from benchmarks.measure import median, table, write_json
-from engine.batch import Slice
-from engine.engine import Engine
-from engine.replica import loaded_replica
-from engine.replica_config import ReplicaConfig
-from engine.tensor_parallel import steps
-from engine.tensor_parallel.shared import Ranks, RanksLibrary
-from protocol.ids import RequestId
-from protocol.machine import cache_folder
-from protocol.process import Lifecycle
-from protocol.request import SamplingParams
-from transfer import TransferEngine
+from benchmarks.harness.generate import greedy_slice
+from benchmarks.harness.measure import median, table, write_json
+from moonserve.engine.config import ReplicaConfig
+from moonserve.engine.engine import Engine
+from moonserve.engine.replica import running_replica
+from moonserve.engine.tensor_parallel import step_messages
+from moonserve.engine.tensor_parallel.collectives import Collectives, CollectivesLibrary
+from moonserve.protocol.process.lifecycle import Lifecycle
+from moonserve.protocol.process.machine import cache_folder
+from moonserve.transfer import TransferEngine
 
 BLOCK_SIZE = 32
 CHUNK = 512
@@ -43,29 +41,10 @@ DECODE = ((1, 512), (8, 512), (8, 2048))  # sequences, context
 PREFILL = (512, 2048)
 CONTESTANTS = {"1 thread": (1, 1), "2 threads": (1, 2), "2 ranks": (2, 2)}  # ranks, threads
 SUMS = ((1, 768), (8, 768), (512, 768))
-_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def _slice(
-    name: str,
-    tokens: Sequence[int],
-    start: int,
-    end: int,
-    first_block: int,
-    *,
-    num_prompt_tokens: int,
-) -> Slice:
-    blocks = range(first_block, first_block - (-len(tokens) // BLOCK_SIZE))
-    return Slice(
-        request_id=RequestId(name),
-        token_ids=tokens,
-        start=start,
-        end=end,
-        block_table=tuple(blocks),
-        sampling=_GREEDY,
-        num_prompt_tokens=num_prompt_tokens,
-        samples=end == len(tokens),
-    )
+def _blocks(first: int, count: int) -> tuple[int, ...]:
+    return tuple(range(first, first + count))
 
 
 def decode_ms(engine: Engine, batch: int, context: int) -> float:
@@ -73,7 +52,7 @@ def decode_ms(engine: Engine, batch: int, context: int) -> float:
     num_blocks = -(-(context + 1) // BLOCK_SIZE)
     tokens = [prompt_tokens(n, context + 1, 1000) for n in range(batch)]
     rows = [
-        _slice(f"{n}", own, context, context + 1, n * num_blocks, num_prompt_tokens=context)
+        greedy_slice(f"{n}", own, context, context + 1, _blocks(n * num_blocks, num_blocks), num_prompt_tokens=context)
         for n, own in enumerate(tokens)
     ]
     engine.execute(rows)
@@ -86,10 +65,11 @@ def decode_ms(engine: Engine, batch: int, context: int) -> float:
 def prefill_rate(engine: Engine, length: int) -> float:
     """Computes a prompt in chunks; returns tokens per second."""
     prompt = prompt_tokens(0, length, 1000)
+    blocks = _blocks(0, -(-length // BLOCK_SIZE))
     began = time.perf_counter()
     for start in range(0, length, CHUNK):
         end = min(start + CHUNK, length)
-        engine.execute([_slice("prompt", prompt, start, end, 0, num_prompt_tokens=length)])
+        engine.execute([greedy_slice("prompt", prompt, start, end, blocks)])
     return length / (time.perf_counter() - began)
 
 
@@ -120,7 +100,9 @@ async def _engines(arguments: argparse.Namespace) -> AsyncIterator[dict[str, Eng
                     tensor_parallel_size=ranks,
                 )
                 transfer = stack.enter_context(TransferEngine(cluster_token="benchmark"))
-                replica, _ = await stack.enter_async_context(loaded_replica(config, transfer.allocate, Lifecycle(None)))
+                replica, _ = await stack.enter_async_context(
+                    running_replica(config, transfer.allocate, Lifecycle(None))
+                )
                 engines[name] = replica.thread.engine
             yield engines
 
@@ -140,15 +122,15 @@ async def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
 # -- sums alone
 
 
-def _sums(rank: int, ranks: Ranks, count: int, results: mmap.mmap | None) -> None:
+def _sums(rank: int, ranks: Collectives, count: int, results: mmap.mmap | None) -> None:
     torch.set_num_threads(1)
     for place, shape in enumerate(SUMS):
         hidden, part = torch.zeros(shape), torch.ones(shape)
         for _ in range(20):
-            ranks.add(hidden, part)
+            ranks.all_reduce(hidden, part)
         began = time.perf_counter()
         for _ in range(count):
-            ranks.add(hidden, part)
+            ranks.all_reduce(hidden, part)
         if results is not None and rank == 0:
             spent = (time.perf_counter() - began) / count
             torch.frombuffer(results, dtype=torch.float64)[place] = spent * 1e6
@@ -156,11 +138,11 @@ def _sums(rank: int, ranks: Ranks, count: int, results: mmap.mmap | None) -> Non
 
 def sum_us(count: int) -> list[float]:
     """Returns the mean microseconds of one sum over two ranks, by shape."""
-    pair = steps.pair()
+    pair = step_messages.pair()
     results = mmap.mmap(-1, mmap.PAGESIZE)
-    library = RanksLibrary(cache_folder(os.environ, Path.home()))
+    library = CollectivesLibrary(cache_folder(os.environ, Path.home()))
     memory = mmap.mmap(-1, library.memory_bytes(2))
-    both = [Ranks(library, memory, rank=n, size=2, sockets=[pair[n]]) for n in (0, 1)]
+    both = [Collectives(library, memory, rank=n, size=2, sockets=[pair[n]]) for n in (0, 1)]
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_sums, args=(n, both[n], count, results)) for n in (0, 1)]
     for process in processes:

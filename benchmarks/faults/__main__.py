@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.registry import Redis
-from benchmarks.faults.scenes import ALONE, FLAGS, SCENES, STANDBY, STOPS, Played, Scene, play
-from benchmarks.faults.victims import Victims
-from benchmarks.measure import median, table, write_json
+from benchmarks.faults.scenarios import ALONE, FLAGS, KILLS, STANDBY, STOPS, Scenario, ScenarioResult, run_scenario
+from benchmarks.faults.testbed import FaultCluster, Redis
+from benchmarks.harness.measure import median, table, write_json
 
 _HEADERS = ("fault", "signal", "cluster", "waited, s (median)", "worst", "exact")
 
@@ -25,13 +24,11 @@ _HEADERS = ("fault", "signal", "cluster", "waited, s (median)", "worst", "exact"
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     scenes = [
-        scene
-        for scene in (*SCENES, *STOPS)
-        if any(part in f"{scene.number.name} {scene.name}" for part in options.only)
+        scene for scene in (*KILLS, *STOPS) if any(part in f"{scene.number.name} {scene.name}" for part in options.only)
     ]
     rows: list[dict[str, Any]] = []
     for scene in scenes:
-        rows.append(_row(scene, _played(scene, options.repeat)))
+        rows.append(_row(scene, _run_repeatedly(scene, options.repeat)))
         sys.stderr.write(f"{rows[-1]}\n")
     sys.stdout.write(table(_HEADERS, [_cells(row) for row in rows]) + "\n")
     if options.json is not None:
@@ -39,27 +36,27 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(row["num_exact"] == options.repeat for row in rows) else 1
 
 
-def _played(scene: Scene, repeat: int) -> list[Played]:
+def _run_repeatedly(scene: Scenario, repeat: int) -> list[ScenarioResult]:
     """Plays a scene `repeat` times. With one process of each kind, each time has its own cluster, because the launcher
     delays the restart of a process that dies often."""
     if scene.cluster == ALONE:
-        return [_alone(scene, seed) for seed in range(repeat)]
-    with _victims(scene.cluster) as victims:
-        return [play(scene, victims, seed) for seed in range(repeat)]
+        return [_on_new_cluster(scene, seed) for seed in range(repeat)]
+    with _fault_cluster(scene.cluster) as victims:
+        return [run_scenario(scene, victims, seed) for seed in range(repeat)]
 
 
-def _alone(scene: Scene, seed: int) -> Played:
-    with _victims(scene.cluster) as victims:
-        return play(scene, victims, seed)
+def _on_new_cluster(scene: Scenario, seed: int) -> ScenarioResult:
+    with _fault_cluster(scene.cluster) as victims:
+        return run_scenario(scene, victims, seed)
 
 
 @contextlib.contextmanager
-def _victims(cluster: str) -> Iterator[Victims]:
+def _fault_cluster(cluster: str) -> Iterator[FaultCluster]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         redis = None
         if cluster == STANDBY:
             redis = stack.enter_context(contextlib.closing(Redis(Path(folder))))
-        victims = Victims(*FLAGS[cluster], log_dir=Path(folder), redis=redis)
+        victims = FaultCluster(*FLAGS[cluster], log_dir=Path(folder), redis=redis)
         try:
             victims.wait_until_ready()
             yield victims
@@ -67,7 +64,7 @@ def _victims(cluster: str) -> Iterator[Victims]:
             victims.stop(30.0)
 
 
-def _row(scene: Scene, played: Sequence[Played]) -> dict[str, Any]:
+def _row(scene: Scenario, played: Sequence[ScenarioResult]) -> dict[str, Any]:
     return {
         "fault": scene.name,
         "signal": scene.number.name,

@@ -10,29 +10,123 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import resource
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import aiohttp
+import psutil
 import uvloop
 
-from benchmarks.gateway.processes import GatewayProcess, clients, running_gateway
-from benchmarks.gateway.stub import StubCluster
-from benchmarks.measure import medians, table, write_json
-from gateway.text.tokenizer import load_tokenizer
-from models import demo_model_path
-from protocol.timeline import percentile
+from benchmarks.gateway.stub import CLUSTER_TOKEN, StubCluster
+from benchmarks.harness.measure import medians, table, write_json
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.gateway.tokenizer import load_tokenizer
+from moonserve.models import demo_model_path
+from moonserve.protocol.latency import percentile
+
+_READY_S = 60.0
+
+
+class GatewayProcess:
+    """A running `moonserve gateway` in front of a stub cluster."""
+
+    def __init__(self, process: Process, port: int) -> None:
+        self.port = port
+        self._process = psutil.Process(process.pid)
+
+    def cpu_s(self) -> float:
+        """Returns the processor time of all its threads so far."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def resident_mib(self) -> float:
+        return float(self._process.memory_info().rss) / 2**20
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    conductor: str, model: Path, core: int, profiler: Sequence[str] = ()
+) -> AsyncIterator[GatewayProcess]:
+    """Starts a gateway bound to one core and waits until it is ready. `profiler`: command to run it under."""
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        *("taskset", "--cpu-list", str(core)),
+        *(profiler or (sys.executable,)),
+        *("-m", "moonserve", "gateway", "--model", str(model), "--conductor", conductor),
+        *("--port", str(port), "--log-level", "warning", "--request-timeout-s", "3600"),
+        env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": CLUSTER_TOKEN},
+    )
+    try:
+        await _until_ready(port)
+        yield GatewayProcess(process, port)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _until_ready(port: int) -> None:
+    async with asyncio.timeout(_READY_S), aiohttp.ClientSession() as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"http://127.0.0.1:{port}/ready") as reply:
+                    if reply.status == 200:
+                        return
+            await asyncio.sleep(0.05)
+
+
+class ClientProcess:
+    """A client process with open streams at the gateway."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def seen(self) -> dict[str, Any]:
+        """Returns the result of `benchmarks.gateway.client`, once the streams have ended."""
+        assert self._process.stdout is not None
+        found: dict[str, Any] = json.loads(await self._process.stdout.readline())
+        return found
+
+
+@contextlib.asynccontextmanager
+async def client_process(port: int, num_streams: int, text: str) -> AsyncIterator[ClientProcess]:
+    """Starts a client process with `num_streams` streams and ends it with the block."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.gateway.client", str(port), str(num_streams), text),
+        stdin=PIPE,
+        stdout=PIPE,
+        limit=2**30,
+    )
+    try:
+        yield ClientProcess(process)
+    finally:
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(b"\n")
+            await process.stdin.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10.0):
+                await process.communicate()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
 
 TEXT = " to"  # one token of the demo model
 Row = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class StreamLoad:
     """Streams that get a token every `interval_s`; 0 = as fast as the gateway accepts them."""
 
     num_streams: int
@@ -41,22 +135,22 @@ class Pace:
 
 
 PACED = (
-    Pace(num_streams=1, interval_s=0.010, num_steps=400),
-    Pace(num_streams=64, interval_s=0.010, num_steps=400),
-    Pace(num_streams=512, interval_s=0.050, num_steps=100),
+    StreamLoad(num_streams=1, interval_s=0.010, num_steps=400),
+    StreamLoad(num_streams=64, interval_s=0.010, num_steps=400),
+    StreamLoad(num_streams=512, interval_s=0.050, num_steps=100),
 )
 FLAT_OUT = (
-    Pace(num_streams=1, interval_s=0.0, num_steps=20_000),
-    Pace(num_streams=64, interval_s=0.0, num_steps=1_500),
-    Pace(num_streams=512, interval_s=0.0, num_steps=200),
+    StreamLoad(num_streams=1, interval_s=0.0, num_steps=20_000),
+    StreamLoad(num_streams=64, interval_s=0.0, num_steps=1_500),
+    StreamLoad(num_streams=512, interval_s=0.0, num_steps=200),
 )
 NUM_IDLE = 2_000
 IDLE_S = 20.0
 
 
-async def stream_row(stub: StubCluster, gateway: GatewayProcess, pace: Pace) -> Row:
+async def stream_row(stub: StubCluster, gateway: GatewayProcess, pace: StreamLoad) -> Row:
     """Runs the streams of a pace; returns their figures."""
-    async with clients(gateway.port, pace.num_streams, TEXT) as streams:
+    async with client_process(gateway.port, pace.num_streams, TEXT) as streams:
         await stub.gather(pace.num_streams)
         begun_cpu_s, begun_at = gateway.cpu_s(), time.monotonic()
         await stub.run(pace.num_steps, pace.interval_s)
@@ -79,7 +173,7 @@ async def stream_row(stub: StubCluster, gateway: GatewayProcess, pace: Pace) -> 
 
 async def idle_row(stub: StubCluster, gateway: GatewayProcess, num_streams: int) -> Row:
     """Measures streams that got one token and wait for the next; 0 = no streams."""
-    async with clients(gateway.port, num_streams, TEXT):
+    async with client_process(gateway.port, num_streams, TEXT):
         await stub.gather(num_streams)
         await stub.run(min(num_streams, 1), 0.0, ends=False)
         await asyncio.sleep(2.0)
@@ -92,7 +186,7 @@ async def idle_row(stub: StubCluster, gateway: GatewayProcess, num_streams: int)
 Measure = Callable[[StubCluster, GatewayProcess], Awaitable[Row]]
 
 
-async def _alone(measure: Measure, core: int, profiler: Sequence[str]) -> Row:
+async def _run_once(measure: Measure, core: int, profiler: Sequence[str]) -> Row:
     [token_id] = load_tokenizer(demo_model_path()).encode(TEXT, add_special_tokens=False)
     stub = StubCluster(token_id)  # type: ignore[abstract]  # gateways call no other methods
     await stub.start()
@@ -163,7 +257,7 @@ def main() -> None:
     for name, measure in measures().items():
         if args.only in name:
             num_rounds = 1 if "idle" in name else args.rounds
-            runs = (_alone(measure, cores[0], args.profiler.split()) for _ in range(num_rounds))
+            runs = (_run_once(measure, cores[0], args.profiler.split()) for _ in range(num_rounds))
             rows[name] = medians([uvloop.run(run) for run in runs])
             print(name, {figure: round(value, 2) for figure, value in rows[name].items()}, flush=True)
     print(report(rows))

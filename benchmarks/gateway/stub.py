@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protocol.rpc import RpcServer
-from protocol.streams import SIGN_OF_LIFE_S
+# Set before grpc is imported: uvloop forks while gRPC has threads, and with gRPC's fork handlers one client process in
+# thirty never reported back.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.rpc.grpc_transport import RpcServer
+from moonserve.worker.token_streams import KEEPALIVE_S
 
 CLUSTER_TOKEN = "benchmark"
 MAX_MODEL_LEN = 1_000_000
@@ -120,7 +125,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self, instance_id: str) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
-        self.server.add_lean("Worker", self)
+        self.server.add_socket_service("Worker", self)
         address = await self.server.start("127.0.0.1", 0)
         self.endpoint = common_pb2.Endpoint(instance_id=instance_id, epoch=1, rpc_address=address, host="here")
 
@@ -147,6 +152,6 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def _next(self) -> worker_pb2.EventBatch:
         """Returns the next batch to send, or an empty one as a sign of life."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SIGN_OF_LIFE_S):
+            async with asyncio.timeout(KEEPALIVE_S):
                 return await self._outgoing.get()
         return worker_pb2.EventBatch()

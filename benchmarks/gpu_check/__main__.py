@@ -48,19 +48,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _run(options: argparse.Namespace) -> int:
     import torch
 
-    from benchmarks.gpu_check.bench import FULL, REHEARSAL, Bench, measure_ceilings
     from benchmarks.gpu_check.checks import run_checks
-    from benchmarks.gpu_check.machine import describe
-    from benchmarks.gpu_check.report import as_document, as_table
-    from benchmarks.gpu_check.rows import Row
-    from benchmarks.measure import write_json
+    from benchmarks.gpu_check.context import FULL, REHEARSAL, CheckContext, measure_ceilings
+    from benchmarks.gpu_check.report import Row, as_document, as_table, describe_machine
+    from benchmarks.harness.measure import write_json
 
     began = time.monotonic()
     scale = REHEARSAL if options.rehearse else FULL
     device = torch.device("cpu") if options.rehearse else torch.device("cuda", 0)
-    machine = {"date": f"{datetime.now(UTC):%Y-%m-%d}", **describe(device)}
+    machine = {"date": f"{datetime.now(UTC):%Y-%m-%d}", **describe_machine(device)}
     ceilings = measure_ceilings(device, scale)
-    bench = Bench(device=device, scale=scale, ceilings=ceilings)
+    bench = CheckContext(device=device, scale=scale, ceilings=ceilings)
     rows: list[Row] = []
     for row in run_checks(bench, options.only or "", began + options.budget_s):
         print(f"{row.status:8} {row.name}  {row.found}  {row.reason}", file=sys.stderr, flush=True)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.gpu_check import ahead, graphs, handoff, kernels, parity, rates, speed, workers
-from benchmarks.gpu_check.bench import Bench
-from benchmarks.gpu_check.rows import Row, failed, skipped
+from benchmarks.gpu_check import decode_steps, handoff, kernels, speed, token_parity
+from benchmarks.gpu_check.context import CheckContext
+from benchmarks.gpu_check.report import Row, failed, skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,24 +17,24 @@ class Check:
 
     name: str
     needs_s: float  # skipped if less time is left
-    rows: Callable[[Bench], Iterator[Row]]
+    rows: Callable[[CheckContext], Iterator[Row]]
 
 
 CHECKS = (
     Check("attention kernels", 60, kernels.attention),
     Check("fused kernels", 20, kernels.fused),
-    Check("token parity", 40, parity.families),
-    Check("graphs", 30, graphs.replays),
-    Check("decode attention", 20, rates.decode),
-    Check("prefill attention", 20, rates.prefill),
-    Check("ahead", 20, ahead.decoding),
+    Check("token parity", 40, token_parity.families),
+    Check("graphs", 30, decode_steps.graph_replays),
+    Check("decode attention", 20, speed.decode_attention_speed),
+    Check("prefill attention", 20, speed.prefill_attention_speed),
+    Check("ahead", 20, decode_steps.steps_ahead),
     Check("handoff", 60, handoff.processes),
-    Check("workers", 90, workers.cluster),
-    Check("models", 90, speed.models),
+    Check("workers", 90, handoff.whole_cluster),
+    Check("models", 90, speed.model_speed),
 )
 
 
-def run_checks(bench: Bench, only: str, deadline: float, checks: Sequence[Check] = CHECKS) -> Iterator[Row]:
+def run_checks(bench: CheckContext, only: str, deadline: float, checks: Sequence[Check] = CHECKS) -> Iterator[Row]:
     """Yields the rows of all checks whose name contains `only`. `deadline`: time of the monotonic clock."""
     for check in checks:
         if only not in check.name:

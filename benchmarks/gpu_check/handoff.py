@@ -6,8 +6,10 @@ The dtype is float32, so that tokens are comparable. Both processes create the s
 
 from __future__ import annotations
 
+import json
 import mmap
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +20,10 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from benchmarks.gpu_check.bench import REHEARSAL, Bench
-from benchmarks.gpu_check.models import BLOCK_SIZE, Loaded, load, one_slice
-from benchmarks.gpu_check.rows import Row, guarded, skipped
-from engine.cuda.staging import HostStaging
+from benchmarks.gpu_check.context import REHEARSAL, CheckContext
+from benchmarks.gpu_check.random_models import BLOCK_SIZE, Loaded, load, one_slice
+from benchmarks.gpu_check.report import Row, guarded, skipped
+from moonserve.engine.cuda.staging_ring import StagingRing
 
 _TIMEOUT_S = 120.0
 _SEED = 7
@@ -40,7 +42,7 @@ class _Work:
     steps: int
 
 
-def processes(bench: Bench) -> Iterator[Row]:
+def processes(bench: CheckContext) -> Iterator[Row]:
     ways = ("host staging",) if bench.device.type != "cuda" else ("host staging", "CUDA IPC")
     if bench.device.type == "cuda" and torch.cuda.mem_get_info(bench.device)[0] < _NEEDED_BYTES:
         yield skipped("handoff between processes", f"needs {_NEEDED_BYTES >> 30} GiB of GPU memory")
@@ -49,7 +51,7 @@ def processes(bench: Bench) -> Iterator[Row]:
         yield from _processes(bench, Path(folder) / "kv", ways)
 
 
-def _processes(bench: Bench, path: Path, ways: tuple[str, ...]) -> Iterator[Row]:
+def _processes(bench: CheckContext, path: Path, ways: tuple[str, ...]) -> Iterator[Row]:
     rehearses = bench.scale is REHEARSAL
     prompt = [(11 * n) % 251 for n in range(40 if rehearses else 2000)]
     used = -(-len(prompt) // BLOCK_SIZE)
@@ -71,15 +73,15 @@ def _processes(bench: Bench, path: Path, ways: tuple[str, ...]) -> Iterator[Row]
 
 def _read(own: Loaded, prompt: list[int], used: int, memory: memoryview) -> int:
     """Prefills the prompt and stores each layer in host memory meanwhile. Returns the first token."""
-    staging = HostStaging(own.pool, memory)
+    staging = StagingRing(own.pool, memory)
     stored: list[int] = []
 
     def on_layer(layer: int) -> None:
         staging.store(layer, range(used), lambda: stored.append(layer))
-        staging.settle(wait=False)
+        staging.flush(wait=False)
 
     [sampled] = own.engine.execute([one_slice(0, prompt, 0, range(own.pool.num_blocks))], on_layer)
-    staging.settle(wait=True)
+    staging.flush(wait=True)
     if sampled is None or stored != list(range(own.pool.layout.num_layers)):
         raise RuntimeError(f"layers {stored} arrived")
     return sampled.token_id
@@ -125,7 +127,7 @@ def _decode(work: _Work, arriving: Any, answers: Any) -> None:
     received = arriving.get()
     began = time.perf_counter()
     if isinstance(received, str):
-        staging = HostStaging(own.pool, _map(Path(received), own))
+        staging = StagingRing(own.pool, _map(Path(received), own))
         for layer in range(own.pool.layout.num_layers):
             staging.load(layer, range(work.used_blocks))()
     else:
@@ -156,3 +158,93 @@ def _continue(loaded: Loaded, tokens: list[int], steps: int) -> list[int]:
             raise RuntimeError("a step that samples gave no token")
         everything.append(sampled.token_id)
     return everything[len(tokens) :]
+
+
+# Checks a whole cluster, started as by users, with workers on the device and handoffs through host memory. It passes
+# if answers equal those of one engine on the same device, both computed and with a prefix from the cache.
+#
+# It uses the demo model in float32, so that tokens are comparable.
+
+_BLOCK_SIZE = 32
+_START_S = 300.0  # allows for other load on the machine
+_REQUEST_TIMEOUT_S = 180.0
+_DETERMINISTIC_FLAGS = (
+    *("--store-reads", "always"),
+    *("--ttft-slo", "10000", "--tbt-slo", "10000"),
+)
+"""Options that prevent rejections and recomputation because of slowness: only tokens are compared."""
+
+
+def whole_cluster(bench: CheckContext) -> Iterator[Row]:
+    name = "prefill and decode worker: tokens of one engine"
+    try:
+        import moonserve.deploy.launcher.serve  # noqa: F401 - fails if packages are missing
+    except ImportError as error:
+        yield skipped(name, f"the cluster's packages are not installed: {error}")
+        return
+    yield guarded(name, lambda name: _compare_cluster(name, bench))
+
+
+def _compare_cluster(name: str, bench: CheckContext) -> Row:
+    lengths = (1, 40) if bench.scale is REHEARSAL else (1, 31, 32, 500, 1500)
+    prompts = [[(7 * n + length) % 250 + 2 for n in range(length)] for length in lengths]
+    expected = _alone(bench, prompts)
+    answers = _answers(bench, prompts)
+    equal = sum(tokens == one for twice in answers for (tokens, _), one in zip(twice, expected, strict=True))
+    cached = sum(cached for _, cached in answers[1])
+    reusable = sum((length - 1) // _BLOCK_SIZE * _BLOCK_SIZE for length in lengths)
+    is_right = equal == 2 * len(prompts) and cached == reusable
+    return Row(
+        name=name,
+        status="pass" if is_right else "fail",
+        found=f"{equal} of {2 * len(prompts)} answers, {cached} of {reusable} tokens cached",
+        asked="all",
+        reason="" if is_right else "tokens differ" if cached == reusable else "not cached",
+        figures={"equal": equal, "cached": cached},
+    )
+
+
+def _alone(bench: CheckContext, prompts: list[list[int]]) -> list[list[int]]:
+    from benchmarks.harness.generate import generate
+    from moonserve.engine.engine import Engine
+    from moonserve.engine.model.config import load_model_config
+    from moonserve.models import demo_model_path
+    from moonserve.protocol.request import SamplingParams
+
+    path = demo_model_path()
+    config = load_model_config(path)
+    engine = Engine.load(
+        path,
+        config=config,
+        layout=config.kv_layout(_BLOCK_SIZE, "float32"),
+        num_blocks=160,
+        device=str(bench.device),
+    )
+    sampling = SamplingParams(max_tokens=bench.scale.generated, temperature=0.0)
+    return [one.token_ids for one in generate(engine, prompts, sampling)]
+
+
+def _answers(bench: CheckContext, prompts: list[list[int]]) -> list[list[tuple[list[int], int]]]:
+    """Sends all prompts twice. Returns per pass and prompt the tokens and the number of cached prompt tokens."""
+    from moonserve.deploy.launcher.local_cluster import running_cluster
+
+    rehearses = bench.device.type != "cuda"
+    device = ("cpu-staged", "--kernels", "torch") if rehearses else ("cuda",)
+    flags = ("--device", *device, "--dtype", "float32", "--async-scheduling")
+    sizes = ("--kv-cache-memory", "64MiB", "--dram", "64MiB", "--block-size", str(_BLOCK_SIZE))
+    with (
+        TemporaryDirectory() as folder,
+        running_cluster(
+            None, *flags, *sizes, *_DETERMINISTIC_FLAGS, log_dir=Path(folder), start_timeout_s=_START_S
+        ) as cluster,
+    ):
+        return [[_complete(cluster.url, prompt, bench.scale.generated) for prompt in prompts] for _ in range(2)]
+
+
+def _complete(url: str, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
+    wish = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"prompt": prompt, "return_token_ids": True, **wish}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_REQUEST_TIMEOUT_S) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check.bench import REHEARSAL, Bench
-from benchmarks.gpu_check.cases import TOLERANCES, AttentionCase, relative_error
-from benchmarks.gpu_check.rows import Row, at_most, guarded
-from engine.cuda.attention import TritonAttention
+from benchmarks.gpu_check.attention_cases import TOLERANCES, AttentionCase, relative_error
+from benchmarks.gpu_check.context import REHEARSAL, CheckContext
+from benchmarks.gpu_check.report import Row, at_most, guarded
+from moonserve.engine.cuda.attention import TritonAttention
 
 FusedError = Callable[[torch.dtype, torch.device], float]
 """Function that returns the relative error of one kernel."""
@@ -37,7 +37,7 @@ LARGE_CASES = (
 )
 
 
-def attention(bench: Bench) -> Iterator[Row]:
+def attention(bench: CheckContext) -> Iterator[Row]:
     """Checks attention with decode and prefill in one step, by dtype."""
     cases = ATTENTION_CASES if bench.scale is REHEARSAL else ATTENTION_CASES + LARGE_CASES
     for dtype, bound in TOLERANCES.items():
@@ -48,11 +48,11 @@ def attention(bench: Bench) -> Iterator[Row]:
         )
 
 
-def _attention_row(name: str, bench: Bench, cases: Sequence[AttentionCase], bound: float) -> Row:
+def _attention_row(name: str, bench: CheckContext, cases: Sequence[AttentionCase], bound: float) -> Row:
     return _row(name, [_attention_error(case, bench) for case in cases], bound)
 
 
-def _attention_error(case: AttentionCase, bench: Bench) -> float:
+def _attention_error(case: AttentionCase, bench: CheckContext) -> float:
     inputs = case.build(bench.device)
     backend = TritonAttention(case.geometry, inputs.pool)
     plan = backend.plan(inputs.spans, case.window)
@@ -61,7 +61,7 @@ def _attention_error(case: AttentionCase, bench: Bench) -> float:
     return relative_error(found, inputs.expected())
 
 
-def fused(bench: Bench) -> Iterator[Row]:
+def fused(bench: CheckContext) -> Iterator[Row]:
     """Checks the kernels of norm, SwiGLU, and rotation with KV write, by dtype."""
     checks: dict[str, FusedError] = {
         "norm": _norm_error,
@@ -81,7 +81,7 @@ def _fused_row(name: str, check: FusedError, dtype: torch.dtype, device: torch.d
 
 
 def _norm_error(dtype: torch.dtype, device: torch.device) -> float:
-    from engine.cuda.kernels.fused import add_norm
+    from moonserve.engine.cuda.layer_kernels import add_norm
 
     hidden, added, weight = (_random(dtype, *shape) for shape in ((37, 4096), (37, 4096), (4096,)))
     total = (hidden + added).double()
@@ -91,7 +91,7 @@ def _norm_error(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _swiglu_error(dtype: torch.dtype, device: torch.device) -> float:
-    from engine.cuda.kernels.fused import swiglu
+    from moonserve.engine.cuda.layer_kernels import swiglu
 
     gate_up = _random(dtype, 37, 2 * 1025)
     gate, up = gate_up.double().chunk(2, -1)
@@ -100,7 +100,7 @@ def _swiglu_error(dtype: torch.dtype, device: torch.device) -> float:
 
 def _rotation_error(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the largest error of rotated queries and keys, stored keys and stored values."""
-    from engine.cuda.kernels.fused import Positions, rotate_and_store
+    from moonserve.engine.cuda.layer_kernels import Positions, rotate_and_store
 
     heads, kv_heads, head_dim, block_size = 28, 4, 128, 16
     rotated = heads + kv_heads

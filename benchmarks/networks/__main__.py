@@ -1,4 +1,7 @@
-"""`python -m benchmarks.networks bandwidth|outages`: measures and prints the tables of docs/networks.md."""
+"""`python -m benchmarks.networks bandwidth|outages`: measures and prints the tables of docs/networks.md.
+
+Hosts are network namespaces of one machine, with links that can be made slow or lossy, or cut.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import median, table
+from benchmarks.harness.measure import median, table
 from benchmarks.networks import bandwidth
 from benchmarks.networks.cluster import HostsCluster, hosts_cluster
-from benchmarks.networks.hosts import why_not
-from benchmarks.networks.outages import (
-    DEGRADED,
-    OUTAGES,
-    Outage,
-    degraded,
-    known_answers,
-    play,
-)
+from benchmarks.networks.hosts import missing_requirement
+from benchmarks.networks.outages import DEGRADED, OUTAGES, Outage, degraded, known_answers, run_outage
 
 
 def main() -> int:
@@ -31,7 +27,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement or outage")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases, from 0")
     arguments = parser.parse_args()
-    if (reason := why_not()) is not None:
+    if (reason := missing_requirement()) is not None:
         print(reason, file=sys.stderr)
         return 1
     if arguments.what == "bandwidth":
@@ -62,7 +58,7 @@ def _outages(outages: tuple[Outage, ...], seconds: float, rounds: int) -> int:
 
 
 def _row(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], seconds: float, rounds: int) -> list[Any]:
-    reports = [play(cluster, outage, known, seconds) for _ in range(rounds)]
+    reports = [run_outage(cluster, outage, known, seconds) for _ in range(rounds)]
     outcomes: Counter[str] = sum((report.outcomes for report in reports), Counter())
     recovered = [report.recovered_s for report in reports]
     print(f"{outage.title}: {dict(outcomes)} {[f'{s:.1f}' for s in recovered]}", flush=True)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.networks.hosts import Network, network
-from models import demo_model_path
-from protocol.status import until_ready
+from moonserve.models import demo_model_path
+from moonserve.protocol.process.child_process import wait_until_ready
 
 FRONT, PREFILL, DECODE = 0, 1, 2
 HOST_NAMES = ("front", "prefill", "decode")
@@ -129,7 +129,7 @@ class HostsCluster:
 
     def _wait(self, status_fds: list[int]) -> None:
         for fd in status_fds:
-            asyncio.run(asyncio.wait_for(until_ready(fd), _START_S))
+            asyncio.run(asyncio.wait_for(wait_until_ready(fd), _START_S))
 
 
 def _answer(request: urllib.request.Request, timeout_s: float) -> Answer:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from protocol.native import COMPILERS
+from moonserve.protocol.process.native_libraries import COMPILERS
 
 T = TypeVar("T")
 
 NETWORK = "10.77.0"
-_SOURCE = Path(__file__).with_name("wires.c")
+_SOURCE = Path(__file__).with_name("link_emulator.c")
 _TUN = "/dev/net/tun"
 # linux/if_tun.h
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -47,7 +47,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class PacketCounts:
     """Numbers of packets that a host sent, and of those that were lost, cut off or dropped by the queue."""
 
     sent: int
@@ -114,8 +114,8 @@ class Network:
             self.heal(host, other)
             self.heal(other, host)
 
-    def counts(self, host: int) -> Counts:
-        return Counts(*map(int, self._tell(f"counts {host}").split()))
+    def counts(self, host: int) -> PacketCounts:
+        return PacketCounts(*map(int, self._tell(f"counts {host}").split()))
 
     def _others(self, host: int) -> list[int]:
         return [other for other in range(len(self.names)) if other != host]
@@ -132,7 +132,7 @@ class Network:
         return answer.removeprefix("ok").strip()
 
 
-def why_not() -> str | None:
+def missing_requirement() -> str | None:
     """Returns the missing requirement of this machine; None if networks can be created."""
     if shutil.which("ip") is None:
         return "needs ip of iproute2 (.ci/system-packages)"

@@ -75,22 +75,22 @@ class Report:
 
 def known_answers(cluster: HostsCluster) -> Mapping[str, str]:
     """Returns the right answer to each prompt, without an outage. Raises RuntimeError if the cluster fails."""
-    return {prompt: _calm(cluster, prompt) for prompt in _PROMPTS}
+    return {prompt: _undisturbed_answer(cluster, prompt) for prompt in _PROMPTS}
 
 
-def _calm(cluster: HostsCluster, prompt: str) -> str:
+def _undisturbed_answer(cluster: HostsCluster, prompt: str) -> str:
     answer = _ask(cluster, prompt)
     if answer.text is None:
         raise RuntimeError(f"no answer although nothing is wrong: {answer.problem}")
     return answer.text
 
 
-def play(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], seconds: float) -> Report:
+def run_outage(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], seconds: float) -> Report:
     """Runs an outage of `seconds`, with requests during and after it. Raises RuntimeError if it does not recover."""
     report = Report(outage.title)
     outage.begin(cluster.net)
     try:
-        during = _Asking(cluster, known)
+        during = _RequestLoop(cluster, known)
         time.sleep(seconds)
     finally:
         outage.end(cluster.net)
@@ -103,14 +103,14 @@ def play(cluster: HostsCluster, outage: Outage, known: Mapping[str, str], second
     return report
 
 
-def judged(answer: Answer, right: str) -> str:
+def verdict_of(answer: Answer, right: str) -> str:
     """Returns the verdict on an answer: right, wrong, refused or cut."""
     if answer.text is not None:
         return "right" if answer.text == right else "wrong"
     return "refused" if answer.status else "cut"
 
 
-class _Asking:
+class _RequestLoop:
     """Sends requests at intervals, each from its own thread, until stopped."""
 
     def __init__(self, cluster: HostsCluster, known: Mapping[str, str]) -> None:
@@ -131,7 +131,7 @@ class _Asking:
         for thread in self._threads:
             thread.join()
         for prompt, answer in self._answers:
-            yield answer, judged(answer, self._known[prompt])
+            yield answer, verdict_of(answer, self._known[prompt])
 
     def _run(self) -> None:
         for prompt in itertools.cycle(self._known):
@@ -151,7 +151,7 @@ def _recovered_at(cluster: HostsCluster, known: Mapping[str, str]) -> float:
     in_a_row: list[float] = []
     for prompt in itertools.cycle(known):
         answer = _ask(cluster, prompt)
-        verdict = judged(answer, known[prompt])
+        verdict = verdict_of(answer, known[prompt])
         if verdict == "wrong":
             raise RuntimeError(f"a wrong answer after the outage: {answer.text!r}")
         in_a_row = [*in_a_row, time.monotonic()] if verdict == "right" else []
@@ -172,7 +172,7 @@ def degraded(
     for host in hosts:
         cluster.net.shape(host, link)
     try:
-        return Counter(judged(_ask(cluster, prompt), known[prompt]) for prompt in prompts)
+        return Counter(verdict_of(_ask(cluster, prompt), known[prompt]) for prompt in prompts)
     finally:
         for host in hosts:
             cluster.net.shape(host, Link())

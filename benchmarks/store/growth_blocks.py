@@ -18,15 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import median
-from kvstore import eviction
-from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Catalog
-from kvstore.eviction import POLICY_NAMES
-from kvstore.native.metadata import KeyIndex
-from kvstore.state import StoreState
-from kvstore.stored import Tier, Watermarks, Wish
-from protocol.keys import KEY_BYTES, BlockKey
+from benchmarks.harness.measure import median
+from moonserve.kvstore.published_index import KeyIndex
+from moonserve.kvstore.state import eviction
+from moonserve.kvstore.state.allocator import ALIGNMENT
+from moonserve.kvstore.state.catalog import Catalog
+from moonserve.kvstore.state.eviction import POLICY_NAMES
+from moonserve.kvstore.state.objects import PutRequest, Tier, Watermarks
+from moonserve.kvstore.state.state import StoreState
+from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
 
 CHAIN = 16
 LENGTH = 200
@@ -44,7 +44,7 @@ Point = dict[str, Any]
 Chain = list[BlockKey]
 
 
-class Silence:
+class NullListener:
     """Listener that ignores all announcements of the catalog."""
 
     def added(self, key: BlockKey, parent: BlockKey | None, tier: Tier) -> None: ...
@@ -59,7 +59,7 @@ def measure(points: Sequence[tuple[int, str]]) -> list[Point]:
     return [_in_process(blocks, policy) for blocks, policy in points]
 
 
-def choice(*, quick: bool, full: bool) -> list[tuple[int, str]]:
+def chosen_points(*, quick: bool, full: bool) -> list[tuple[int, str]]:
     """Returns the points: all policies at a million blocks, and LRU, the default, at every size."""
     if quick:
         return [(10_000, "lru"), (100_000, "lru"), (1_000_000, "lru")]
@@ -88,7 +88,7 @@ def point(blocks: int, policy: str) -> Point:
         blocks * 6 // 5 * ALIGNMENT,
         index=KeyIndex(),
         policies=lambda: eviction.make(policy),
-        announce=Silence(),
+        announce=NullListener(),
         watermarks=Watermarks(evict_above=1.0),
     )
     state = StoreState(catalog)
@@ -130,10 +130,10 @@ def _some(num_chains: int) -> list[int]:
 
 def _put(state: StoreState, name: str, keys: Chain, now: float) -> None:
     parents = [None, *keys[:-1]]
-    wishes = [Wish(key=key, parent=parent, length=LENGTH) for key, parent in zip(keys, parents, strict=True)]
-    state.writers.reserve(name, wishes, 30.0, now)
-    state.writers.commit(name, dict.fromkeys(keys, 1), now)
-    state.writers.verified(name, (), now)
+    wishes = [PutRequest(key=key, parent=parent, length=LENGTH) for key, parent in zip(keys, parents, strict=True)]
+    state.reservations.reserve(name, wishes, 30.0, now)
+    state.reservations.commit(name, dict.fromkeys(keys, 1), now)
+    state.reservations.verified(name, (), now)
 
 
 def _lease_us(state: StoreState, chains: Sequence[Chain], now: float) -> float:
@@ -141,8 +141,8 @@ def _lease_us(state: StoreState, chains: Sequence[Chain], now: float) -> float:
 
     def once(keys: Chain) -> None:
         name = next(names)
-        state.readers.lease(name, keys, 10.0, now)
-        state.readers.release(name, now)
+        state.leases.grant(name, keys, 10.0, now)
+        state.leases.release(name, now)
 
     return 1e6 / _rate(once, chains)
 

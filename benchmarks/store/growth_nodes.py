@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import median
-from benchmarks.store import calls
-from benchmarks.store.processes import Group, all_cores, ready
-from benchmarks.store.servers import TOKEN, launched, launched_node
-from benchmarks.store.values import PATIENCE_S, patiently
-from benchmarks.transfer.pair import ContestantError
-from kvstore.client import KvStore, connect
-from protocol.errors import MoonserveError
+from benchmarks.harness.measure import median
+from benchmarks.store import servers
+from benchmarks.store.servers import TOKEN, ProcessGroup, all_cores, start_node, start_process, wait_ready
+from benchmarks.store.speed.moonserve import RETRY_TIMEOUT_S, with_retries
+from benchmarks.transfer.contest import ContestantError
+from moonserve.kvstore.client import KvStore, connect
+from moonserve.protocol.errors import MoonserveError
 
 COUNTS, QUICK_COUNTS = (1, 4, 16, 64), (1, 4)
 VALUE_BYTES = 4_096
@@ -47,7 +46,7 @@ def measure(counts: Sequence[int]) -> list[Point]:
 def _point(count: int) -> Point:
     print(f"· {count} nodes", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        group = Group(Path(folder))
+        group = ProcessGroup(Path(folder))
         try:
             return {"nodes": count, **_measured(group, count)}
         except (ContestantError, MoonserveError) as error:
@@ -56,9 +55,9 @@ def _point(count: int) -> Point:
             group.close()
 
 
-def _measured(group: Group, count: int) -> Point:
-    child, reports = launched(group, all_cores(), "directory", "directory")
-    address = ready(child, reports)["rpc"]
+def _measured(group: ProcessGroup, count: int) -> Point:
+    child, reports = start_process(group, all_cores(), "directory", "directory")
+    address = wait_ready(child, reports)["rpc"]
     _start_nodes(group, address, count)
     connects, first_gets = _cold(address, count)
     with connect(address, cluster_token=TOKEN, timeout_s=CONNECT_TIMEOUT_S) as store:
@@ -74,15 +73,15 @@ def _measured(group: Group, count: int) -> Point:
     }
 
 
-def _start_nodes(group: Group, address: str, count: int) -> None:
+def _start_nodes(group: ProcessGroup, address: str, count: int) -> None:
     flags = ["--dram", str(DRAM_BYTES), "--join", address]
     for first in range(0, count, TOGETHER):
         started = [
-            launched_node(group, all_cores(), f"node-{number}", *flags)
+            start_node(group, all_cores(), f"node-{number}", *flags)
             for number in range(first, min(count, first + TOGETHER))
         ]
         for child, reports in started:
-            ready(child, reports)
+            wait_ready(child, reports)
 
 
 def _cold(address: str, count: int) -> tuple[list[float], list[float]]:
@@ -94,7 +93,7 @@ def _cold(address: str, count: int) -> tuple[list[float], list[float]]:
             connects.append(time.perf_counter() - begin)
             _until_known(store, count)
             begin = time.perf_counter()
-            store.get(b"nobody has it %d" % number, timeout_s=PATIENCE_S)
+            store.get(b"nobody has it %d" % number, timeout_s=RETRY_TIMEOUT_S)
             first_gets.append(time.perf_counter() - begin)
     return connects, first_gets
 
@@ -106,8 +105,8 @@ def _until_known(store: KvStore, count: int) -> None:
 
 def _until_indexed(address: str) -> Any:
     """Returns the directory's view once it knows all values. Raises ContestantError on timeout."""
-    _until(lambda: calls.directory_view(address).num_keys >= NUM_VALUES, "the directory lacks values")
-    return calls.directory_view(address)
+    _until(lambda: servers.directory_view(address).num_keys >= NUM_VALUES, "the directory lacks values")
+    return servers.directory_view(address)
 
 
 def _until(holds: Callable[[], bool], complaint: str) -> None:
@@ -125,14 +124,14 @@ def _operations(store: KvStore) -> Point:
     puts, gets, exists = [], [], []
 
     def put(key: bytes) -> None:
-        patiently(lambda: store.put(key, value, timeout_s=PATIENCE_S))
+        with_retries(lambda: store.put(key, value, timeout_s=RETRY_TIMEOUT_S))
 
     for number, keys in enumerate(sweeps):
         if number:
-            patiently(partial(store.batch_remove, sweeps[number - 1], timeout_s=PATIENCE_S))
+            with_retries(partial(store.batch_remove, sweeps[number - 1], timeout_s=RETRY_TIMEOUT_S))
         puts.append(_timed(put, keys))
-        gets.append(_timed(partial(store.get, timeout_s=PATIENCE_S), keys))
-        exists.append(_timed(partial(store.exists, timeout_s=PATIENCE_S), keys))
+        gets.append(_timed(partial(store.get, timeout_s=RETRY_TIMEOUT_S), keys))
+        exists.append(_timed(partial(store.exists, timeout_s=RETRY_TIMEOUT_S), keys))
     return {
         "put_s": median([len(took) / sum(took) for took in puts]),
         "get_s": median([len(took) / sum(took) for took in gets]),

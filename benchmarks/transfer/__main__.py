@@ -15,16 +15,79 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import write_json
-from benchmarks.transfer import rounds
-from benchmarks.transfer.bars import bars
-from benchmarks.transfer.contestant import Contestant
-from benchmarks.transfer.contestants import CONTESTANTS
-from benchmarks.transfer.pair import Placement
-from benchmarks.transfer.quiet import Quiet
-from benchmarks.transfer.report import report
-from benchmarks.transfer.results import OPS, figures
+from benchmarks.harness.measure import ForeignLoad, write_json
+from benchmarks.transfer import contest
+from benchmarks.transfer.contest import Placement
+from benchmarks.transfer.contestant import ASYNC_OR_SYNC, Contestant
+from benchmarks.transfer.contestants import iperf, raw_sockets
+from benchmarks.transfer.report import OPS, bars, figures_of, report
 from benchmarks.transfer.workload import LATENCY, POOL_BYTES, SIZES, Load, throughput
+
+MODULES = "benchmarks.transfer.contestants."
+
+MOONSERVE = tuple(
+    Contestant(
+        name=f"moonserve {transport}{' + checksums' if checksums else ''}",
+        group="moonserve",
+        module=MODULES + "moonserve:",
+        options={"transport": transport, "checksums": checksums},
+        modes=ASYNC_OR_SYNC,
+    )
+    for transport in ("shm", "tcp")
+    for checksums in (False, True)
+)
+CONTESTANTS = (
+    *MOONSERVE,
+    Contestant(name="memcpy", group="limit", module=MODULES + "memory_copy:Copy", options={"huge": False}),
+    Contestant(
+        name="memcpy huge pages",
+        group="limit",
+        module=MODULES + "memory_copy:Copy",
+        options={"huge": True},
+    ),
+    Contestant(name="process_vm_readv", group="limit", module=MODULES + "memory_copy:Vm"),
+    Contestant(name="raw sockets", group="limit", module=MODULES + "raw_sockets:", modes=raw_sockets.MODES),
+    Contestant(
+        name="iperf3",
+        group="limit",
+        module=MODULES + "iperf:",
+        largest_block=iperf.LARGEST_BLOCK,
+        scatter=False,
+        latency=False,
+        verified=False,
+    ),
+    Contestant(
+        name="mooncake tcp",
+        group="peer",
+        module=MODULES + "mooncake:",
+        environment={"MC_LOG_LEVEL": "ERROR"},
+        modes=ASYNC_OR_SYNC,
+        in_peers_environment=True,
+    ),
+    Contestant(
+        name="nixl tcp",
+        group="peer",
+        module=MODULES + "nixl:",
+        options={"error_handling": "peer"},
+        environment={"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
+        in_peers_environment=True,
+    ),
+    Contestant(
+        name="nixl shm",
+        group="peer",
+        module=MODULES + "nixl:",
+        options={"error_handling": "none"},
+        environment={"UCX_TLS": "sm,self"},
+        in_peers_environment=True,
+    ),
+    Contestant(
+        name="gloo",
+        group="peer",
+        module=MODULES + "gloo:",
+        environment={"GLOO_SOCKET_IFNAME": "lo"},
+    ),
+)
+
 
 PEERS_PYTHON = Path(".venv-bench/bin/python")
 QUICK_SIZES = ("64 KiB", "1 MiB", "16 MiB")
@@ -81,15 +144,15 @@ def _contestants(text: str) -> list[Contestant]:
 
 
 def _measured(arguments: argparse.Namespace, loads: Sequence[Load]) -> dict[str, Any]:
-    quiet = Quiet()
+    quiet = ForeignLoad()
     sample_s = QUICK_SAMPLE_S if arguments.quick else SAMPLE_S
     with (
         tempfile.TemporaryDirectory() as log_dir,
-        rounds.seated(arguments.only, _python, Path(log_dir), arguments.placement) as seats,
+        contest.open_entrants(arguments.only, _python, Path(log_dir), arguments.placement) as seats,
     ):
-        rounds.verify(seats, loads)
-        rounds.measure(seats, loads, rounds=arguments.rounds, min_s=sample_s)
-        results = {seat.contestant.name: figures(seat.result, arguments.sizes) for seat in seats}
+        contest.verify(seats, loads)
+        contest.measure(seats, loads, rounds=arguments.rounds, min_s=sample_s)
+        results = {seat.contestant.name: figures_of(seat.result, arguments.sizes) for seat in seats}
     return {
         "machine": _machine(),
         "others_cores": quiet.others_cores(),

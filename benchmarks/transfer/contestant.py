@@ -36,7 +36,7 @@ def touched(memory: mmap.mmap) -> Bytes:
     return pool
 
 
-class Side:
+class Endpoint:
     """Base class of both processes of a contestant. `pool`: its registered memory."""
 
     pool: Bytes
@@ -63,12 +63,12 @@ class Side:
         pass
 
 
-class Target(Side):
+class Target(Endpoint):
     def serve(self, load: Load, mode: str, stopped: Callable[[], bool]) -> None:
         """Serves while the initiator works. Returns at once if the contestant's own threads serve."""
 
 
-class Initiator(Side):
+class Initiator(Endpoint):
     """Base class for contestants that post requests and wait for them; others override `sweep` or `run`."""
 
     def prepare(self, load: Load, mode: str) -> None:

@@ -15,12 +15,105 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import table, write_json
-from benchmarks.transfer import rounds
+import numpy as np
+
+from benchmarks.harness.measure import table, write_json
+from benchmarks.transfer import contest, contestant
+from benchmarks.transfer.contest import Placement
 from benchmarks.transfer.contestant import Contestant
-from benchmarks.transfer.pair import Placement
-from benchmarks.transfer.results import OPS, summary
-from benchmarks.transfer.workload import KIB, Load
+from benchmarks.transfer.contestants import moonserve
+from benchmarks.transfer.contestants.moonserve import DEADLINE_S, Transfers
+from benchmarks.transfer.report import OPS, summarise
+from benchmarks.transfer.workload import KIB, LOCAL, POOL_BYTES, REMOTE, Bytes, Load, Offsets
+from moonserve.transfer import Batch, Op, RemoteSegment, Transfer
+
+# moonserve with many peers, many batches or several rails: the contestants of `scaling`.
+#
+# The target process has `peers` engines that divide the pool's size, so that the amount of memory and the cache
+# effects do not depend on their number. Each batch goes to one peer; batches go to the peers in turn.
+
+
+def engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    addresses = [f"127.0.0.{number + 1}" for number in range(options["rails"])]
+    more = {"rails": addresses} if options["rails"] > 1 else {}
+    return {"transport": options["transport"], "checksums": options["checksums"], "more": more}
+
+
+class Target(contestant.Target):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self._engines = [moonserve.engine(engine_options(options)) for _ in range(options["peers"])]
+        share = POOL_BYTES // len(self._engines)
+        self._segments = [engine.allocate(share, readable=True) for engine in self._engines]
+        self._windows = [
+            engine.open_window(segment, [(0, share)])
+            for engine, segment in zip(self._engines, self._segments, strict=True)
+        ]
+
+    def hello(self) -> dict[str, Any]:
+        return {
+            "peers": [
+                (engine.address, segment.segment_id, window)
+                for engine, segment, window in zip(self._engines, self._segments, self._windows, strict=True)
+            ]
+        }
+
+    def fill(self, source: Bytes) -> None:
+        for segment, part in zip(self._segments, np.split(source, len(self._segments)), strict=True):
+            segment.buffer[:] = part.data
+
+    def landed(self) -> Bytes:
+        return np.concatenate([np.frombuffer(segment.buffer, np.uint8) for segment in self._segments])
+
+
+class Initiator(contestant.Initiator):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self._engine = moonserve.engine(engine_options(options))
+        self._segment = self._engine.allocate(POOL_BYTES)
+        self.pool = np.frombuffer(self._segment.buffer, np.uint8)
+
+    def connect(self, other: dict[str, Any]) -> None:
+        self._peers = [
+            (RemoteSegment(address, segment_id), window_id) for address, segment_id, window_id in other["peers"]
+        ]
+        self._share = POOL_BYTES // len(self._peers)
+
+    def prepare(self, load: Load, mode: str) -> None:
+        self.load, self.mode = load, mode
+        self.outstanding = self.options["outstanding"]
+        batches = by_peer(np.concatenate(load.batches()), self._share, load.requests)
+        self.batches = [self.prepared(batch) for batch in batches]
+
+    def prepared(self, batch: Offsets) -> Transfers:
+        remote, window_id = self._peers[int(batch[0, 0, REMOTE]) // self._share]
+        return [
+            Transfer(
+                op=Op(self.load.op),
+                local=self._segment,
+                local_offset=local,
+                remote=remote,
+                remote_offset=there % self._share,
+                length=self.load.block_bytes,
+                window_id=window_id if self.load.op == "write" else None,
+            )
+            for there, local in batch[:, 0, [REMOTE, LOCAL]].tolist()
+        ]
+
+    def post(self, batch: Transfers) -> Batch:
+        return self._engine.submit(batch, deadline_s=DEADLINE_S)
+
+    def wait(self, posted: Batch) -> None:
+        posted.wait()
+
+
+def by_peer(requests: Offsets, share: int, per_batch: int) -> Offsets:
+    """Groups the requests of a sweep into batches of one peer each, with the peers in turn."""
+    peers = POOL_BYTES // share
+    order = np.argsort(requests[:, 0, REMOTE] // share, kind="stable")
+    batches = requests[order].reshape(peers, -1, per_batch, *requests.shape[1:])
+    return batches.swapaxes(0, 1).reshape(-1, per_batch, *requests.shape[1:])
+
 
 BLOCK_BYTES, REQUESTS = 64 * KIB, 4
 COUNTS = {
@@ -69,10 +162,10 @@ def _series(dimension: str, transport: str, arguments: argparse.Namespace) -> li
     loads = [Load(op, BLOCK_BYTES, requests=REQUESTS) for op in OPS]
     with (
         tempfile.TemporaryDirectory() as log_dir,
-        rounds.seated(contestants, lambda _: Path(sys.executable), Path(log_dir), arguments.placement) as seats,
+        contest.open_entrants(contestants, lambda _: Path(sys.executable), Path(log_dir), arguments.placement) as seats,
     ):
-        rounds.verify(seats, loads)
-        rounds.measure(seats, loads, rounds=arguments.rounds, min_s=SAMPLE_S)
+        contest.verify(seats, loads)
+        contest.measure(seats, loads, rounds=arguments.rounds, min_s=SAMPLE_S)
         return [
             _point(dimension, transport, count, load, seat)
             for count, seat in zip(COUNTS[dimension], seats, strict=True)
@@ -91,18 +184,18 @@ def _contestant(dimension: str, count: int, transport: str, checksums: bool) -> 
     return Contestant(
         name=f"{transport} {dimension} {count}",
         group="moonserve",
-        module="benchmarks.transfer.crowd:",
+        module="benchmarks.transfer.scaling:",
         options={"transport": transport, "checksums": checksums, **shape},
     )
 
 
-def _point(dimension: str, transport: str, count: int, load: Load, seat: rounds.Seat) -> Point:
+def _point(dimension: str, transport: str, count: int, load: Load, seat: contest.Entrant) -> Point:
     samples = seat.result.samples.get((load, ""))
     failure = seat.result.absent or seat.result.errors.get(load)
     where = {"dimension": dimension, "transport": transport, "count": count, "op": load.op}
     if failure or not samples:
         return where | {"failed": failure or "no samples"}
-    return where | summary(samples)
+    return where | summarise(samples)
 
 
 def _flatness(points: Sequence[Point]) -> list[dict[str, Any]]:

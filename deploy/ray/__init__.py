@@ -1,5 +1,2 @@
-"""A cluster on Ray: actors on many machines supervise the same processes that `moonserve serve` starts.
-
-Ray places, watches and restarts. Tokens and KV use the project's own channels. Nothing here imports ray before it is
-needed, because it is an extra.
-"""
+"""A cluster on Ray: actors supervise the same processes as `moonserve serve`. Decisions: state.py, autoscaler.py,
+placement.py; I/O: controller.py, process_actor.py, ray_calls.py."""

@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.ray import driver
-from deploy.ray.config import ClusterConfig, parse_cluster
-from protocol.config import ENV_PREFIX
-from protocol.errors import ConfigError, MoonserveError
+from moonserve.deploy.ray import command
+from moonserve.deploy.ray.config import ClusterConfig, parse_cluster
+from moonserve.protocol.errors import ConfigError, MoonserveError
+from moonserve.protocol.process.config import ENV_PREFIX
 
 # Enough to start a large model or to replace a lost machine. Serve replaces an unhealthy replica, which helps neither.
 PATIENCE_S = 600.0
@@ -25,15 +25,15 @@ class Incomplete(MoonserveError):
     """A process of the cluster has been missing for `PATIENCE_S`."""
 
 
-class Keeper:
+class ClusterReplica:
     """The replica of Serve. It may be restarted: the cluster consists of its own actors and is found again."""
 
     def __init__(self, config: ClusterConfig) -> None:
         token = os.environ.get(f"{ENV_PREFIX}CLUSTER_TOKEN") or secrets.token_hex(16)
         try:
-            self._deployment = driver.deploy(config, token)
+            self._deployment = command.deploy(config, token)
         except ConfigError:  # a cluster of that name exists
-            self._deployment = driver.find(config.name)
+            self._deployment = command.find(config.name)
         self._whole_at = time.monotonic()
 
     def check_health(self) -> None:
@@ -51,8 +51,8 @@ class Keeper:
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
-    """Builds the application for `import_path: deploy.ray.application:build`. `arguments`: contents of a cluster's YAML
-    file. Raises ConfigError."""
+    """Builds the application for `import_path: moonserve.deploy.ray.application:build`. `arguments`: contents of a
+    cluster's YAML file. Raises ConfigError."""
     from ray import serve
 
     config = parse_cluster(arguments)
@@ -62,6 +62,6 @@ def build(arguments: Mapping[str, Any]) -> Any:
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=5,
-        health_check_timeout_s=driver.CALL_WITHIN_S,
-    )(Keeper)
+        health_check_timeout_s=command.CALL_WITHIN_S,
+    )(ClusterReplica)
     return deployment.bind(config)

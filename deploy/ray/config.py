@@ -27,10 +27,10 @@ from pydantic import (
     with_config,
 )
 
-from conductor.roles.controller import RoleTerms
-from deploy.config import ServeConfig
-from protocol.config import load, options_of, parse_bytes
-from protocol.errors import ConfigError
+from moonserve.conductor.role_switching import RoleThresholds
+from moonserve.deploy.launcher.config import ServeConfig
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import load_config, options_of, parse_bytes
 
 # Default ports, below the range that Linux assigns (from 32,768).
 CONDUCTOR_PORT = 7100
@@ -134,8 +134,8 @@ class Directory(Share):
 class ScaleTerms:
     """Thresholds and times of the autoscaler. Values that would oscillate are rejected."""
 
-    # `high` is that of role switching (`RoleTerms`). `low` is lower: a removed worker is expensive to bring back.
-    high: float = RoleTerms().high
+    # `high` is that of role switching (`RoleThresholds`). `low` is lower: a removed worker is expensive to bring back.
+    high: float = RoleThresholds().high
     low: PositiveFloat = 0.4
     up_hold_s: NonNegativeFloat = 20.0  # longer than role switching takes to decide
     down_hold_s: NonNegativeFloat = 300.0
@@ -215,7 +215,7 @@ def parse_cluster(document: object) -> ClusterConfig:
     try:
         return _CLUSTER.validate_python({**sections, "serve": options})
     except ValidationError as error:
-        raise ConfigError(_told(error.errors()[0])) from error
+        raise ConfigError(_error_text(error.errors()[0])) from error
 
 
 def _underscored(values: object, where: str) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _underscored(values: object, where: str) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-def _told(error: Mapping[str, Any]) -> str:
+def _error_text(error: Mapping[str, Any]) -> str:
     """Formats an error of pydantic in one line."""
     path = ".".join(map(str, error["loc"]))
     if error["type"] == "unexpected_keyword_argument":
@@ -240,7 +240,7 @@ def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
         flags += ["--registry", str(registry)]
     for name, value in values.items():
         if name in _ELSEWHERE:
-            raise ConfigError(f"serve.{name} is said as {_ELSEWHERE[name]} here, outside of serve")
+            raise ConfigError(f"serve.{name} is not an option here: give {_ELSEWHERE[name]} outside of serve")
         if name not in options:
             raise ConfigError(f"serve has no option {name!r}{_nearest(name, options)}")
         option = options[name]
@@ -249,7 +249,7 @@ def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
         elif value is not None:
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             flags += [option.flag, text]
-    return load(ServeConfig, flags, prog="serve", environ={})
+    return load_config(ServeConfig, flags, prog="serve", environ={})
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -19,33 +19,33 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 
-from conductor.roles.controller import WorkerLoad
-from deploy.ray import actors
-from deploy.ray.agent import Assignment, LoopThread
-from deploy.ray.config import ClusterConfig
-from deploy.ray.events import (
+from moonserve.conductor.role_switching import WorkerLoad
+from moonserve.deploy.launcher.rolling_restart import cluster_members
+from moonserve.deploy.ray import ray_calls
+from moonserve.deploy.ray.config import ClusterConfig
+from moonserve.deploy.ray.events import (
     Action,
-    Asked,
+    ActorEnded,
+    ActorReported,
     Event,
-    Gone,
     Host,
-    HostsSeen,
+    HostsObserved,
     Kill,
-    MembersSeen,
+    MembersObserved,
     Report,
     Restart,
     Start,
     Stop,
 )
-from deploy.ray.state import ControllerState
-from deploy.restarting import instances
-from protocol import logs
-from protocol.conductors import Conductors
-from protocol.errors import ConfigError, MoonserveError
-from protocol.ids import InstanceId, Role
-from protocol.pb import conductor_pb2
-from protocol.rpc import Channels
-from protocol.wire import role_from_wire
+from moonserve.deploy.ray.process_actor import Assignment, LoopThread
+from moonserve.deploy.ray.state import ControllerState
+from moonserve.protocol.errors import ConfigError, MoonserveError
+from moonserve.protocol.membership.conductor_client import ConductorClient
+from moonserve.protocol.pb import conductor_pb2
+from moonserve.protocol.process import logs
+from moonserve.protocol.request import InstanceId, Role
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.wire import role_from_wire
 
 PLACING = Report(stage="placing")  # until its actor has answered
 
@@ -74,9 +74,9 @@ def status_of(state: ControllerState) -> dict[str, Any]:
     }
 
 
-def members_of(views: Sequence[conductor_pb2.InstanceView]) -> MembersSeen:
+def members_of(views: Sequence[conductor_pb2.InstanceView]) -> MembersObserved:
     """Converts the conductor's view into an event."""
-    return MembersSeen(
+    return MembersObserved(
         epochs={view.endpoint.instance_id: view.endpoint.epoch for view in views},
         loads=[
             WorkerLoad(
@@ -95,7 +95,7 @@ def members_of(views: Sequence[conductor_pb2.InstanceView]) -> MembersSeen:
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 ANSWER_WITHIN_S = 2.0
 PROBE_WITHIN_S = 1.0
 TAIL_WITHIN_S = 10.0
@@ -112,36 +112,36 @@ class Controller:
         logs.configure("controller", log_format=config.serve.log_format, level=config.serve.log_level)
         self._config = config
         self._loop = LoopThread("controller")
-        self._watch = Watch(config, cluster_token)
-        self._loop.begin(self._watch.run())
+        self._control_loop = ControlLoop(config, cluster_token)
+        self._loop.begin(self._control_loop.run())
 
     def status(self) -> dict[str, Any]:
-        """Returns `Watch.status`."""
-        return self._loop.run(self._watch.status())
+        """Returns `ControlLoop.status`."""
+        return self._loop.run(self._control_loop.status())
 
-    def wish(self, event: Event) -> str:
+    def apply(self, event: Event) -> str:
         """Applies an operator's event. Returns "" or the reason why it is refused."""
-        return self._loop.run(self._watch.wish(event))
+        return self._loop.run(self._control_loop.apply(event))
 
     def tail(self, name: str) -> str:
         """Returns the end of a process's log. Raises ConfigError if there is no such process."""
-        actor = actors.find(self._config, name)
+        actor = ray_calls.find_actor(self._config, name)
         if actor is None:
-            raise ConfigError(f"there is no {name}; `moonserve deploy status` lists what there is")
+            raise ConfigError(f"there is no process {name}; `moonserve deploy status` lists all")
         text: str = ray.get(actor.tail.remote(), timeout=TAIL_WITHIN_S)
         return text
 
 
-class Watch:
+class ControlLoop:
     """Work of the controller, in one event loop."""
 
     def __init__(self, config: ClusterConfig, cluster_token: str) -> None:
         self._config = config
         self._token = cluster_token
         self._state = ControllerState(config)
-        record = actors.read_record(config)
+        record = ray_calls.read_record(config)
         if record is not None:
-            log.warning("going on where an earlier controller ended")
+            log.warning("continuing from the record of an earlier controller")
             self._state.restore(record)
         self._written = record
         self._actors: dict[str, tuple[int, Any]] = {}  # generation and handle
@@ -149,10 +149,10 @@ class Watch:
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: dict[str, asyncio.Lock] = {}  # actions on one name run in order
         self._channels = Channels(cluster_token, config.serve.tls())
-        self._conductors: Conductors | None = None
+        self._conductors: ConductorClient | None = None
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)  # for operators
 
-    async def wish(self, event: Event) -> str:
+    async def apply(self, event: Event) -> str:
         """Applies an operator's event. Returns "" or the reason why it is refused."""
         try:
             self._handle(event)
@@ -181,93 +181,93 @@ class Watch:
         while True:
             began_at = time.monotonic()
             try:
-                await self._look()
+                await self._poll()
             except Exception:  # if the loop ended, nothing would watch the cluster
-                log.exception("looking at the cluster failed")
-            await asyncio.sleep(max(0.05, LOOK_EVERY_S - (time.monotonic() - began_at)))
+                log.exception("polling the cluster failed")
+            await asyncio.sleep(max(0.05, POLL_EVERY_S - (time.monotonic() - began_at)))
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         if self._has_ended:
-            await asyncio.to_thread(actors.drop_record, self._config)
+            await asyncio.to_thread(ray_calls.drop_record, self._config)
             return
-        self._handle(HostsSeen(hosts=await self._hosts()))
-        await asyncio.gather(self._ask_members(), *map(self._ask, list(self._state.processes)))
-        await self._write()
+        self._handle(HostsObserved(hosts=await self._hosts()))
+        await asyncio.gather(self._poll_members(), *map(self._poll_actor, list(self._state.processes)))
+        await self._write_record()
 
     def _handle(self, event: Event) -> None:
         for action in self._state.handle(event, time.monotonic()):
-            self._do(action)
+            self._perform(action)
 
-    async def _write(self) -> None:
+    async def _write_record(self) -> None:
         record = self._state.to_record()
         if record != self._written:
-            await asyncio.to_thread(actors.write_record, self._config, record)
+            await asyncio.to_thread(ray_calls.write_record, self._config, record)
             self._written = record
 
     # -- looking
 
     async def _hosts(self) -> list[Host]:
-        found = await asyncio.to_thread(actors.nodes)
+        found = await asyncio.to_thread(ray_calls.nodes)
         return list(await asyncio.gather(*(_probed(host, port) for host, port in found)))
 
-    async def _ask_members(self) -> None:
+    async def _poll_members(self) -> None:
         if self._state.addresses is None:
             return
         if self._conductors is None:  # created once, since the addresses do not change
-            self._conductors = Conductors(self._channels, self._state.addresses.conductors)
+            self._conductors = ConductorClient(self._channels, self._state.addresses.conductors)
         try:
-            found = await instances(self._conductors, ANSWER_WITHIN_S)
+            found = await cluster_members(self._conductors, ANSWER_WITHIN_S)
         except MoonserveError as error:
             log.debug("no conductor answers: %s", error)
         else:
             self._handle(members_of(found))
 
-    async def _ask(self, name: str) -> None:
+    async def _poll_actor(self, name: str) -> None:
         process = self._state.processes.get(name)
         if process is None or name in self._starting or process.is_leaving:
             return
         generation = process.generation
         actor = await self._actor(name, generation)
         if actor is None:
-            self._handle(Gone(name=name, generation=generation, reason="Ray knows no such actor"))
+            self._handle(ActorEnded(name=name, generation=generation, reason="Ray knows no such actor"))
             return
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 report = await actor.report.remote()
         except ActorDiedError as error:
-            self._note(f"{name} ended: {error}")
-            await asyncio.to_thread(actors.end, self._config, name, generation, None)
-            self._handle(Gone(name=name, generation=generation, reason="its actor died"))
+            self._log_event(f"{name} ended: {error}")
+            await asyncio.to_thread(ray_calls.end_actor, self._config, name, generation, None)
+            self._handle(ActorEnded(name=name, generation=generation, reason="its actor died"))
         except (TimeoutError, RayActorError):
-            self._handle(Asked(name=name, generation=generation, report=None))
+            self._handle(ActorReported(name=name, generation=generation, report=None))
         else:
-            self._handle(Asked(name=name, generation=generation, report=report))
+            self._handle(ActorReported(name=name, generation=generation, report=report))
 
     async def _actor(self, name: str, generation: int) -> Any | None:
         known = self._actors.get(name)
         if known is not None and known[0] == generation:
             return known[1]
-        actor = await asyncio.to_thread(actors.find, self._config, name)
+        actor = await asyncio.to_thread(ray_calls.find_actor, self._config, name)
         if actor is not None:
             self._actors[name] = (generation, actor)
         return actor
 
     # -- doing
 
-    def _do(self, action: Action) -> None:
+    def _perform(self, action: Action) -> None:
         match action:
             case Start():
                 self._starting.add(action.name)
-                self._note(f"{action.name} starts on {action.host.address}")
+                self._log_event(f"{action.name} starts on {action.host.address}")
                 self._begin(action.name, self._start(action))
             case Stop():
-                self._note(f"{action.name} drains and leaves")
+                self._log_event(f"{action.name} drains and leaves")
                 self._begin(action.name, self._stop(action))
             case Kill():
-                self._note(f"{action.name} is given up: {action.reason}")
+                self._log_event(f"{action.name} is given up: {action.reason}")
                 self._begin(action.name, self._end(action.name, action.generation))
             case Restart():
-                self._note(f"{action.name} restarts")
+                self._log_event(f"{action.name} restarts")
                 self._begin(action.name, self._restart(action))
 
     def _begin(self, name: str, body: Coroutine[Any, Any, None]) -> None:
@@ -291,12 +291,12 @@ class Watch:
         )
         try:
             # Before the actor exists, so that a successor of this controller finds it.
-            await self._write()
-            made = await asyncio.to_thread(actors.make, assignment, action.host, action.generation)
+            await self._write_record()
+            made = await asyncio.to_thread(ray_calls.create_actor, assignment, action.host, action.generation)
         except (MoonserveError, RayActorError, ValueError) as error:
-            self._note(f"{action.name} has no place on {action.host.address}: {error}")
-            await asyncio.to_thread(actors.end, self._config, action.name, action.generation, None)
-            self._handle(Gone(name=action.name, generation=action.generation, reason=str(error)))
+            self._log_event(f"{action.name} cannot start on {action.host.address}: {error}")
+            await asyncio.to_thread(ray_calls.end_actor, self._config, action.name, action.generation, None)
+            self._handle(ActorEnded(name=action.name, generation=action.generation, reason=str(error)))
         else:
             self._actors[action.name] = (action.generation, made)
         finally:
@@ -309,13 +309,13 @@ class Watch:
                 async with asyncio.timeout(self._config.drain_s + STOP_GRACE_S):
                     await actor.stop.remote()
         await self._end(action.name, action.generation)
-        self._note(f"{action.name} has left")
-        self._handle(Gone(name=action.name, generation=action.generation))
+        self._log_event(f"{action.name} has left")
+        self._handle(ActorEnded(name=action.name, generation=action.generation))
 
     async def _end(self, name: str, generation: int) -> None:
         actor = await self._actor(name, generation)
         self._actors.pop(name, None)
-        await asyncio.to_thread(actors.end, self._config, name, generation, actor)
+        await asyncio.to_thread(ray_calls.end_actor, self._config, name, generation, actor)
 
     async def _restart(self, action: Restart) -> None:
         actor = await self._actor(action.name, action.generation)
@@ -323,7 +323,7 @@ class Watch:
             with contextlib.suppress(RayActorError):  # then Ray restarts the actor, or it is given up
                 await actor.restart.remote(action.life)
 
-    def _note(self, text: str) -> None:
+    def _log_event(self, text: str) -> None:
         log.info("%s", text)
         self._events.append((time.time(), text))
 

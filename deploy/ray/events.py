@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conductor.roles.controller import WorkerLoad
-from deploy.plan import Kind
-from deploy.ray.units import Unit
+from moonserve.conductor.role_switching import WorkerLoad
+from moonserve.deploy.launcher.process_specs import ProcessKind
+from moonserve.deploy.ray.processes import PlannedProcess
 
 READY = "ready"  # the supervisor's stage of a process that serves
 
@@ -41,14 +41,14 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostsSeen:
+class HostsObserved:
     """All nodes that Ray considers alive."""
 
     hosts: Sequence[Host]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ActorReported:
     """An actor has answered, or, if there is no report, has not answered in time."""
 
     name: str
@@ -57,7 +57,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gone:
+class ActorEnded:
     """An actor has ended: it was stopped, it could not be created, or Ray gave it up."""
 
     name: str
@@ -66,7 +66,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MembersSeen:
+class MembersObserved:
     """View of the leading conductor."""
 
     epochs: Mapping[str, int]  # by instance id
@@ -77,39 +77,48 @@ class MembersSeen:
 class Scale:
     """An operator sets the number of processes of a kind."""
 
-    kind: Kind
+    kind: ProcessKind
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class RemoveProcess:
     """An operator removes this process after it has finished its requests, without a replacement."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartAll:
+class RestartProcesses:
     """An operator restarts these processes one after the other; without names, all of them."""
 
     names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeDown:
+class RemoveCluster:
     """An operator removes the whole cluster."""
 
 
-Event = HostsSeen | Asked | Gone | MembersSeen | Scale | Leave | RestartAll | TakeDown
+Event = (
+    HostsObserved
+    | ActorReported
+    | ActorEnded
+    | MembersObserved
+    | Scale
+    | RemoveProcess
+    | RestartProcesses
+    | RemoveCluster
+)
 
 # -- actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Creates the actor of a process on this host. `Gone` reports its end, or that it could not be created."""
+    """Creates the actor of a process on this host. `ActorEnded` reports its end, or that it could not be created."""
 
-    unit: Unit
+    unit: PlannedProcess
     name: str
     generation: int
     host: Host
@@ -118,7 +127,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Drains a process and ends its actor. `Gone` follows."""
+    """Drains a process and ends its actor. `ActorEnded` follows."""
 
     name: str
     generation: int

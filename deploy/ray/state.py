@@ -1,10 +1,10 @@
 """Places the processes of a cluster on Ray, and decides the actions that bring it to its planned state. Pure.
 
-Rules: a wanted process without a place gets one, in the order of `Kind`. A placed process that is not wanted drains and
-leaves. A host whose raylet is silent is lost: its processes are placed elsewhere under the same names, with a later
-generation. Any that still run there are fenced by the registry's epochs and by the actor's own check with Ray. An actor
-that is silent while its host answers is left to Ray to restart, for a while. One process at a time is restarted on
-purpose, and only while the cluster is whole. Knows neither Ray nor what the processes do.
+Rules: a wanted process without a place gets one, in the order of `ProcessKind`. A placed process that is not wanted
+drains and leaves. A host whose raylet is silent is lost: its processes are placed elsewhere under the same names, with
+a later generation. Any that still run there are fenced by the registry's epochs and by the actor's own check with Ray.
+An actor that is silent while its host answers is left to Ray to restart, for a while. One process at a time is
+restarted on purpose, and only while the cluster is whole. Knows neither Ray nor what the processes do.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deploy.plan import ROLES, Kind
-from deploy.ray.autoscaler import Autoscaler, Change, Wanted
-from deploy.ray.config import ClusterConfig
-from deploy.ray.events import (
+from moonserve.deploy.launcher.process_specs import ROLES, ProcessKind
+from moonserve.deploy.launcher.rolling_restart import RESTART_ORDER
+from moonserve.deploy.ray.autoscaler import Autoscaler, Change, ProcessPlan
+from moonserve.deploy.ray.config import ClusterConfig
+from moonserve.deploy.ray.events import (
     Action,
-    Asked,
+    ActorEnded,
+    ActorReported,
     Event,
-    Gone,
     Host,
-    HostsSeen,
+    HostsObserved,
     Kill,
-    Leave,
-    MembersSeen,
+    MembersObserved,
+    RemoveCluster,
+    RemoveProcess,
     Restart,
-    RestartAll,
+    RestartProcesses,
     Scale,
     Start,
     Stop,
-    TakeDown,
 )
-from deploy.ray.hosts import Hosts, Process, choose_host, fits
-from deploy.ray.units import Addresses, Unit, addresses_of, share_of
-from deploy.restarting import RESTART_ORDER
-from protocol.errors import ConfigError
-from protocol.ids import Role
+from moonserve.deploy.ray.placement import Hosts, Process, choose_host, fits
+from moonserve.deploy.ray.processes import Addresses, PlannedProcess, addresses_of, resources_of
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.request import Role
 
 # For Ray to restart an actor whose worker process died: an interpreter's start takes seconds on a busy machine.
 ACTOR_PATIENCE_S = 20.0
@@ -51,7 +51,7 @@ class ControllerState:
         self.addresses: Addresses | None = None  # set when the first hosts are seen
         self.is_ending = False
         self.processes: dict[str, Process] = {}
-        self.wanted = Wanted(config)
+        self.wanted = ProcessPlan(config)
         self._hosts = Hosts(config.silence_s)
         self._conductor_hosts: tuple[str, ...] = ()  # addresses
         self._generation = 0
@@ -88,48 +88,48 @@ class ControllerState:
     # -- events
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Applies an event and returns the actions. Raises ConfigError and changes nothing if a wish is impossible."""
+        """Applies an event and returns the actions. Raises ConfigError and changes nothing if it is impossible."""
         return self._apply(event, now) + self._reconcile(now)
 
     def _apply(self, event: Event, now: float) -> list[Action]:
         match event:
-            case HostsSeen(hosts=hosts):
-                return self._see(hosts, now)
-            case Asked():
-                return self._hear(event, now)
-            case Gone():
-                self._forget(event, now)
-            case MembersSeen():
-                self._know(event, now)
+            case HostsObserved(hosts=hosts):
+                return self._on_hosts(hosts, now)
+            case ActorReported():
+                return self._on_report(event, now)
+            case ActorEnded():
+                self._on_ended(event, now)
+            case MembersObserved():
+                self._on_members(event, now)
             case Scale():
                 self.wanted.scale(event.kind, event.count)
-            case Leave(name=name):
-                self.wanted.dismiss(self._named(name).unit)
-            case RestartAll(names=names):
+            case RemoveProcess(name=name):
+                self.wanted.remove(self._named(name).unit)
+            case RestartProcesses(names=names):
                 named = [self._named(name) for name in names] or self.processes.values()
                 order = sorted(named, key=lambda p: (RESTART_ORDER.index(p.unit.kind), p.unit.number))
                 self._to_restart += [p.name for p in order if p.name not in self._to_restart]
-            case TakeDown():
+            case RemoveCluster():
                 self.is_ending = True
                 self._to_restart.clear()
         return []
 
-    def _see(self, hosts: Sequence[Host], now: float) -> list[Action]:
-        self._hosts.see(hosts, now)
+    def _on_hosts(self, hosts: Sequence[Host], now: float) -> list[Action]:
+        self._hosts.observe(hosts, now)
         if self.addresses is None and hosts:
-            self._settle()
+            self._fix_addresses()
         lost = [p for p in self.processes.values() if self._hosts.is_lost(p.node_id)]
         return [action for process in lost for action in self._give_up(process, "host is lost")]
 
-    def _settle(self) -> None:
+    def _fix_addresses(self) -> None:
         """Fixes the addresses of the processes that all others must find, permanently."""
         hosts = list(self._hosts)
-        able = [host for host in hosts if fits(share_of(self.config, Kind.CONDUCTOR), host, ())]
+        able = [host for host in hosts if fits(resources_of(self.config, ProcessKind.CONDUCTOR), host, ())]
         addresses = tuple(dict.fromkeys(host.address for host in able or hosts))
         self._conductor_hosts = addresses[: self.config.conductors.hosts]
         self.addresses = addresses_of(self.config, self._conductor_hosts, hosts[0].address)
 
-    def _hear(self, event: Asked, now: float) -> list[Action]:
+    def _on_report(self, event: ActorReported, now: float) -> list[Action]:
         process = self._current(event.name, event.generation)
         if process is None:
             return []
@@ -149,7 +149,7 @@ class ControllerState:
         self._drop(process)
         return [Kill(name=process.name, generation=process.generation, reason=f"its {reason}")]
 
-    def _forget(self, event: Gone, now: float) -> None:
+    def _on_ended(self, event: ActorEnded, now: float) -> None:
         process = self._current(event.name, event.generation)
         if process is not None:
             self._drop(process)
@@ -161,7 +161,7 @@ class ControllerState:
         if self._restarting == process.name:
             self._restarting = None  # its replacement is new anyway
 
-    def _know(self, event: MembersSeen, now: float) -> None:
+    def _on_members(self, event: MembersObserved, now: float) -> None:
         for process in self.processes.values():
             process.epoch = event.epochs.get(process.name, 0)
         if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
@@ -169,27 +169,27 @@ class ControllerState:
 
     def _scale(self, change: Change | None) -> None:
         if change is not None and change.leaving is None:
-            self.wanted.add(Kind(change.role.value))
+            self.wanted.add(ProcessKind(change.role.value))
         elif change is not None and change.leaving in self.processes:
             unit = self.processes[change.leaving].unit
             if self.wanted.counts()[unit.kind] > 1:  # by its first role, which it may have changed
-                self.wanted.dismiss(unit)
+                self.wanted.remove(unit)
 
     # -- resulting actions
 
     def _reconcile(self, now: float) -> list[Action]:
         if self.is_ending:
             return self._end()
-        return [*self._dismissals(), *self._starts(now), *self._next_restart()]
+        return [*self._removals(), *self._starts(now), *self._next_restart()]
 
     def _end(self) -> list[Action]:
         """Stops kinds in reverse order, each after the one before is gone. Workers of both roles stop together."""
         remaining = {p.unit.kind for p in self.processes.values()}
-        last = next((kind for kind in reversed(Kind) if kind in remaining), None)
+        last = next((kind for kind in reversed(ProcessKind) if kind in remaining), None)
         kinds = set(ROLES) if last in ROLES else {last}
         return self._stops(p for p in self.processes.values() if p.unit.kind in kinds)
 
-    def _dismissals(self) -> list[Action]:
+    def _removals(self) -> list[Action]:
         wanted = set(self._units())
         return self._stops(p for p in self.processes.values() if p.unit not in wanted)
 
@@ -210,40 +210,40 @@ class ControllerState:
                     actions.append(self._start(unit, host))
         return actions
 
-    def _start(self, unit: Unit, host: Host) -> Start:
+    def _start(self, unit: PlannedProcess, host: Host) -> Start:
         self._generation += 1
         name, generation = unit.name(self.config), self._generation
         self.processes[name] = Process(unit, name, host.node_id, generation)
         home = self._home(host)
         return Start(unit=unit, name=name, generation=generation, host=host, home=home)
 
-    def _may_start(self, kind: Kind) -> bool:
+    def _may_start(self, kind: ProcessKind) -> bool:
         """Returns True if the processes that this kind needs at its start are ready."""
-        if kind is Kind.DIRECTORY:
+        if kind is ProcessKind.DIRECTORY:
             return True
-        if kind is Kind.CONDUCTOR:
-            return not self.config.needs_directory or self._has_ready(Kind.DIRECTORY)
-        return self._has_ready(Kind.CONDUCTOR)
+        if kind is ProcessKind.CONDUCTOR:
+            return not self.config.needs_directory or self._has_ready(ProcessKind.DIRECTORY)
+        return self._has_ready(ProcessKind.CONDUCTOR)
 
-    def _has_ready(self, kind: Kind) -> bool:
+    def _has_ready(self, kind: ProcessKind) -> bool:
         return any(p.is_ready for p in self.processes.values() if p.unit.kind is kind)
 
-    def _host_for(self, unit: Unit, now: float) -> Host | None:
+    def _host_for(self, unit: PlannedProcess, now: float) -> Host | None:
         """Returns a host, or None if there is no room or the store node on the chosen host is not ready."""
-        suiting = [h for h in self._hosts.open_to(unit.kind, now) if self._suits(unit, h)]
+        suiting = [h for h in self._hosts.usable_for(unit.kind, now) if self._suits(unit, h)]
         host = choose_host(self.config, unit.kind, suiting, list(self.processes.values()))
         if host is None or unit.kind not in ROLES or not self.config.stores.enabled:
             return host
         store = self.processes.get(self._home(host) or "")
         return host if store is not None and store.is_ready else None
 
-    def _suits(self, unit: Unit, host: Host) -> bool:
+    def _suits(self, unit: PlannedProcess, host: Host) -> bool:
         match unit.kind:
-            case Kind.STORE:
+            case ProcessKind.STORE:
                 return self._hosts.numbers[host.node_id] == unit.number
-            case Kind.CONDUCTOR:
+            case ProcessKind.CONDUCTOR:
                 return host.address in self._conductor_hosts
-            case Kind.DIRECTORY:
+            case ProcessKind.DIRECTORY:
                 return host.is_head
         return True
 
@@ -264,15 +264,15 @@ class ControllerState:
 
     # -- parts
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[PlannedProcess]:
         """Returns all wanted units in start order. Each host whose total resources suffice for a store and a worker has
         a store."""
         if self.addresses is None:
             return []
         stores: list[int] = []
         if self.config.stores.enabled:
-            store = share_of(self.config, Kind.STORE)
-            shares = [share_of(self.config, kind) for kind in ROLES]
+            store = resources_of(self.config, ProcessKind.STORE)
+            shares = [resources_of(self.config, kind) for kind in ROLES]
             stores = [
                 self._hosts.numbers[host.node_id]
                 for host in self._hosts
@@ -283,15 +283,15 @@ class ControllerState:
     def _home(self, host: Host) -> str | None:
         if not self.config.stores.enabled:
             return None
-        return Unit(Kind.STORE, self._hosts.numbers[host.node_id]).name(self.config)
+        return PlannedProcess(ProcessKind.STORE, self._hosts.numbers[host.node_id]).name(self.config)
 
-    def _process(self, unit: Unit) -> Process | None:
+    def _process(self, unit: PlannedProcess) -> Process | None:
         return self.processes.get(unit.name(self.config))
 
     def _named(self, name: str) -> Process:
         """Returns the process of this name. Raises ConfigError if there is none."""
         if name not in self.processes:
-            raise ConfigError(f"there is no {name}; `moonserve deploy status` lists what there is")
+            raise ConfigError(f"there is no process {name}; `moonserve deploy status` lists all")
         return self.processes[name]
 
     def _current(self, name: str, generation: int) -> Process | None:
@@ -322,7 +322,7 @@ class ControllerState:
         if record["head"] is not None:
             self.addresses = addresses_of(self.config, self._conductor_hosts, record["head"])
         for kind, number, node_id, generation in record["processes"]:
-            unit = Unit(Kind(kind), number)
+            unit = PlannedProcess(ProcessKind(kind), number)
             name = unit.name(self.config)
             self.processes[name] = Process(unit, name, node_id, generation)
 

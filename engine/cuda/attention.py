@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.base import Geometry, Span
-from engine.cuda.requirements import require_triton
-from engine.cuda.streams import to_device
-from protocol.errors import ConfigError
+from moonserve.engine.cuda.device import require_triton
+from moonserve.engine.cuda.streams import to_device
+from moonserve.engine.kernels import Geometry, Span
+from moonserve.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.cuda.kernels.decode import DecodeBatch
-    from engine.cuda.kernels.prefill import ChunkBatch
+    from moonserve.engine.cuda.attention_kernels import ChunkBatch, DecodeBatch
 
 MAX_HEAD_DIM = 256
 
@@ -58,12 +57,11 @@ class TritonAttention:
         require_triton(self._device)
         if geometry.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"Triton attention takes heads of up to {MAX_HEAD_DIM}, not {geometry.head_dim}")
-        from engine.cuda.kernels import decode, prefill  # imports triton
+        from moonserve.engine.cuda import attention_kernels  # imports triton
 
-        self._decode = decode
-        self._prefill = prefill
+        self._kernels = attention_kernels
         group = geometry.num_heads // geometry.num_kv_heads
-        tiling = prefill.tiling_for(geometry.head_dim, pool.keys[0].element_size(), group)
+        tiling = attention_kernels.tiling_for(geometry.head_dim, pool.keys[0].element_size(), group)
         self._tokens_per_tile = tiling.tokens_per_tile(group)
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -81,15 +79,15 @@ class TritonAttention:
 
     def _plan_singles(self, spans: Sequence[Span], window: int | None) -> DecodeBatch:
         ends = np.array([span.end for span in spans], dtype=np.int32)
-        num_parts = self._decode.parts_for(int(ends.max()), window)
-        return self._decode.DecodeBatch(self._to_device(_tables(spans)), self._to_device(ends), num_parts)
+        num_parts = self._kernels.parts_for(int(ends.max()), window)
+        return self._kernels.DecodeBatch(self._to_device(_tables(spans)), self._to_device(ends), num_parts)
 
     def _plan_chunks(self, spans: Sequence[Span], first_row: int) -> ChunkBatch:
         lengths = [span.end - span.start for span in spans]
         rows = first_row + np.cumsum([0, *lengths[:-1]])
         chunks = [(int(row), one.start, one.end) for row, one in zip(rows, spans, strict=True)]
-        tiles = self._prefill.plan_tiles(chunks, self._tokens_per_tile)
-        return self._prefill.ChunkBatch(self._to_device(_tables(spans)), self._to_device(tiles))
+        tiles = self._kernels.plan_tiles(chunks, self._tokens_per_tile)
+        return self._kernels.ChunkBatch(self._to_device(_tables(spans)), self._to_device(tiles))
 
     def _to_device(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         return to_device(torch.from_numpy(array), self._device)
@@ -108,9 +106,9 @@ class TritonAttention:
         pool_keys, pool_values = self._pool.keys[layer], self._pool.values[layer]
         output = queries.new_empty((queries.shape[0], queries.shape[1] * queries.shape[2]))
         if plan.singles is not None:
-            self._decode.decode_attention(queries, pool_keys, pool_values, plan.singles, plan.window, output)
+            self._kernels.decode_attention(queries, pool_keys, pool_values, plan.singles, plan.window, output)
         if plan.chunks is not None:
-            self._prefill.prefill_attention(queries, pool_keys, pool_values, plan.chunks, plan.window, output)
+            self._kernels.prefill_attention(queries, pool_keys, pool_values, plan.chunks, plan.window, output)
         return output
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import torch
 
-from engine.config import ModelConfig
-from engine.cuda.attention import Plan, table_columns
-from engine.cuda.streams import Event, make_stream, record_event
-from engine.cuda.triton_kernels import longest_sequence
-from engine.kv_pool import KvPool
-from engine.model import ForwardPass, Model
-from engine.step import Step
+from moonserve.engine.cuda.attention import Plan, table_columns
+from moonserve.engine.cuda.layers import longest_sequence
+from moonserve.engine.cuda.streams import Event, make_stream, record_event
+from moonserve.engine.kernels import Step
+from moonserve.engine.kv_cache.tensors import KvTensors
+from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.forward_pass import ForwardPass, Model
 
 Replay = Callable[[], torch.Tensor]
 """Runs captured work on the current contents of its inputs. The next replay overwrites the result."""
@@ -29,7 +29,7 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes of the graphs. Larger batches run without a graph: launches are a small part of their time."""
 
 
-def with_graphs(model: Model, config: ModelConfig, pool: KvPool) -> ForwardPass:
+def with_graphs(model: Model, config: ModelConfig, pool: KvTensors) -> ForwardPass:
     """Returns the model with CUDA graphs if its pool is on a CUDA device, otherwise the model itself."""
     if pool.device.type != "cuda":
         return model
@@ -40,7 +40,7 @@ class GraphedModel:
     """A `Model` on Triton kernels whose decode steps are replayed graphs. The first step of each batch size takes
     longer, since it captures."""
 
-    def __init__(self, model: Model, config: ModelConfig, pool: KvPool, capture: Capture) -> None:
+    def __init__(self, model: Model, config: ModelConfig, pool: KvTensors, capture: Capture) -> None:
         self.kernels_name = model.kernels_name
         self._model = model
         self._device = pool.device
@@ -101,7 +101,7 @@ class _Inputs:
         )
 
     def plan(self, longest: int, window: int | None) -> Plan:
-        from engine.cuda.kernels.decode import DecodeBatch, parts_for
+        from moonserve.engine.cuda.attention_kernels import DecodeBatch, parts_for
 
         _, tables, ends = self._on_device
         return Plan(DecodeBatch(tables, ends, parts_for(longest, window)), None, window)
@@ -122,8 +122,8 @@ class _Inputs:
             tables[row, : len(span.blocks)] = span.blocks
         for source, target in zip(self._on_host, self._on_device, strict=True):
             target.copy_(source, non_blocking=True)
-        if step.fed is not None:
-            step.fed.put_into(self._on_device[0][0])
+        if step.device_tokens is not None:
+            step.device_tokens.put_into(self._on_device[0][0])
         if self._on_host[0].is_pinned():
             self._arrived = record_event()
 

@@ -1,177 +1,83 @@
-"""Copies KV between a pool on a GPU and host memory, layer by layer, while the GPU computes.
+"""Copies KV blocks between the transfer engine's memory and the memory that an engine computes from.
 
-Both have the layout of `protocol.layout`. The host memory is registered with the transfer engine and not pinned, so
-copies go through a ring of pinned slots. The GPU's copy engines copy between pool and slots, on separate streams, after
-the work that was submitted before the request; the caller's thread copies between slots and host memory. Rule: the
-caller holds the blocks until the copy is done. Does not know the owners of blocks. On a CPU all copies are immediate.
+On a CPU both are the same memory: `InPlace`. On a GPU they are two pools of the same layout, and a block has the same
+id in both. Received blocks are loaded before a step computes from them; blocks to be sent are stored before they are
+read. **A findable block is equal in both**, so it can be computed from or sent. Rule: the caller holds the blocks until
+the copy is done. Does not know the owners of blocks.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
+from moonserve.protocol.request import BlockId
 
-from engine.cuda.streams import Event, make_stream, record_event, to_device, wait_for
-from engine.kv_pool import KvPool
-
-Stored = Callable[[], None]
+if TYPE_CHECKING:
+    from moonserve.engine.cuda.staging_ring import StagingRing
 
 
-_Slot = torch.Tensor
-"""Pinned memory, [2, blocks_per_slot, block_size, kv_heads, head_dim]: K and V of some blocks of one layer."""
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Storing:
-    """A slot that the GPU fills or has filled."""
-
-    slot: _Slot
-    layer: int
-    blocks: torch.Tensor
-    filled: Event | None  # None = filled
-    stored: Stored | None  # callback, in the last part of a request only
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    """A slot that the GPU reads."""
-
-    slot: _Slot
-    read: Event | None
+async def run_uninterrupted(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """Runs `work` in `executor` and returns its result. A cancelled caller still waits for the end of `work`, and is
+    cancelled then."""
+    task = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # marked as retrieved, since the cancelled caller does not handle it
+        raise
 
 
-class HostStaging:
-    """Ring of pinned slots between `pool` and host `memory` for as many blocks. Not thread-safe: one caller, such as
-    the engine's thread."""
+class Staging(Protocol):
+    """Copies whole blocks; does nothing for no blocks. A cancelled caller still waits for the end of its copy."""
 
-    def __init__(self, pool: KvPool, memory: memoryview, *, blocks_per_slot: int = 16, num_slots: int = 8) -> None:
-        self._pool = pool
-        self._host = KvPool(pool.layout, pool.num_blocks, memory)
-        self._blocks_per_slot = blocks_per_slot
-        self._on_gpu = pool.device.type == "cuda"
-        # One stream per direction, since each direction has its own copy engine.
-        self._outward: Any = make_stream(pool.device) if self._on_gpu else None
-        self._inward: Any = make_stream(pool.device) if self._on_gpu else None
-        self._free = [self._make_slot() for _ in range(num_slots)]
-        self._storing: deque[_Storing] = deque()
-        self._loading: deque[_Loading] = deque()
+    async def load(self, blocks: Sequence[BlockId], layers: range | None = None) -> None:
+        """Copies `layers` (None = all) of the blocks from the transfer engine's memory to the engine's."""
 
-    def _make_slot(self) -> _Slot:
-        shape = (2, self._blocks_per_slot, *self._pool.keys[0].shape[1:])
-        return torch.empty(shape, dtype=self._pool.keys[0].dtype, pin_memory=self._on_gpu)
+    async def store(self, blocks: Sequence[BlockId]) -> None:
+        """Copies the blocks to the transfer engine's memory, as steps that were begun before leave them."""
 
-    # -- from the GPU
-
-    def store(self, layer: int, blocks: Sequence[int], stored: Stored) -> None:
-        """Starts copying a layer's K and V of `blocks` to the host, after the work submitted before. A later call of
-        this object calls `stored` once they are there. Waits for older copies if the ring is full."""
-        parts = list(self._parts(blocks))
-        for number, part in enumerate(parts):
-            slot = self._take()
-            with self._beside(self._outward):
-                own = to_device(part, self._pool.device)
-                for place, piece in zip(slot, self._pieces(self._pool, layer), strict=True):
-                    place[: len(part)].copy_(piece.index_select(0, own), non_blocking=True)
-                filled = record_event() if self._on_gpu else None
-            is_last = number == len(parts) - 1
-            self._storing.append(_Storing(slot, layer, part, filled, stored if is_last else None))
-
-    def settle(self, *, wait: bool) -> None:
-        """Moves filled slots to host memory, in the order of the requests. `wait`: also waits for all slots that are
-        not filled yet."""
-        while self._storing and (wait or _is_reached(self._storing[0].filled)):
-            self._settle_oldest()
-
-    def _settle_oldest(self) -> None:
-        oldest = self._storing.popleft()
-        if oldest.filled is not None:
-            oldest.filled.synchronize()
-        places = self._pieces(self._host, oldest.layer)
-        for place, piece in zip(oldest.slot, places, strict=True):
-            piece.index_copy_(0, oldest.blocks, place[: len(oldest.blocks)])
-        self._free.append(oldest.slot)
-        if oldest.stored is not None:
-            oldest.stored()
-
-    # -- to the GPU
-
-    def load(self, layer: int, blocks: Sequence[int]) -> Callable[[], None]:
-        """Starts copying a layer's K and V of `blocks` from the host to the pool. Work that is submitted after a call
-        of the returned function waits for them. Waits for older copies if the ring is full."""
-        arrived: Event | None = None
-        for part in self._parts(blocks):
-            slot = self._take()
-            for place, piece in zip(slot, self._pieces(self._host, layer), strict=True):
-                torch.index_select(piece, 0, part, out=place[: len(part)])
-            with self._beside(self._inward):
-                own = to_device(part, self._pool.device)
-                for place, piece in zip(slot, self._pieces(self._pool, layer), strict=True):
-                    piece.index_copy_(0, own, to_device(place[: len(part)], self._pool.device))
-                arrived = record_event() if self._on_gpu else None
-            self._loading.append(_Loading(slot, arrived))
-
-        def wait() -> None:
-            if arrived is not None:
-                wait_for(arrived, self._pool.device)
-
-        return wait
-
-    # -- whole blocks
-
-    def store_all(self, blocks: Sequence[int]) -> None:
-        """Copies all layers of `blocks` to the host and waits for the end."""
-        for layer in range(self._pool.layout.num_layers):
-            self.store(layer, blocks, _nobody)
-            self.settle(wait=False)
-        self.settle(wait=True)
-
-    def load_all(self, blocks: Sequence[int], layers: range | None = None) -> None:
-        """Copies `layers` (None = all) of `blocks` to the pool and waits for the end."""
-        for layer in range(self._pool.layout.num_layers) if layers is None else layers:
-            self.load(layer, blocks)
-        while self._loading:
-            self._free_oldest_loading()
-
-    # -- the ring
-
-    def _take(self) -> _Slot:
-        """Returns a free slot, waiting for the oldest copy if there is none."""
-        while self._loading and (not self._free or _is_reached(self._loading[0].read)):
-            self._free_oldest_loading()
-        if not self._free:
-            self._settle_oldest()
-        return self._free.pop()
-
-    def _free_oldest_loading(self) -> None:
-        oldest = self._loading.popleft()
-        if oldest.read is not None:
-            oldest.read.synchronize()
-        self._free.append(oldest.slot)
-
-    def _parts(self, blocks: Sequence[int]) -> Iterator[torch.Tensor]:
-        yield from torch.split(torch.tensor(blocks, dtype=torch.int64), self._blocks_per_slot)
-
-    def _beside(self, stream: Any) -> AbstractContextManager[Any]:
-        """Returns a context that runs on `stream`, after the work submitted to the current stream so far."""
-        if stream is None:
-            return nullcontext()
-        stream.wait_stream(torch.cuda.current_stream(self._pool.device))
-        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return context
-
-    @staticmethod
-    def _pieces(pool: KvPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return pool.keys[layer], pool.values[layer]
+    def close(self) -> None:
+        """Waits for copies in flight."""
 
 
-def _is_reached(event: Event | None) -> bool:
-    return event is None or event.query()
+class InPlace:
+    """`Staging` of an engine that computes from the transfer engine's own memory."""
+
+    async def load(self, blocks: Sequence[BlockId], layers: range | None = None) -> None:
+        pass
+
+    async def store(self, blocks: Sequence[BlockId]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
-def _nobody() -> None:
-    """Callback that does nothing."""
+class StagingThread:
+    """`Staging` through its own ring in its own thread, so that steps continue meanwhile. Copies run one after another
+    in the order of the calls, each layer by layer."""
+
+    def __init__(self, ring: StagingRing) -> None:
+        self._ring = ring
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+
+    async def load(self, blocks: Sequence[BlockId], layers: range | None = None) -> None:
+        if blocks:
+            load = partial(self._ring.load_all, tuple(blocks), layers)
+            await run_uninterrupted(self._executor, load)
+
+    async def store(self, blocks: Sequence[BlockId]) -> None:
+        if blocks:
+            await run_uninterrupted(self._executor, partial(self._ring.store_all, tuple(blocks)))
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,118 +1,154 @@
-"""Kernels of a model's layers: the implementations, selected by name."""
+"""Interface of a compute backend: a step's tensors, attention, and layers without attention. Which backend runs:
+selector.py; C++: native/, bound by native_library.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.config import ModelConfig
-from engine.kernels.base import Heads, Kernels, Pass, Sums
-from engine.kernels.library import Crew
-from engine.kernels.native_kernels import NativeKernels
-from engine.kernels.torch_kernels import TorchKernels
-from engine.kv_pool import KvPool
-from engine.step import Step
-from engine.weights import Weights
-from protocol.errors import ConfigError
-from protocol.native import CompilerError
+from moonserve.engine.cuda.streams import to_device
 
-__all__ = [
-    "NAMES",
-    "Crew",
-    "Kernels",
-    "MixedKernels",
-    "NativeKernels",
-    "Sums",
-    "TorchKernels",
-    "crew_of",
-    "make_kernels",
-]
+# -- attention
 
-NAMES = ("auto", "native", "torch", "triton")
-
-
-FEW_TOKENS = 16
-"""Up to this many rows, a product takes the time of reading its weights."""
+Plan = Any
+"""A backend's prepared step; opaque to all others."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    kernels: Kernels
-    work: Pass
+class Geometry:
+    """Head counts and head size of the model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
-class MixedKernels:
-    """Two `Kernels` over one model and pool, for steps of `few` and of `many` tokens. Used on processors with matrix
-    units that a library uses and our own products do not. The weights are then stored twice."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of one sequence. Spans lie back to back in the step's tensors."""
 
-    def __init__(self, few: Kernels, many: Kernels) -> None:
-        self.name = f"{few.name}+{many.name}"
-        self.few = few
-        self.many = many
-
-    def begin(self, step: Step) -> _Chosen:
-        kernels = self.few if len(step.token_ids) <= FEW_TOKENS else self.many
-        return _Chosen(kernels, kernels.begin(step))
-
-    def project(self, layer: int, work: _Chosen) -> Heads:
-        return work.kernels.project(layer, work.work)
-
-    def finish(self, layer: int, work: _Chosen, seen: torch.Tensor) -> None:
-        work.kernels.finish(layer, work.work, seen)
-
-    def hidden(self, work: _Chosen) -> torch.Tensor:
-        return work.kernels.hidden(work.work)
-
-    def keep(self, work: _Chosen, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return work.kernels.keep(work.work, rows, seen)
-
-    def logits(self, work: _Chosen) -> torch.Tensor:
-        return work.kernels.logits(work.work)
+    start: int
+    end: int
+    blocks: npt.NDArray[np.int64]  # block table, at least up to `end`
+    prompt_end: int
+    """Position of the first output token. A backend may give output tokens the same bits whether they are computed one
+    by one or, after a loss, many at once."""
 
 
-def make_kernels(
-    name: str,
-    config: ModelConfig,
-    weights: Weights,
-    pool: KvPool,
-    *,
-    num_threads: int,
-    cache_folder: Path | None,
-    compiling: Callable[[], None] | None = None,
-    sums: Sums | None = None,
-) -> Kernels:
-    """Creates the implementation called `name`. auto means triton on a GPU; otherwise native, mixed with torch if that
-    is faster for prompts; or torch without a `cache_folder`. Native kernels run in `num_threads` own threads, torch's
-    in the process's. `compiling` is called before a compilation, which takes seconds. `sums`: for a rank with a share
-    of the model. Raises ConfigError for an unknown name, or if the implementation is not available."""
-    if name not in NAMES:
-        raise ConfigError(f"kernels {name!r} are not one of {', '.join(NAMES)}")
-    if name == "triton" or pool.device.type == "cuda":
-        return _triton_kernels(name, config, weights, pool)
-    if name == "torch" or (name == "auto" and cache_folder is None):
-        return TorchKernels(config, weights, pool, sums)
-    try:
-        native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, sums)
-    except CompilerError as error:
-        raise ConfigError(f"the native kernels cannot be had: {error}; or --kernels torch") from error
-    if name == "native" or native.suits_many_rows:
-        return native
-    return MixedKernels(native, TorchKernels(config, weights, pool, sums))
+class Attention(Protocol):
+    """Causal attention of a step's tokens over their own sequences."""
+
+    name: str
+    reads_whole_blocks: bool
+    """True if slots behind a single token in its last block are read and then masked: they must not be NaN."""
+
+    def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
+        """Returns the order in which this backend needs the spans, given their (start, end)."""
+
+    def plan(self, spans: Sequence[Span], window: int | None) -> Plan:
+        """Prepares a step. A token attends to itself and the window - 1 tokens before it; None = all earlier tokens."""
+
+    def attend(
+        self,
+        layer: int,
+        plan: Plan,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes attention of one layer: queries [tokens, heads, head_dim] → [tokens, heads · head_dim]. This step's
+        keys and values [tokens, kv_heads, head_dim] are also in the pool already."""
 
 
-def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvPool) -> Kernels:
-    from engine.cuda.triton_kernels import TritonKernels  # here, to avoid a circular import
+def singles_first(lengths: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns an order of spans (start, end): single tokens first, then chunks, each by length of context."""
 
-    if name not in ("auto", "triton"):
-        raise ConfigError(f"the {name} kernels are for CPUs: --kernels triton, or auto")
-    return TritonKernels(config, weights, pool)
+    def rank(index: int) -> tuple[bool, int]:
+        start, end = lengths[index]
+        return end - start > 1, end
+
+    return sorted(range(len(lengths)), key=rank)
 
 
-def crew_of(kernels: Kernels) -> Crew | None:
-    """Returns the threads of native kernels, or None. Attention shares them, since they are idle between calls."""
-    if isinstance(kernels, MixedKernels):
-        return crew_of(kernels.few)
-    return kernels.crew if isinstance(kernels, NativeKernels) else None
+# -- a step's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTokens:
+    """Input tokens of a step that are on the device only."""
+
+    places: torch.Tensor  # [k] int64, on the host: their indices in the step
+    tokens: torch.Tensor  # [k] int64, on the device
+
+    def put_into(self, token_ids: torch.Tensor) -> None:
+        """Inserts the tokens into `token_ids` of the whole step, on the device."""
+        token_ids.index_copy_(0, to_device(self.places, token_ids.device), self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Flat batch of a step's tokens. Sequences lie back to back; only attention knows their boundaries."""
+
+    token_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    longest: int  # largest position + 1
+    slots: torch.Tensor  # [tokens] int64: pool slots to which KV is written
+    spans: Sequence[Span]
+    rows: torch.Tensor | None  # int64: tokens whose logits are needed; None = all
+    device_tokens: DeviceTokens | None = None  # tokens that are on the device only; `token_ids` has 0 in their place
+    # [tokens, hidden_size] from the previous pipeline stage; None = embed `token_ids`.
+    hidden: torch.Tensor | None = None
+
+
+# -- layers without attention
+
+Pass = Any
+"""State of a step in progress, with its hidden states; opaque to all but the kernels that began it."""
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; heads of a token are contiguous."""
+
+
+class AllReduce(Protocol):
+    """Sums of the partial results of a worker's ranks (`engine.tensor_parallel`)."""
+
+    def all_reduce(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds all ranks' parts to `hidden`; all are contiguous [tokens, hidden_size]. Raises PeerLost."""
+
+
+class Kernels(Protocol):
+    """Layers of a model over its KV pool, without attention. One pass at a time. Kernels know neither sequences nor
+    sampling.
+
+    A layer is two calls with attention between them. An implementation may fuse all operations within a call: at the
+    sizes that CPUs serve, dispatching an operation costs as much as computing it. Numerics follow transformers cast for
+    cast: the result of each projection, norm and product is rounded to the compute dtype."""
+
+    name: str
+
+    def begin(self, step: Step) -> Pass:
+        """Starts a pass: embeds the step's tokens, or copies its hidden states if it has any."""
+
+    def project(self, layer: int, work: Pass) -> Heads:
+        """Computes the layer's norm, projections, query and key norms, and rotation, and writes K and V to the pool.
+        The returned heads are valid until the next call for this pass."""
+
+    def finish(self, layer: int, work: Pass, attended: torch.Tensor) -> None:
+        """Projects attention's result `attended` [tokens, heads · head_dim], adds it to the hidden states, runs the
+        MLP. If ranks share the layer, all have their K and V in the pool on return; raises PeerLost if one is lost."""
+
+    def hidden(self, work: Pass) -> torch.Tensor:
+        """Returns the current hidden states [tokens, hidden_size] for the next pipeline stage. Valid until the next
+        call for this pass."""
+
+    def select_rows(self, work: Pass, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Restricts the pass to the tokens at indices `rows` (int64), in this order, and returns their rows of
+        `attended` [tokens, heads · head_dim]. At most once in a pass, between the last `project` and its `finish`."""
+
+    def logits(self, work: Pass) -> torch.Tensor:
+        """Returns logits [tokens, vocab] float32, which were rounded to the compute dtype."""

@@ -1,1 +1,2 @@
-"""Access control: API keys and their limits."""
+"""Who may ask for how much: API keys (api_key.py, key_table.py), rate limits (decisions: rate_limit_state.py; I/O:
+rate_limit_service.py), tenants."""

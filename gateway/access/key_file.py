@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gateway.access.key_record import ApiKey, from_json
-from protocol.errors import ConfigError, InvalidRequest
+from moonserve.gateway.access.api_key import ApiKey, from_json
+from moonserve.protocol.errors import ConfigError, InvalidRequest
 
 MAX_FILE_BYTES = 64 * 2**20
 Stamp = tuple[int, int, int]
@@ -35,10 +35,10 @@ def read(path: Path) -> list[ApiKey]:
     try:
         document = json.loads(raw)
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON as `moonserve keys` writes it: {error}") from error
+        raise ConfigError(f"{path} is not a JSON file that `moonserve keys` wrote: {error}") from error
     records = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(records, list):
-        raise ConfigError(f'{path} is not {{"keys": […]}} as `moonserve keys` writes it')
+        raise ConfigError(f'{path} is not {{"keys": […]}} as `moonserve keys` writes it; create it with that command')
     return [_parsed(path, number, record) for number, record in enumerate(records, 1)]
 
 
@@ -59,7 +59,7 @@ def stamp(path: Path) -> Stamp | None:
 
 
 class KeyFile:
-    """A KeyStore (`gateway.access.key_holder`) backed by a file. Reads and writes run in threads."""
+    """A KeyStore (`gateway.access.key_table`) backed by a file. Reads and writes run in threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,18 +73,18 @@ class KeyFile:
     async def revoke(self, key_id: str) -> bool:
         return await asyncio.to_thread(self._revoke, key_id)
 
-    async def stamp(self) -> Stamp | None:
+    async def version(self) -> Stamp | None:
         return stamp(self._path)
 
     async def close(self) -> None: ...
 
     def _add(self, key: ApiKey) -> None:
-        with self._turn():
+        with self._lock():
             others = [each for each in self._present() if each.digest != key.digest]
             self._replace([*others, key])
 
     def _revoke(self, key_id: str) -> bool:
-        with self._turn():
+        with self._lock():
             keys = self._present()
             kept = [key for key in keys if key.key_id != key_id]
             if len(kept) < len(keys):
@@ -95,12 +95,12 @@ class KeyFile:
         return read(self._path) if self._path.exists() else []
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        lock = self._path.with_name(self._path.name + ".lock")
+    def _lock(self) -> Iterator[None]:
+        lock_path = self._path.with_name(self._path.name + ".lock")
         try:
-            descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"cannot write beside {self._path}: {error.strerror}") from error
+            raise ConfigError(f"cannot create a lock file next to {self._path}: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield

@@ -15,9 +15,9 @@ import json
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
-from gateway.access.key_record import ApiKey, KeyLimits, from_json
-from gateway.access.limit_state import DEADLINE_S as LIMIT_DEADLINE_S
-from gateway.access.limit_state import (
+from moonserve.gateway.access.api_key import ApiKey, KeyLimits, from_json
+from moonserve.gateway.access.rate_limit_state import DEADLINE_S as LIMIT_DEADLINE_S
+from moonserve.gateway.access.rate_limit_state import (
     MINUTE_S,
     PRECISION_S,
     STREAM_TTL_S,
@@ -25,20 +25,20 @@ from gateway.access.limit_state import (
     Verdict,
     verdict,
 )
-from protocol.errors import ConfigError, InvalidRequest, PeerError
-from protocol.registry import redis_address, redis_client
-from protocol.registry.redis_client import bounded
-from protocol.registry.redis_registry import DEADLINE_S, PREFIX
+from moonserve.protocol.errors import ConfigError, InvalidRequest, PeerError
+from moonserve.protocol.membership import redis_client, redis_url
+from moonserve.protocol.membership.redis_client import with_deadline
+from moonserve.protocol.membership.redis_registry import DEADLINE_S, PREFIX
 
 T = TypeVar("T")
 
 
-class RedisKeys:
+class RedisKeyStore:
     """A KeyStore in Redis. Methods raise PeerError (PeerLost if the deadline passes) and Unauthenticated."""
 
     def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = DEADLINE_S) -> None:
         """Prepares a client without connecting. Raises ConfigError if the URL is invalid."""
-        self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
+        self._client: Any = redis_client.connect_redis(redis_url.parse_redis_url(url), deadline_s)
         self._deadline_s = deadline_s
         self._keys, self._version = f"{prefix}:api-keys", f"{prefix}:api-keys:version"
         self._was_there = False
@@ -60,16 +60,16 @@ class RedisKeys:
         removed, *_ = await self._commit(pipeline)
         return bool(removed)
 
-    async def stamp(self) -> bytes:
+    async def version(self) -> bytes:
         """Returns the version of the keys. Raises PeerError if the keys were lost."""
         version: bytes | None = await self._bounded(self._client.get(self._version))
         if version is None and self._was_there:
-            raise PeerError("redis has lost the API keys: those known so far go on")
+            raise PeerError("redis has lost the API keys; this gateway keeps the known ones")
         self._was_there = version is not None
         return version or b"0"
 
     async def close(self) -> None:
-        await redis_client.close(self._client)
+        await redis_client.close_redis(self._client)
 
     async def _commit(self, pipeline: Any) -> list[Any]:
         pipeline.incr(self._version)
@@ -77,14 +77,14 @@ class RedisKeys:
         return replies
 
     async def _bounded(self, call: Awaitable[T]) -> T:
-        return await bounded(call, self._deadline_s)
+        return await with_deadline(call, self._deadline_s)
 
 
 def _parsed(entries: dict[bytes, bytes]) -> list[ApiKey]:
     try:
         return [from_json(json.loads(text)) for text in entries.values()]
     except (ValueError, InvalidRequest) as error:
-        raise ConfigError(f"a key in redis is not as `moonserve keys` writes it: {error}") from error
+        raise ConfigError(f"a key in redis was not written by `moonserve keys`: {error}") from error
 
 
 _COMMON = f"""
@@ -152,18 +152,18 @@ end
 """
 
 
-class SharedLimits:
+class RedisRateLimits:
     """Accounts of all gateways in Redis. Methods raise PeerError (PeerLost if the deadline passes) and Unauthenticated.
-    `url`: see `protocol.registry.redis_address`."""
+    `url`: see `protocol.membership.redis_url`."""
 
     def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = LIMIT_DEADLINE_S) -> None:
-        self._client: Any = redis_client.connect(redis_address.parse(url), deadline_s)
+        self._client: Any = redis_client.connect_redis(redis_url.parse_redis_url(url), deadline_s)
         self._prefix = prefix
         self._deadline_s = deadline_s
         self._scripts = {text: self._client.register_script(text) for text in (_ADMIT, _SETTLE, _RENEW)}
 
     async def admit(self, key_id: str, request_id: str, limits: KeyLimits, tokens: int) -> Verdict:
-        """Charges the request as `LimitState.admit` does, for all gateways together."""
+        """Charges the request as `RateLimitState.admit` does, for all gateways together."""
         ttl_ms = int(STREAM_TTL_S * 1000)
         arguments = [*_arguments(limits), request_id, tokens, ttl_ms]
         reply = await self._run(_ADMIT, self._keys(key_id), arguments)
@@ -176,18 +176,18 @@ class SharedLimits:
         arguments = [*_arguments(limits), request_id, more_tokens]
         await self._run(_SETTLE, self._keys(key_id), arguments)
 
-    async def renew(self, under_way: Iterable[tuple[str, str]]) -> None:
+    async def renew(self, in_flight: Iterable[tuple[str, str]]) -> None:
         """Extends the places of (key id, request id) pairs that are still in flight."""
-        pairs = list(under_way)
+        pairs = list(in_flight)
         if pairs:
             keys = [self._keys(key_id)[1] for key_id, _ in pairs]
             await self._run(_RENEW, keys, [int(STREAM_TTL_S * 1000), *(id for _, id in pairs)])
 
     async def close(self) -> None:
-        await redis_client.close(self._client)
+        await redis_client.close_redis(self._client)
 
     async def _run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
-        return await bounded(self._scripts[script](keys=keys, args=arguments), self._deadline_s)
+        return await with_deadline(self._scripts[script](keys=keys, args=arguments), self._deadline_s)
 
     def _keys(self, key_id: str) -> list[str]:
         account = f"{self._prefix}:limit:{{{key_id}}}"

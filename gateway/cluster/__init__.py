@@ -1,1 +1,2 @@
-"""One gateway's view of the cluster: live instances, instances to avoid, and figures of the last minute."""
+"""The gateway's view of conductor and workers: client (cluster_client.py), lost workers (failure_detection.py,
+avoided_instances.py), metrics of requests and of all processes."""

@@ -1,1 +1,2 @@
-"""Life of one request from acceptance to last token: decisions in `state`, I/O in `attempts` and `service`."""
+"""One request, from placement to its last token, across losses. Decisions: request_state.py over ordered_tokens.py;
+I/O: request_runner.py, service.py."""

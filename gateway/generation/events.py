@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gateway.generation.avoidance import Incarnation
-from protocol.errors import MoonserveError
-from protocol.ids import RequestId
-from protocol.prompt_logprobs import PromptLogprobs
-from protocol.request import (
+from moonserve.gateway.cluster.avoided_instances import Incarnation
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.request import (
     DecodeReport,
     Endpoint,
     FinishReason,
     Placement,
     PrefillReport,
+    PromptLogprobs,
+    RequestId,
     SamplingParams,
     Token,
 )
@@ -141,7 +141,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CancelAt:
+class CancelAttempt:
     """Cancel an attempt at its workers."""
 
     request_id: RequestId
@@ -179,7 +179,7 @@ class Fail:
     error: MoonserveError
 
 
-Action = Place | Submit | Pause | CancelAt | Report | Piece | Fail
+Action = Place | Submit | Pause | CancelAttempt | Report | Piece | Fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class GenerationRequest:
     """All choices of one request and the options that they share."""
 
     request_id: str

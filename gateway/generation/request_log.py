@@ -9,48 +9,48 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gateway.generation.state import RequestState
-from gateway.generation.timings import Ledger
-from protocol.errors import Cancelled, InvalidRequest, MoonserveError, Overloaded
-from protocol.request import FinishReason
+from moonserve.gateway.generation.request_state import RequestState
+from moonserve.gateway.generation.request_timing import PhaseTimes
+from moonserve.protocol.errors import Cancelled, InvalidRequest, MoonserveError, Overloaded
+from moonserve.protocol.request import FinishReason
 
 log = logging.getLogger(__name__)
 
-_NOT_OURS = (Cancelled, InvalidRequest, Overloaded)
+_EXPECTED_ERRORS = (Cancelled, InvalidRequest, Overloaded)
 
 
-def finished(state: RequestState, reason: FinishReason, ledger: Ledger | None) -> None:
-    """Logs a request that ended well. `ledger`: its phases, if all reports arrived."""
+def finished(state: RequestState, reason: FinishReason, phase_times: PhaseTimes | None) -> None:
+    """Logs a request that ended well. `phase_times`: its phases, if all reports arrived."""
     if not log.isEnabledFor(logging.INFO):
         return
-    facts: dict[str, Any] = {**_facts(state), "finish_reason": reason.value}
+    facts: dict[str, Any] = {**_log_fields(state), "finish_reason": reason.value}
     text = (
         f"finished: {reason.value}; {len(state.prompt)} prompt tokens, {state.cached_tokens} of them cached, "
         f"{len(state.generated)} generated"
     )
-    if ledger is not None:
-        facts |= {"ttft_s": round(ledger.ttft_s, 6), "e2e_s": round(ledger.e2e_s, 6)}
-        text += f"; first after {ledger.ttft_s:.3f} s, {ledger.e2e_s:.3f} s in all"
-    log.info("%s%s", text, _where(state), extra=facts)
+    if phase_times is not None:
+        facts |= {"ttft_s": round(phase_times.ttft_s, 6), "e2e_s": round(phase_times.e2e_s, 6)}
+        text += f"; TTFT {phase_times.ttft_s:.3f} s, total {phase_times.e2e_s:.3f} s"
+    log.info("%s%s", text, _workers_text(state), extra=facts)
 
 
 def failed(state: RequestState, error: MoonserveError) -> None:
     """Logs a request that ended in `error`, which the client has received."""
-    level = logging.INFO if isinstance(error, _NOT_OURS) else logging.WARNING
+    level = logging.INFO if isinstance(error, _EXPECTED_ERRORS) else logging.WARNING
     text = "failed: %s (%s) after %d tokens%s"
-    facts = {**_facts(state), "code": error.code}
-    log.log(level, text, error.message, error.code, len(state.generated), _where(state), extra=facts)
+    facts = {**_log_fields(state), "code": error.code}
+    log.log(level, text, error.message, error.code, len(state.generated), _workers_text(state), extra=facts)
 
 
-def begun_again(state: RequestState) -> None:
+def retried(state: RequestState) -> None:
     """Logs a lost attempt. The client keeps the tokens that it has; the rest is computed elsewhere."""
-    assert state.setback is not None, "no attempt was lost"
-    text = "goes on elsewhere, attempt %d: %s; the client has %d tokens and sees a pause"
+    assert state.last_loss is not None, "no attempt was lost"
+    text = "continues on other workers, attempt %d: %s; the client has %d tokens and sees a pause"
     num_tokens = len(state.generated)
-    log.info(text, state.attempt, state.setback.message, num_tokens, extra=_facts(state))
+    log.info(text, state.attempt, state.last_loss.message, num_tokens, extra=_log_fields(state))
 
 
-def _facts(state: RequestState) -> dict[str, Any]:
+def _log_fields(state: RequestState) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "request_id": state.request_id,
         "attempt": state.attempt,
@@ -64,7 +64,7 @@ def _facts(state: RequestState) -> dict[str, Any]:
     return facts
 
 
-def _where(state: RequestState) -> str:
+def _workers_text(state: RequestState) -> str:
     placement = state.placement
     if placement is None:
         return ""

@@ -11,39 +11,37 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gateway.cluster.figures import DecodeFigures, Figures
-from gateway.cluster.view import Cluster
-from gateway.config import GatewayConfig
-from gateway.generation.answer import Answer
-from gateway.generation.attempts import Generation, Surroundings
-from gateway.generation.detokenize import TextOutput
-from gateway.generation.events import (
+from moonserve.gateway.cluster.cluster_client import ClusterClient
+from moonserve.gateway.cluster.request_metrics import DecodeMetrics, RecentFigures, RequestMetrics
+from moonserve.gateway.config import GatewayConfig
+from moonserve.gateway.generation.detokenizer import TextOutput
+from moonserve.gateway.generation.events import (
     Choice,
     Event,
+    GenerationRequest,
     InstanceLost,
     Reported,
     TokensArrived,
-    Wish,
     WorkerFailed,
 )
-from gateway.generation.state import LIVE, choice_id
-from gateway.tasks import LoggedTasks
-from gateway.text.tokenizer import Tokenizer
-from protocol.errors import MoonserveError, NoWorker
-from protocol.ids import GatewayId, new_id
-from protocol.logs import of
-from protocol.machine import host_identity
-from protocol.metrics import RequestMetrics
-from protocol.pb import conductor_pb2, worker_pb2
-from protocol.request import DecodeReport, PrefillReport
-from protocol.rpc import Channels, failure_from_wire
-from protocol.tracing import Tracer
-from protocol.wire import from_message, token_from_wire
+from moonserve.gateway.generation.output_queue import Answer
+from moonserve.gateway.generation.request_runner import Generation, GenerationContext
+from moonserve.gateway.generation.request_state import LIVE, choice_id
+from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.protocol.errors import MoonserveError, NoWorker
+from moonserve.protocol.pb import conductor_pb2, worker_pb2
+from moonserve.protocol.process.event_loop import LoggedTasks
+from moonserve.protocol.process.logs import request_extra
+from moonserve.protocol.process.machine import host_identity
+from moonserve.protocol.process.tracing import Tracer
+from moonserve.protocol.request import DecodeReport, GatewayId, PrefillReport, new_id
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.wire import failure_from_wire, from_message, token_from_wire
 
 log = logging.getLogger(__name__)
 
-_GROUP = 32  # choices whose tokens are delivered without a break; takes half a millisecond
-_GOODBYE_S = 1.0
+_MAX_BATCH = 32  # choices whose tokens are delivered without a break; takes half a millisecond
+_CANCEL_TIMEOUT_S = 1.0
 
 
 class Gateway:
@@ -62,23 +60,23 @@ class Gateway:
         assert config.conductor is not None
         self._config = config
         self._instance_id = config.instance_id
-        self.figures = Figures()
+        self.figures = RecentFigures()
         self._rpc_address = rpc_address
         self._tokenizer = tokenizer
         self._routes: dict[str, Generation] = {}  # keyed by the current attempt's id
         self._tasks = LoggedTasks()
         # A new id per start: streams of an earlier run of this gateway must not be mistaken for this one's.
         gateway_id = GatewayId(new_id(config.instance_id))
-        self.cluster = Cluster(
+        self.cluster = ClusterClient(
             channels,
             config.conductor,
             gateway_id,
             on_batch=self._on_batch,
             on_lost=self._on_lost,
-            on_view=DecodeFigures(metrics).take,
-            about=self._about,
+            on_view=DecodeMetrics(metrics).take,
+            describe_self=self._describe_self,
         )
-        self._surroundings = Surroundings(
+        self._context = GenerationContext(
             gateway_id=gateway_id,
             cluster=self.cluster,
             tasks=self._tasks,
@@ -100,7 +98,8 @@ class Gateway:
         return len(self._routes)
 
     def phases(self) -> Counter[str]:
-        """Returns the number of generations in each live phase (`gateway.generation.state.Phase`), including zeros."""
+        """Returns the number of generations in each live phase (`gateway.generation.request_state.Phase`), including
+        zeros."""
         counts = Counter({phase.value: 0 for phase in sorted(LIVE)})
         counts.update(generation.state.phase.value for generation in self._routes.values())
         return counts
@@ -111,22 +110,22 @@ class Gateway:
         gateways = self.cluster.view.gateways if self.cluster.view is not None else ()
         return sum(g.num_requests for g in gateways if g.instance_id != self._instance_id)
 
-    def ask(self, wish: Wish) -> Answer:
+    def generate(self, request: GenerationRequest) -> Answer:
         """Starts the generations of a request. Raises NoWorker if the gateway is stopping."""
         if self._refuses:
             raise NoWorker("this gateway is shutting down")
-        root = self._surroundings.tracer.begin("request", wish.traceparent)
-        answer = Answer(wish, root)
-        answer.generations = [self._generation(wish, choice, answer) for choice in wish.choices]
-        self._start(wish, answer.generations)
+        root = self._context.tracer.begin("request", request.traceparent)
+        answer = Answer(request, root)
+        answer.generations = [self._generation(request, choice, answer) for choice in request.choices]
+        self._start(request, answer.generations)
         return answer
 
-    def _start(self, wish: Wish, generations: Sequence[Generation]) -> None:
+    def _start(self, request: GenerationRequest, generations: Sequence[Generation]) -> None:
         """Starts choices so that equal prompts share blocks, if they fill more than one, and log-probabilities: the
         first choice computes them for the others."""
-        block_size = self.cluster.facts().layout.block_size
+        block_size = self.cluster.model_info().layout.block_size
         leaders: dict[tuple[int, ...], Generation] = {}
-        for choice, generation in zip(wish.choices, generations, strict=True):
+        for choice, generation in zip(request.choices, generations, strict=True):
             leader = leaders.setdefault(choice.token_ids, generation)
             is_short = len(choice.token_ids) <= block_size
             is_scored = leader.is_scored and choice.sampling.num_prompt_logprobs is None
@@ -150,11 +149,11 @@ class Gateway:
         self.drain(refuses=True)
         for generation in list(self._routes.values()):
             generation.abort(NoWorker("this gateway was shut down"))
-        await self._tasks.drain(_GOODBYE_S)
+        await self._tasks.drain(_CANCEL_TIMEOUT_S)
         await self._tasks.cancel()
         await self.cluster.close()
 
-    def _about(self) -> conductor_pb2.GatewayView:
+    def _describe_self(self) -> conductor_pb2.GatewayView:
         """Returns what other gateways should know about this one."""
         return conductor_pb2.GatewayView(
             instance_id=self._instance_id,
@@ -163,10 +162,10 @@ class Gateway:
             num_requests=self.num_live,
         )
 
-    def _generation(self, wish: Wish, choice: Choice, answer: Answer) -> Generation:
+    def _generation(self, request: GenerationRequest, choice: Choice, answer: Answer) -> Generation:
         return Generation(
-            request_id=choice_id(wish.request_id, choice.index),
-            wish=wish,
+            request_id=choice_id(request.request_id, choice.index),
+            request=request,
             choice=choice,
             output=TextOutput(
                 self._tokenizer.decoder(skip_special_tokens=choice.skip_special_tokens),
@@ -174,8 +173,8 @@ class Gateway:
                 choice.sampling.min_tokens,
                 includes_stop=choice.includes_stop,
             ),
-            answer=answer,
-            surroundings=self._surroundings,
+            listener=answer,
+            context=self._context,
             timeout_s=self._config.request_timeout_s,
             patience_s=self._config.worker_patience_s,
             traceparent=answer.root.traceparent if answer.root is not None else "",
@@ -192,9 +191,9 @@ class Gateway:
             if (generation := self._routes.get(report.request_id)) is not None:
                 event = Reported(attempt=generation.state.attempt, report=report)
                 self._deliver(generation, event)
-        for number, (generation, arrived) in enumerate(self._arrivals(batch), start=1):
+        for number, (generation, arrived) in enumerate(self._group_tokens(batch), start=1):
             self._deliver(generation, arrived)
-            if number % _GROUP == 0:
+            if number % _MAX_BATCH == 0:
                 await asyncio.sleep(0)
         for failed in batch.failures:
             if (generation := self._routes.get(failed.request_id)) is not None:
@@ -205,7 +204,7 @@ class Gateway:
                 )
                 self._deliver(generation, failure)
 
-    def _arrivals(self, batch: worker_pb2.EventBatch) -> Iterator[tuple[Generation, TokensArrived]]:
+    def _group_tokens(self, batch: worker_pb2.EventBatch) -> Iterator[tuple[Generation, TokensArrived]]:
         """Yields each generation's tokens together, converted when their turn comes."""
         by_request: dict[str, list[worker_pb2.TokenEvent]] = {}
         for event in batch.tokens:
@@ -220,18 +219,18 @@ class Gateway:
             yield generation, TokensArrived(attempt=state.attempt, tokens=tokens)
 
     def _on_lost(self, instance_id: str, error: MoonserveError) -> None:
-        moved = 0
+        num_moved = 0
         for generation in list(self._routes.values()):
             attempt = generation.state.attempt
             self._deliver(generation, InstanceLost(instance_id=instance_id, error=error))
-            moved += generation.state.attempt > attempt
-        if moved:
-            text = "%s is lost; %d of its requests go on elsewhere, or there when it is back: %s"
-            log.warning(text, instance_id, moved, error.message)
+            num_moved += generation.state.attempt > attempt
+        if num_moved:
+            text = "%s is lost; %d of its requests continue on other workers, or on it when it returns: %s"
+            log.warning(text, instance_id, num_moved, error.message)
 
     def _deliver(self, generation: Generation, event: Event) -> None:
         try:
             generation.deliver(event)
         except Exception:  # a bug in one request must not end the stream of all others
-            log.exception("failed inside the gateway", extra=of(generation.state.request_id))
+            log.exception("a bug in the gateway ended the request", extra=request_extra(generation.state.request_id))
             generation.abort(MoonserveError("internal error"))

@@ -1,1 +1,2 @@
-"""HTTP interface: connections, middleware, routes, errors, and endpoints for operators."""
+"""HTTP: routes, connections with bounds, middleware (ids, keys, limits), streamed replies and their resumption,
+endpoints for operators."""

@@ -1,7 +1,7 @@
 """ASGI middleware for every request before it reaches a route.
 
-Assigns each request an id and echoes it, checks the API key except on open paths, opens and ends the request's visit
-(`gateway.access.limiter`), and turns uncaught exceptions into OpenAI errors.
+Assigns each request an id and echoes it, checks the API key except on open paths, opens and settles its admission
+(`gateway.access.rate_limit_service`), and turns uncaught exceptions into OpenAI errors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.access.key_holder import KeyHolder
-from gateway.access.key_record import KeyLimits
-from gateway.access.limiter import Identity, Limiter, Visit
-from gateway.http.connection import KEY, Connection
-from gateway.http.errors import ApiError, reply_for
-from protocol.errors import MoonserveError
-from protocol.ids import new_id
-from protocol.logs import of
+from moonserve.gateway.access.api_key import KeyLimits
+from moonserve.gateway.access.key_table import KeyTable
+from moonserve.gateway.access.rate_limit_service import Admission, RateLimiter
+from moonserve.gateway.access.tenant_isolation import Identity
+from moonserve.gateway.errors import ApiError, reply_for
+from moonserve.gateway.http.connection import KEY, Connection
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.process.logs import request_extra
+from moonserve.protocol.request import new_id
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +36,15 @@ _OPEN_PATHS = frozenset(
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class FrontDoor:
+class GatewayMiddleware:
     """ASGI middleware around the application."""
 
     def __init__(
         self,
         app: ASGIApp,
         direct: Mapping[tuple[str, str], Handler],
-        keys: KeyHolder,
-        limiter: Limiter,
+        keys: KeyTable,
+        limiter: RateLimiter,
         limits: KeyLimits,
     ) -> None:
         """`direct`: handlers by method and path; other requests go to `app`. `limits`: of keys without their own."""
@@ -67,30 +68,30 @@ class FrontDoor:
         scope["state"]["cluster_id"] = unique
         scope[KEY] = Connection(send)
         try:
-            await self._answer(scope, receive, _Echo(send, request_id.encode()), headers)
+            await self._answer(scope, receive, _HeaderSender(send, request_id.encode()), headers)
         finally:
             del scope[KEY]  # breaks a reference cycle: uvicorn's request cycle holds the scope, which holds the cycle
 
-    async def _answer(self, scope: Scope, receive: Receive, echo: _Echo, headers: dict[bytes, bytes]) -> None:
-        visit: Visit | None = None
+    async def _answer(self, scope: Scope, receive: Receive, sender: _HeaderSender, headers: dict[bytes, bytes]) -> None:
+        admission: Admission | None = None
         try:
             identity = self._identify(scope["path"], headers.get(b"authorization", b""))
-            visit = Visit(identity, scope["state"]["cluster_id"], self._limiter)
-            scope["state"]["visit"] = visit
-            echo.headers = visit.headers
+            admission = Admission(identity, scope["state"]["cluster_id"], self._limiter)
+            scope["state"]["admission"] = admission
+            sender.headers = admission.headers
             if scope["method"] == "POST":
-                visit.look()
+                admission.check()
             handler = self._direct.get((scope["method"], scope["path"]))
             app = self._app if handler is None else await handler(Request(scope, receive))
-            await app(scope, receive, echo.send)
+            await app(scope, receive, sender.send)
         except Exception as error:  # the outermost frame: without it the client would get no reply
-            if echo.started or not isinstance(error, (ApiError, MoonserveError)):
-                whose = of(scope["state"]["cluster_id"])
+            if sender.started or not isinstance(error, (ApiError, MoonserveError)):
+                whose = request_extra(scope["state"]["cluster_id"])
                 log.exception("%s %s failed", scope["method"], scope["path"], extra=whose)
-            await echo.fail(scope, receive, error)
+            await sender.fail(scope, receive, error)
         finally:
-            if visit is not None:
-                visit.leave()
+            if admission is not None:
+                admission.settle()
 
     def _identify(self, path: str, authorization: bytes) -> Identity:
         """Returns the identity of the request's key. Raises ApiError (401), or NoWorker while the keys are unknown."""
@@ -103,7 +104,7 @@ class FrontDoor:
         if scheme.lower() != b"bearer" or key is None:
             raise ApiError(
                 401,
-                "missing or wrong API key",
+                "the API key is missing or wrong",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
@@ -116,7 +117,7 @@ class FrontDoor:
         )
 
 
-class _Echo:
+class _HeaderSender:
     """Adds the request id and further headers to the reply."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:

@@ -1,1 +1,2 @@
-"""OpenAI's API: validation of bodies, construction of prompts, replies and streams. Handlers are in `endpoints`."""
+"""OpenAI's API: request bodies, their prompts, sampling parameters and grammars, and the format of replies; chat and
+completions, Responses."""

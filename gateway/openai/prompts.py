@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway.http.errors import ApiError, invalid
-from gateway.openai.schema import (
+from moonserve.gateway.errors import ApiError, invalid
+from moonserve.gateway.openai.request_schema import (
     MAX_CHOICES,
     ChatBody,
     ChatMessage,
@@ -18,7 +18,7 @@ from gateway.openai.schema import (
     SamplingBody,
     Tool,
 )
-from gateway.text.tokenizer import Tokenizer
+from moonserve.gateway.tokenizer import Tokenizer
 
 # Shorter texts are encoded in less time than a thread takes to start.
 _INLINE_CHARS = 4_096
@@ -74,23 +74,23 @@ async def chat_prompt(
         tools=[tool.for_template() for tool in tools or ()] or None,
     )
     if continues:
-        text = cut_behind(text, messages[-1])
+        text = cut_after_message(text, messages[-1])
     ids = await encode(tokenizer, text, limits, "messages", add_special_tokens=add_special_tokens)
     return Prompt(token_ids=ids, text=text)
 
 
-def cut_behind(text: str, message: ChatMessage) -> str:
+def cut_after_message(text: str, message: ChatMessage) -> str:
     """Returns a rendered conversation up to the end of its last message's text, which the answer continues. If the
     template stripped the text, the prompt ends where the stripped text does (like transformers). Raises ApiError."""
-    said = message.for_template()["content"] or ""
-    stripped = said.strip()
+    content = message.for_template()["content"] or ""
+    stripped = content.strip()
     if not stripped or stripped not in text:
         raise invalid(
-            "continue_final_message: the last message has no text that the chat template keeps as it is",
+            "continue_final_message: the chat template changes the text of the last message, or it has none",
             "continue_final_message",
         )
     start = text.rindex(stripped)
-    whole = said.lstrip()
+    whole = content.lstrip()
     return text[: start + len(whole if text.startswith(whole, start) else stripped)]
 
 
@@ -101,7 +101,7 @@ def truncated(prompt: Prompt, body: SamplingBody, limits: Limits) -> Prompt:
         return prompt
     if wanted == 0:
         raise invalid(
-            "truncate_prompt_tokens: must be at least 1, or -1 for what the model's context holds",
+            "truncate_prompt_tokens: must be at least 1, or -1 for the model's whole context",
             "truncate_prompt_tokens",
         )
     if wanted < 0:
@@ -159,7 +159,7 @@ def check_count(body: SamplingBody, num_prompts: int, param: str) -> None:
     count = body.num_choices
     if count * num_prompts > MAX_CHOICES:
         raise invalid(
-            f"{num_prompts} prompts with n={count} are more than {MAX_CHOICES} choices",
+            f"{num_prompts} prompts with n={count} exceed the limit of {MAX_CHOICES} choices",
             "n" if count > 1 else param,
         )
 
@@ -170,11 +170,11 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, param: str) -> None:
         raise invalid(f"{param}: the prompt is empty", param)
     if len(token_ids) >= limits.max_model_len:
         raise _too_long(str(len(token_ids)), limits, param)
-    most = limits.max_prompt_tokens
-    if most is not None and len(token_ids) > most:
+    max_tokens = limits.max_prompt_tokens
+    if max_tokens is not None and len(token_ids) > max_tokens:
         raise ApiError(
             400,
-            f"the prompt has {len(token_ids)} tokens; this server accepts {most}",
+            f"the prompt has {len(token_ids)} tokens; this server accepts at most {max_tokens}",
             param=param,
             code="context_length_exceeded",
         )
@@ -192,7 +192,7 @@ def _too_long(num_tokens: str, limits: Limits, param: str) -> ApiError:
     return ApiError(
         400,
         f"the prompt has {num_tokens} tokens; this model's context is {limits.max_model_len}"
-        " tokens, of which at least one is for the output",
+        " tokens, including at least one for the output",
         param=param,
         code="context_length_exceeded",
     )

@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gateway.generation.events import Choice
-from gateway.http.errors import ApiError, invalid
-from gateway.openai.prompts import Limits, Prompt, check_count, check_prompt, check_vocabulary
-from gateway.openai.schema import ChatBody, CompletionBody, SamplingBody
-from gateway.text.tokenizer import Tokenizer
-from protocol.request import SamplingParams
+from moonserve.gateway.errors import ApiError, invalid
+from moonserve.gateway.generation.events import Choice
+from moonserve.gateway.openai.prompts import Limits, Prompt, check_count, check_prompt, check_vocabulary
+from moonserve.gateway.openai.request_schema import ChatBody, CompletionBody, SamplingBody
+from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.protocol.request import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
 """Maximum number of values in one reply. Writing them takes a good part of a second and blocks the gateway."""
@@ -55,22 +55,22 @@ def choices_for(
     return tuple(choices)
 
 
-def _check_scored(choices: Sequence[Choice], num_told: int) -> None:
-    """Raises ApiError for too many values. `num_told`: number of choices of each prompt, each of which reports them."""
-    wanted = num_told * sum(
+def _check_scored(choices: Sequence[Choice], num_reporting: int) -> None:
+    """Raises ApiError for too many values. `num_reporting`: number of choices per prompt, which all report them."""
+    wanted = num_reporting * sum(
         len(choice.token_ids) * (1 + choice.sampling.num_prompt_logprobs)
         for choice in choices
         if choice.sampling.num_prompt_logprobs is not None
     )
     if wanted > MAX_PROMPT_LOGPROBS:
         raise invalid(
-            f"{wanted} log-probabilities of prompts are more than {MAX_PROMPT_LOGPROBS} in one reply; ask for fewer of"
-            " each token, or for fewer prompts at once",
+            f"{wanted} log-probabilities of prompts exceed the limit of {MAX_PROMPT_LOGPROBS} per reply; request fewer"
+            " of each token, or fewer prompts",
             "prompt_logprobs",
         )
 
 
-_PASSED = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_COPIED = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 # Below this, division by the temperature overflows in float32; sampling is practically greedy.
 _GREEDY_BELOW = 1e-5
@@ -89,9 +89,9 @@ def sampling_for(
     max_tokens = _max_tokens(body, num_prompt_tokens, limits)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
-        raise invalid(f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}", "min_tokens")
+        raise invalid(f"min_tokens ({min_tokens}) is larger than max_tokens ({max_tokens})", "min_tokens")
     temperature = 1.0 if body.temperature is None else body.temperature
-    given = {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    given = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -146,7 +146,7 @@ def _num_prompt_logprobs(body: SamplingBody) -> int | None:
     """Returns a number that is enough for all requested forms."""
     echoed = body.echoed_logprobs if isinstance(body, CompletionBody) else None
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs does not go with stream; leave one of the two out", "prompt_logprobs")
+        raise invalid("prompt_logprobs and stream cannot be combined; omit one of them", "prompt_logprobs")
     wanted = [each for each in (echoed, body.prompt_logprobs) if each is not None]
     return max(wanted, default=None)
 
@@ -155,7 +155,7 @@ def _logit_bias(body: SamplingBody, limits: Limits) -> dict[int, float]:
     try:
         bias = {int(token_id): value for token_id, value in (body.logit_bias or {}).items()}
     except ValueError as error:
-        raise invalid("logit_bias: its keys must be token ids", "logit_bias") from error
+        raise invalid("logit_bias: keys must be token ids", "logit_bias") from error
     check_vocabulary(bias, limits.vocab_size, "logit_bias")
     return bias
 

@@ -14,30 +14,29 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
-from kvstore.client.deadline import PATIENCE, right_s
-from kvstore.client.direct_nodes import INLINE_BYTES, DirectNodes
-from kvstore.client.objects import Fate, PutObject, PutResult, ReadLease, require_lengths
-from kvstore.client.rights import (
-    UNDO_TIMEOUT_S,
+from moonserve.kvstore.client.blocks_fast_path import IN_LOOP_BYTES, BlocksFastPath
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
+from moonserve.kvstore.client.node_access.deadline import PATIENCE, ttl_for
+from moonserve.kvstore.client.node_access.lease_and_put import (
+    GIVE_BACK_TIMEOUT_S,
     Call,
+    PutOptions,
     Steps,
-    Terms,
-    abort,
-    leased,
-    release,
-    renew,
-    stored,
+    abort_call,
+    lease_steps,
+    put_steps,
+    release_call,
+    renew_call,
 )
-from kvstore.client.spots import Spots
-from kvstore.promises import Outcome
-from protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
-from protocol.ids import new_id
-from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
-from protocol.request import Endpoint
-from protocol.rpc import Channels
-from protocol.wire import endpoint_from_wire
-from transfer import Batch, Op, ScatterTransfer, TransferEngine
+from moonserve.kvstore.client.node_access.objects import PutObject, PutResult, ReadLease, ReadMiss, require_lengths
+from moonserve.kvstore.state.objects import PutOutcome
+from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from moonserve.protocol.request import Endpoint, new_id
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.wire import endpoint_from_wire
+from moonserve.transfer import Batch, Op, ScatterTransfer, TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class BlockStores:
         self._channels = channels
         self._transfer = transfer
         self._attaches = attaches
-        self._made: DirectNodes | None = None
+        self._made: BlocksFastPath | None = None
         self._undoing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -71,44 +70,46 @@ class BlockStores:
         reply = await self._channels.call(stub.Stats, request, timeout_s=timeout_s)
         return dataclasses.replace(endpoint_from_wire(reply.endpoint), rpc_address=rpc_address)
 
-    async def ask(self, store: Endpoint, method: str, request: Any, *, timeout_s: float = 2.0) -> Any:
+    async def call(self, store: Endpoint, method: str, request: Any, *, timeout_s: float = 2.0) -> Any:
         """Calls a method of the node, such as "Exists". Raises the node's own error, PeerLost, DeadlineExceeded."""
         return await self._call(store, attrgetter(method), request, timeout_s)
 
     # Reading
 
-    async def read(self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float) -> list[int]:
-        """Reads the longest run of leading keys that the node holds, each into its spot, and returns their checksums.
+    async def read(
+        self, store: Endpoint, keys: Sequence[BlockKey], slots: BufferSlots, *, deadline_s: float
+    ) -> list[int]:
+        """Reads the longest run of leading keys that the node holds, each into its slot, and returns their checksums.
 
         An object that does not match its checksum ends the run and is removed at the node. Raises PeerLost,
         DeadlineExceeded, StaleLease, InvalidRequest (objects of another length).
         """
-        give_up_at = now() + deadline_s
+        give_up_at = loop_time() + deadline_s
         checksums: list[int] = []
         if self._attaches:
-            fates = await self._direct.read(store, keys, spots, deadline_s)
-            if Fate not in set(map(type, fates)):  # faster than a Python loop
+            fates = await self._direct.read(store, keys, slots, deadline_s)
+            if ReadMiss not in set(map(type, fates)):  # faster than a Python loop
                 return cast("list[int]", fates)
             checksums = _leading(fates)
-            if corrupt := [k for k, fate in zip(keys, fates, strict=True) if fate is Fate.CORRUPT]:
+            if corrupt := [k for k, fate in zip(keys, fates, strict=True) if fate is ReadMiss.CORRUPT]:
                 await self._remove_corrupt(store, corrupt)
-            if fates[len(checksums)] is not Fate.ASK:
+            if fates[len(checksums)] is not ReadMiss.ASK_NODE:
                 return checksums
         first = len(checksums)
-        rest = spots.at(range(first, len(keys)))
+        rest = slots.at(range(first, len(keys)))
         return checksums + await self._read_leased(store, keys[first:], rest, give_up_at)
 
     async def _read_leased(
-        self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, give_up_at: float
+        self, store: Endpoint, keys: Sequence[BlockKey], slots: BufferSlots, give_up_at: float
     ) -> list[int]:
         # To grant the lease, the node may have to read everything from disk.
-        left_s = left(give_up_at)
-        lease = await self.lease(store, keys, ttl_s=right_s(left_s), timeout_s=left_s)
+        left_s = seconds_left(give_up_at)
+        lease = await self.lease(store, keys, ttl_s=ttl_for(left_s), timeout_s=left_s)
         if not lease.objects:
             return []
         try:
-            there = spots.at(range(len(lease.objects)))
-            num_good = await self.read_leased(lease, there, deadline_s=left(give_up_at))
+            there = slots.at(range(len(lease.objects)))
+            num_good = await self.read_leased(lease, there, deadline_s=seconds_left(give_up_at))
         finally:
             self.release_soon(lease)
         return [each.checksum for each in lease.objects[:num_good]]
@@ -127,22 +128,22 @@ class BlockStores:
         """
         lease_id = new_id("lease")
         try:
-            steps = leased(store, lease_id, keys, ttl_s, now())
-            return await self._run(store, steps, now() + timeout_s)
+            steps = lease_steps(store, lease_id, keys, ttl_s, loop_time())
+            return await self._run(store, steps, loop_time() + timeout_s)
         except BaseException:  # also on cancellation: the node may have granted a lease that nobody will use
-            self._undo(store, release(lease_id))
+            self._undo(store, release_call(lease_id))
             raise
 
-    async def read_leased(self, lease: ReadLease, spots: Spots, *, deadline_s: float) -> int:
-        """Reads all leased objects, each into its spot. Returns how many leading objects match their checksum.
+    async def read_leased(self, lease: ReadLease, slots: BufferSlots, *, deadline_s: float) -> int:
+        """Reads all leased objects, each into its slot. Returns how many leading objects match their checksum.
 
         Raises the same errors as `read`.
         """
-        require_lengths(lease, spots)
-        rows = spots.rows([each.offset for each in lease.objects])
-        transfer = ScatterTransfer(Op.READ, spots.segment, lease.segment, rows)
+        require_lengths(lease, slots)
+        rows = slots.rows([each.offset for each in lease.objects])
+        transfer = ScatterTransfer(Op.READ, slots.segment, lease.segment, rows)
         await self.transfer(lease, transfer, deadline_s=deadline_s)
-        return await self.verify(lease, spots)
+        return await self.verify(lease, slots)
 
     async def transfer(self, lease: ReadLease, transfer: ScatterTransfer, *, deadline_s: float) -> None:
         """Reads bytes of leased objects. They count only after `verify`.
@@ -150,18 +151,18 @@ class BlockStores:
         When it returns or raises, no byte of it moves any more. Raises PeerLost, StaleLease (the lease expired before
         everything was read), DeadlineExceeded.
         """
-        left_s = lease.expires_at - now()
+        left_s = lease.expires_at - loop_time()
         if left_s <= 0:
             raise StaleLease("the read lease has expired", lease_id=lease.lease_id)
-        await _settled(self._transfer.submit([transfer], deadline_s=min(deadline_s, left_s)))
+        await _wait_until_settled(self._transfer.submit([transfer], deadline_s=min(deadline_s, left_s)))
 
-    async def verify(self, lease: ReadLease, spots: Spots) -> int:
-        """Returns how many leading objects match their checksum, once all their bytes were read into their spots.
+    async def verify(self, lease: ReadLease, slots: BufferSlots) -> int:
+        """Returns how many leading objects match their checksum, once all their bytes were read into their slots.
 
         Objects that do not match are removed at the node. Raises StaleLease.
         """
-        objects = lease.objects[: len(spots.offsets)]
-        bad = await _mismatches(spots, [each.checksum for each in objects])
+        objects = lease.objects[: len(slots.offsets)]
+        bad = await _mismatches(slots, [each.checksum for each in objects])
         if not bad:
             return len(objects)
         # if the lease has ended, the mismatch does not mean corruption: the objects may have been replaced
@@ -171,13 +172,13 @@ class BlockStores:
 
     async def renew(self, lease: ReadLease, *, ttl_s: float = 10.0) -> ReadLease:
         """Returns the lease with a new expiry. Raises StaleLease if it has ended."""
-        expires_at = now() + ttl_s
-        await self._call(lease.store, *renew(lease.lease_id, ttl_s), UNDO_TIMEOUT_S)
+        expires_at = loop_time() + ttl_s
+        await self._call(lease.store, *renew_call(lease.lease_id, ttl_s), GIVE_BACK_TIMEOUT_S)
         return dataclasses.replace(lease, expires_at=expires_at)
 
     def release_soon(self, lease: ReadLease) -> asyncio.Task[None]:
         """Gives a lease back in a task that may be awaited. No-op if the lease has ended or the node is gone."""
-        return self._undo(lease.store, release(lease.lease_id))
+        return self._undo(lease.store, release_call(lease.lease_id))
 
     # Writing
 
@@ -185,50 +186,50 @@ class BlockStores:
         self,
         store: Endpoint,
         objects: Sequence[PutObject],
-        spots: Spots,
+        slots: BufferSlots,
         *,
         deadline_s: float | None = None,
     ) -> PutResult:
-        """Stores objects, each of which fills its spot. Objects counted as stored are visible when this returns.
+        """Stores objects, each of which fills its slot. Objects counted as stored are visible when this returns.
 
         Without a deadline, the limit grows with the number of bytes (`transfer.config`). When it returns or raises, no
         transfer reads from the caller's memory. Raises PeerLost, InvalidRequest (an object that could never fit),
         StaleLease, DeadlineExceeded.
         """
         if deadline_s is None:
-            deadline_s = PATIENCE.deadline_s(spots.nbytes)
-        give_up_at = now() + deadline_s
-        puts = [Outcome.LATER] * len(objects)
+            deadline_s = PATIENCE.deadline_s(slots.nbytes)
+        give_up_at = loop_time() + deadline_s
+        puts = [PutOutcome.LATER] * len(objects)
         if self._attaches:
-            puts = await self._direct.put(store, objects, spots, left(give_up_at))
-        later = [place for place, put in enumerate(puts) if put is Outcome.LATER]
+            puts = await self._direct.put(store, objects, slots, seconds_left(give_up_at))
+        later = [place for place, put in enumerate(puts) if put is PutOutcome.LATER]
         if later:
             some = [objects[place] for place in later]
-            written = await self._write(store, some, spots.at(later), give_up_at)
+            written = await self._write(store, some, slots.at(later), give_up_at)
             for place, put in zip(later, written, strict=True):
                 puts[place] = put
         return PutResult(
-            stored=puts.count(Outcome.STORED),
-            present=puts.count(Outcome.PRESENT) + puts.count(Outcome.IN_PROGRESS),
-            refused=puts.count(Outcome.FULL),
-            corrupt=tuple(o.key for o, put in zip(objects, puts, strict=True) if put is Outcome.CORRUPT),
+            stored=puts.count(PutOutcome.STORED),
+            present=puts.count(PutOutcome.PRESENT) + puts.count(PutOutcome.IN_PROGRESS),
+            refused=puts.count(PutOutcome.FULL),
+            corrupt=tuple(o.key for o, put in zip(objects, puts, strict=True) if put is PutOutcome.CORRUPT),
         )
 
     async def _write(
-        self, store: Endpoint, objects: Sequence[PutObject], spots: Spots, give_up_at: float
-    ) -> list[Outcome]:
+        self, store: Endpoint, objects: Sequence[PutObject], slots: BufferSlots, give_up_at: float
+    ) -> list[PutOutcome]:
         name = new_id("put")
-        steps = stored(store.transfer_address, name, objects, spots, Terms(), left(give_up_at))
+        steps = put_steps(store.transfer_address, name, objects, slots, PutOptions(), seconds_left(give_up_at))
         try:
             return await self._run(store, steps, give_up_at)
         except BaseException:  # also on cancellation: other writers wait for the space and for the keys
-            self._undo(store, abort(name))
+            self._undo(store, abort_call(name))
             raise
 
     @property
-    def _direct(self) -> DirectNodes:
+    def _direct(self) -> BlocksFastPath:
         if self._made is None:
-            self._made = DirectNodes(self._channels, self._transfer)
+            self._made = BlocksFastPath(self._channels, self._transfer)
         return self._made
 
     async def _call(
@@ -239,12 +240,12 @@ class BlockStores:
         timeout_s: float,
     ) -> Any:
         """Calls the lean server of an attached node. Raises the node's own error, PeerLost, DeadlineExceeded."""
-        give_up_at = now() + timeout_s
+        give_up_at = loop_time() + timeout_s
         address = store.rpc_address
         if self._attaches:
             address = await self._direct.lean_address(store, timeout_s)
         try:
-            return await self._channels.call(method(self._stub(address)), request, timeout_s=left(give_up_at))
+            return await self._channels.call(method(self._stub(address)), request, timeout_s=seconds_left(give_up_at))
         except PeerLost as error:
             if self._attaches:
                 await self._direct.lost(store, error)
@@ -257,7 +258,7 @@ class BlockStores:
         log.error("%d objects from %s are corrupt", len(keys), store.instance_id)
         try:
             request = kvstore_pb2.StoreRemoveRequest(keys=keys, corrupt=True)
-            await self.ask(store, "Remove", request)
+            await self.call(store, "Remove", request)
         except MoonserveError as error:  # not fatal: the caller does not use them either way
             log.warning("corrupt objects could not be removed: %s", error)
 
@@ -271,9 +272,9 @@ class BlockStores:
                 result: T = done.value
                 return result
             if isinstance(step, Call):
-                answer = await self._call(store, *step, left(give_up_at))
+                answer = await self._call(store, *step, seconds_left(give_up_at))
             else:
-                await _settled(self._transfer.submit([step], deadline_s=left(give_up_at)))
+                await _wait_until_settled(self._transfer.submit([step], deadline_s=seconds_left(give_up_at)))
                 answer = None
 
     def _undo(self, store: Endpoint, call: Call) -> asyncio.Task[None]:
@@ -286,33 +287,33 @@ class BlockStores:
     async def _best_effort(self, store: Endpoint, call: Call) -> None:
         """Gives a right back if possible. Otherwise it expires at the node."""
         try:
-            await self._call(store, *call, UNDO_TIMEOUT_S)
+            await self._call(store, *call, GIVE_BACK_TIMEOUT_S)
         except MoonserveError as error:
             log.info("not given back: %s", error)
 
 
-def now() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-def left(give_up_at: float) -> float:
+def seconds_left(give_up_at: float) -> float:
     """Returns the seconds left until `give_up_at`. Raises DeadlineExceeded if none are left."""
-    left_s = give_up_at - now()
+    left_s = give_up_at - loop_time()
     if left_s <= 0:
         raise DeadlineExceeded("the deadline passed before the operation was complete")
     return left_s
 
 
-def _leading(fates: Sequence[int | Fate]) -> list[int]:
+def _leading(fates: Sequence[int | ReadMiss]) -> list[int]:
     checksums: list[int] = []
     for fate in fates:
-        if isinstance(fate, Fate):
+        if isinstance(fate, ReadMiss):
             break
         checksums.append(fate)
     return checksums
 
 
-async def _settled(batch: Batch) -> None:
+async def _wait_until_settled(batch: Batch) -> None:
     """Waits until no byte of the batch moves, even if cancelled, then raises. The batch's deadline bounds the wait."""
     cancelled: asyncio.CancelledError | None = None
     while not batch.done:
@@ -327,10 +328,10 @@ async def _settled(batch: Batch) -> None:
     await batch
 
 
-async def _mismatches(spots: Spots, checksums: Sequence[int]) -> list[int]:
+async def _mismatches(slots: BufferSlots, checksums: Sequence[int]) -> list[int]:
     """Returns the indexes of the objects that do not match their checksum."""
 
     def compare() -> list[int]:
-        return [index for index, expected in enumerate(checksums) if spots.checksum(index) != expected]
+        return [index for index, expected in enumerate(checksums) if slots.checksum(index) != expected]
 
-    return compare() if spots.nbytes <= INLINE_BYTES else await asyncio.to_thread(compare)
+    return compare() if slots.nbytes <= IN_LOOP_BYTES else await asyncio.to_thread(compare)

@@ -7,17 +7,17 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from kvstore.client.backstage import Backstage
-from kvstore.client.cluster import Cluster
-from kvstore.client.deadline import Deadline
-from kvstore.client.node import Means
-from kvstore.client.store import KvStore
-from protocol.errors import ConfigError, PeerLost
-from protocol.registry.base import Registry
-from protocol.registry.connect import connect as connect_registry
-from protocol.rpc import Channels
-from protocol.tls import Certificates, TlsFiles, load
-from transfer import TransferEngine, TransferOptions
+from moonserve.kvstore.client.cluster import Cluster
+from moonserve.kvstore.client.node_access.background import BackgroundLoop
+from moonserve.kvstore.client.node_access.deadline import Deadline
+from moonserve.kvstore.client.node_access.node import ClientResources
+from moonserve.kvstore.client.store import KvStore
+from moonserve.protocol.errors import ConfigError, PeerLost
+from moonserve.protocol.membership.registry import Registry
+from moonserve.protocol.membership.registry_client import connect_registry as connect_registry
+from moonserve.protocol.process.tls import Certificates, TlsFiles, load_certificates
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.transfer import TransferEngine, TransferOptions
 
 TOKEN_VARIABLE = "MOONSERVE_CLUSTER_TOKEN"
 NODE_SCHEME = "node"
@@ -43,18 +43,18 @@ def connect(
     token = cluster_token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError(f"no cluster token: give cluster_token or set {TOKEN_VARIABLE}")
-    certificates = None if tls is None else load(tls)
-    means = _means(token, options or default_options(url, tls), certificates)
-    cluster = Cluster(means)
+    certificates = None if tls is None else load_certificates(tls)
+    resources = _resources(token, options or default_options(url, tls), certificates)
+    cluster = Cluster(resources)
     try:
         if url.startswith(f"{NODE_SCHEME}://"):
-            cluster.know(_address_of(url))
+            cluster.use_single_node(_address_of(url))
         else:
-            _follow(cluster, means, url, Deadline(timeout_s).left_s())
-        return KvStore(cluster, means)
+            _follow(cluster, resources, url, Deadline(timeout_s).left_s())
+        return KvStore(cluster, resources)
     except BaseException:  # also on interruption: nothing else could close them
         cluster.close()
-        means.close()
+        resources.close()
         raise
 
 
@@ -63,22 +63,22 @@ def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
 
     Slices have no checksums of their own, because the reader or the committing node verifies each object.
     """
-    return TransferOptions(host=_way_to(_split(url)[0]), checksums=False, tls=tls)
+    return TransferOptions(host=_local_address_towards(_split(url)[0]), checksums=False, tls=tls)
 
 
-def _means(token: str, options: TransferOptions, tls: Certificates | None) -> Means:
+def _resources(token: str, options: TransferOptions, tls: Certificates | None) -> ClientResources:
     engine = TransferEngine(cluster_token=token, options=options, name=f"client-{os.getpid()}")
     engine.start()
-    return Means.over(engine, Backstage(), Channels(token, tls), _NUM_THREADS)
+    return ClientResources.over(engine, BackgroundLoop(), Channels(token, tls), _NUM_THREADS)
 
 
-def _follow(cluster: Cluster, means: Means, url: str, timeout_s: float) -> None:
+def _follow(cluster: Cluster, resources: ClientResources, url: str, timeout_s: float) -> None:
     async def make() -> Registry:
-        return connect_registry(url, cluster_token=means.channels.cluster_token, tls=means.channels.tls)
+        return connect_registry(url, cluster_token=resources.channels.cluster_token, tls=resources.channels.tls)
 
-    following = means.backstage.begin(cluster.follow(means.backstage.ask(make(), timeout_s)))
-    following.add_done_callback(lambda _: cluster.known.set())
-    if not cluster.known.wait(timeout_s):
+    following = resources.background.start(cluster.follow(resources.background.run(make(), timeout_s)))
+    following.add_done_callback(lambda _: cluster.is_known.set())
+    if not cluster.is_known.wait(timeout_s):
         raise PeerLost(f"the registry did not answer within {timeout_s:.0f} s")
     if following.done():
         following.result()
@@ -87,7 +87,7 @@ def _follow(cluster: Cluster, means: Means, url: str, timeout_s: float) -> None:
 def _address_of(url: str) -> str:
     host, port = _split(url)
     if not host or port is None:
-        raise ConfigError("a node is named as node://host:port")
+        raise ConfigError("the address of a node must be node://host:port")
     return f"{host}:{port}"
 
 
@@ -99,10 +99,10 @@ def _split(url: str) -> tuple[str, int | None]:
         address = urlsplit(f"//{first}")
         return address.hostname or "", address.port
     except ValueError as error:
-        raise ConfigError("the store's address cannot be read: see kvstore.client.connect") from error
+        raise ConfigError("the store's address cannot be read: see moonserve.kvstore.client.connect") from error
 
 
-def _way_to(host: str) -> str:
+def _local_address_towards(host: str) -> str:
     """Returns this host's address on the route to `host`, without sending anything. Loopback if it is unknown."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM)[0]

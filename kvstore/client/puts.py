@@ -11,16 +11,16 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from kvstore.client.at_node import AtNode
-from kvstore.client.cluster import Cluster
-from kvstore.client.deadline import Deadline
-from kvstore.client.node import Means, StoreNode
-from kvstore.client.objects import Fate, Item
-from kvstore.client.rights import Terms, abort, stored
-from kvstore.client.search import Hints
-from kvstore.client.spots import Spots
-from kvstore.promises import Outcome
-from protocol.errors import (
+from moonserve.kvstore.client.cluster import Cluster
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
+from moonserve.kvstore.client.node_access.deadline import Deadline
+from moonserve.kvstore.client.node_access.lease_and_put import PutOptions, abort_call, put_steps
+from moonserve.kvstore.client.node_access.node import ClientResources, StoreNode
+from moonserve.kvstore.client.node_access.node_reads import NodeReads
+from moonserve.kvstore.client.node_access.objects import PutItem, ReadMiss
+from moonserve.kvstore.client.placement import LocationHints
+from moonserve.kvstore.state.objects import PutOutcome
+from moonserve.protocol.errors import (
     DeadlineExceeded,
     IntegrityError,
     InvalidRequest,
@@ -29,7 +29,7 @@ from protocol.errors import (
     PeerLost,
     StaleLease,
 )
-from protocol.ids import new_id
+from moonserve.protocol.request import new_id
 
 _MAX_NODES = 4
 """Number of nodes tried. The cluster counts as full if none of them has room."""
@@ -38,21 +38,21 @@ _WAIT_SHARE = 0.9
 _FULL_RETRY_S = 1.0
 
 
-class Unfinished(DeadlineExceeded):
+class OtherWriterUnfinished(DeadlineExceeded):
     """Raised if another writer of the key did not finish in time although the node kept answering."""
 
 
 class Puts:
     """Thread-safe puts over all nodes of a cluster."""
 
-    def __init__(self, cluster: Cluster, means: Means, at_node: AtNode, hints: Hints) -> None:
+    def __init__(self, cluster: Cluster, resources: ClientResources, at_node: NodeReads, hints: LocationHints) -> None:
         self._cluster = cluster
-        self._means = means
+        self._resources = resources
         self._at_node = at_node
         self._hints = hints
 
-    def put(self, items: Sequence[Item], spots: Spots, terms: Terms, deadline: Deadline) -> None:
-        """Stores items, each of which fills its spot. All are stored when it returns; when it raises, some may be.
+    def put(self, items: Sequence[PutItem], slots: BufferSlots, terms: PutOptions, deadline: Deadline) -> None:
+        """Stores items, each of which fills its slot. All are stored when it returns; when it raises, some may be.
 
         Raises InvalidRequest (another value is stored, or the value can never fit), Overloaded (no room at the ranked
         nodes), IntegrityError (a value arrived damaged), PeerLost, DeadlineExceeded, NoWorker.
@@ -61,13 +61,13 @@ class Puts:
         waiting = {place: nodes[:_MAX_NODES] for place, nodes in enumerate(ranked)}
         errors: dict[int, MoonserveError] = {}
         while waiting:
-            groups = _grouped(waiting, errors)
+            groups = _group_by_node(waiting, errors)
             tries = []
             for node, places in groups.items():
-                attempt = deadline.half() if any(waiting[place] for place in places) else deadline
+                attempt = deadline.half_left() if any(waiting[place] for place in places) else deadline
                 some = [items[place] for place in places]
-                tries.append(partial(self._try, node, some, spots.at(places), terms, attempt))
-            tried = self._means.together(tries)
+                tries.append(partial(self._try, node, some, slots.at(places), terms, attempt))
+            tried = self._resources.run_concurrently(tries)
             for (node, places), failed in zip(groups.items(), tried, strict=True):
                 for place, error in zip(places, failed, strict=True):
                     if error is not None:
@@ -80,36 +80,36 @@ class Puts:
     def _try(
         self,
         node: StoreNode,
-        items: Sequence[Item],
-        spots: Spots,
-        terms: Terms,
+        items: Sequence[PutItem],
+        slots: BufferSlots,
+        terms: PutOptions,
         deadline: Deadline,
     ) -> Sequence[MoonserveError | None]:
         """Tries one node. Returns for each item None if it is stored, else the reason why not."""
         try:
-            puts = self._put_at(node, items, spots, terms, deadline)
+            puts = self._put_at(node, items, slots, terms, deadline)
         except (Overloaded, PeerLost, DeadlineExceeded, StaleLease) as error:
             silent = isinstance(error, PeerLost | DeadlineExceeded)
-            if silent and not isinstance(error, Unfinished) and deadline.fair():
-                node.lost(error)
+            if silent and not isinstance(error, OtherWriterUnfinished) and deadline.was_ample():
+                node.mark_lost(error)
             return [error] * len(items)
         refused = Overloaded(_why_full(terms.tenant), retry_after_s=_FULL_RETRY_S)
-        return [refused if put is Outcome.FULL else None for put in puts]
+        return [refused if put is PutOutcome.FULL else None for put in puts]
 
     def _put_at(
         self,
         node: StoreNode,
-        items: Sequence[Item],
-        spots: Spots,
-        terms: Terms,
+        items: Sequence[PutItem],
+        slots: BufferSlots,
+        terms: PutOptions,
         deadline: Deadline,
-    ) -> list[Outcome]:
+    ) -> list[PutOutcome]:
         """Returns the outcome of each item: PRESENT, FULL or STORED."""
-        puts = node.put_at_once(items, spots, terms, deadline)
+        puts = node.put_inline(items, slots, terms, deadline)
         _require_undamaged(puts)
-        self._write(node, items, spots, terms, deadline, puts, Outcome.LATER)
-        while Outcome.IN_PROGRESS in puts:
-            if not self._write(node, items, spots, terms, deadline, puts, Outcome.IN_PROGRESS):
+        self._write(node, items, slots, terms, deadline, puts, PutOutcome.LATER)
+        while PutOutcome.IN_PROGRESS in puts:
+            if not self._write(node, items, slots, terms, deadline, puts, PutOutcome.IN_PROGRESS):
                 # The node answers as soon as it grants one. If it granted none, it waited its full time.
                 break
         self._require_same(node, items, puts, deadline)
@@ -118,53 +118,54 @@ class Puts:
     def _write(
         self,
         node: StoreNode,
-        items: Sequence[Item],
-        spots: Spots,
-        terms: Terms,
+        items: Sequence[PutItem],
+        slots: BufferSlots,
+        terms: PutOptions,
         deadline: Deadline,
-        puts: list[Outcome],
-        which: Outcome,
+        puts: list[PutOutcome],
+        which: PutOutcome,
     ) -> bool:
         """Stores items with outcome `which` by a reservation; True if one was stored. An error leaves none behind."""
         places = [place for place, put in enumerate(puts) if put is which]
         if not places:
             return False
         left_s = deadline.left_s()
-        wait_s = left_s * _WAIT_SHARE if which is Outcome.IN_PROGRESS else 0.0
-        some, there = [items[place] for place in places], spots.at(places)
+        wait_s = left_s * _WAIT_SHARE if which is PutOutcome.IN_PROGRESS else 0.0
+        some, there = [items[place] for place in places], slots.at(places)
         address = node.attached(deadline).data.address
         name = new_id("put")
         try:
-            steps = stored(address, name, some, there, terms, left_s, wait_s=wait_s)
+            steps = put_steps(address, name, some, there, terms, left_s, wait_s=wait_s)
             written = node.run(steps, deadline)
         except BaseException:  # other writers wait for the space and for the keys
             with contextlib.suppress(PeerLost):  # this client is closed
-                self._means.backstage.begin(node.undo(abort(name)))
+                self._resources.background.start(node.give_back(abort_call(name)))
             raise
         for place, put in zip(places, written, strict=True):
             puts[place] = put
         _require_undamaged(written)
-        return Outcome.STORED in written
+        return PutOutcome.STORED in written
 
     def _require_same(
-        self, node: StoreNode, items: Sequence[Item], puts: Sequence[Outcome], deadline: Deadline
+        self, node: StoreNode, items: Sequence[PutItem], puts: Sequence[PutOutcome], deadline: Deadline
     ) -> None:
-        """Raises InvalidRequest if a key holds another value, Unfinished if another writer did not finish in time."""
-        if Outcome.IN_PROGRESS in puts:
-            raise Unfinished("another writer of this key did not finish in time")
-        present = [item for item, put in zip(items, puts, strict=True) if put is Outcome.PRESENT]
+        """Raises InvalidRequest if a key holds another value, OtherWriterUnfinished if another writer did not finish in
+        time."""
+        if PutOutcome.IN_PROGRESS in puts:
+            raise OtherWriterUnfinished("another writer of this key did not finish in time")
+        present = [item for item, put in zip(items, puts, strict=True) if put is PutOutcome.PRESENT]
         if not present:
             return
         entries = self._at_node.entries(node, [item.key for item in present], deadline)
         for item, entry in zip(present, entries, strict=True):
-            if isinstance(entry, Fate):  # removed since, so it was present
+            if isinstance(entry, ReadMiss):  # removed since, so it was present
                 continue
             if (entry.length, entry.checksum) != (item.length, item.checksum):
                 raise InvalidRequest("another value is stored under this key; remove it first", key=item.key.hex())
 
 
-def _require_undamaged(puts: Sequence[Outcome]) -> None:
-    if num_corrupt := puts.count(Outcome.CORRUPT):
+def _require_undamaged(puts: Sequence[PutOutcome]) -> None:
+    if num_corrupt := puts.count(PutOutcome.CORRUPT):
         raise IntegrityError(f"{num_corrupt} of {len(puts)} values arrived damaged and were dropped")
 
 
@@ -173,7 +174,7 @@ def _why_full(tenant: str) -> str:
     return f"the store is full of objects in use{quota}"
 
 
-def _grouped(
+def _group_by_node(
     waiting: Mapping[int, list[StoreNode]], errors: Mapping[int, MoonserveError]
 ) -> Mapping[StoreNode, list[int]]:
     """Groups places by the node to try next, which leaves `waiting`. Raises the last error if no node is left."""

@@ -11,35 +11,34 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.client.at_node import AtNode
-from kvstore.client.cluster import Cluster
-from kvstore.client.deadline import Deadline
-from kvstore.client.keys import Key, Keys, block_of, blocks_of
-from kvstore.client.node import Means
-from kvstore.client.objects import Fate, Item
-from kvstore.client.pool import (
+from moonserve.kvstore.client.cluster import (
+    Cluster,
     NodeStats,
     NodeView,
     PoolStats,
-    answers_of_all,
-    ask_all,
+    call_all,
+    call_all_or_raise,
     change_replica,
     new_removal_id,
 )
-from kvstore.client.puts import Puts
-from kvstore.client.reads import Reads
-from kvstore.client.reports import LAST_REPORTS_S, Counters, Touches
-from kvstore.client.rights import Terms
-from kvstore.client.search import Hints
-from kvstore.client.spots import Spots, portions
-from kvstore.client.store_lease import StoreLease
-from kvstore.disk.base import Pin
-from kvstore.promises import check_tenant, check_ttl
-from kvstore.wire import pin_to_wire
-from protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
-from protocol.pb import kvstore_pb2
-from transfer import Segment
-from transfer.segments import Registrable
+from moonserve.kvstore.client.node_access.buffers import BufferSlots, portions
+from moonserve.kvstore.client.node_access.deadline import Deadline
+from moonserve.kvstore.client.node_access.lease_and_put import PutOptions
+from moonserve.kvstore.client.node_access.node import ClientResources
+from moonserve.kvstore.client.node_access.node_reads import NodeReads
+from moonserve.kvstore.client.node_access.objects import Key, Keys, PutItem, ReadMiss, block_of, blocks_of
+from moonserve.kvstore.client.node_access.use_reports import LAST_REPORTS_S, ClientCounters, UseReports
+from moonserve.kvstore.client.placement import LocationHints
+from moonserve.kvstore.client.puts import Puts
+from moonserve.kvstore.client.reads import Reads
+from moonserve.kvstore.client.store_lease import StoreLease
+from moonserve.kvstore.disk.base import Pin
+from moonserve.kvstore.state.objects import check_tenant, check_ttl
+from moonserve.kvstore.wire import pin_to_wire
+from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
+from moonserve.protocol.pb import kvstore_pb2
+from moonserve.transfer import Segment
+from moonserve.transfer.memory.segments import Registrable
 
 Value = bytes | bytearray | memoryview
 
@@ -70,15 +69,15 @@ class KvStore:
     the cluster has no node; DeadlineExceeded; InvalidRequest for invalid arguments.
     """
 
-    def __init__(self, cluster: Cluster, means: Means) -> None:
+    def __init__(self, cluster: Cluster, resources: ClientResources) -> None:
         self._cluster = cluster
-        self._means = means
-        self._counters = Counters()
-        self._touches = Touches(means.backstage, self._counters)
-        hints = Hints()
-        at_node = AtNode(means, self._touches, self._counters)
-        self._reads = Reads(cluster, means, at_node, hints, self._counters)
-        self._puts = Puts(cluster, means, at_node, hints)
+        self._resources = resources
+        self._counters = ClientCounters()
+        self._touches = UseReports(resources.background, self._counters)
+        hints = LocationHints()
+        at_node = NodeReads(resources, self._touches, self._counters)
+        self._reads = Reads(cluster, resources, at_node, hints, self._counters)
+        self._puts = Puts(cluster, resources, at_node, hints)
         self._hints = hints
 
     # Reading
@@ -86,12 +85,13 @@ class KvStore:
     def get(self, key: Key, *, timeout_s: float | None = None, verify: bool = True) -> bytes | None:
         """Returns the value, or None if no node has it: never stored, removed, evicted, or every replica damaged."""
         value = self.get_at_once(key, verify=verify)
-        if not isinstance(value, Fate):
+        if not isinstance(value, ReadMiss):
             return value
         return self._reads.values(Keys([key]), Deadline(timeout_s), verify=verify)[0]
 
-    def get_at_once(self, key: Key, *, verify: bool = True, max_bytes: float = math.inf) -> bytes | Fate | None:
-        """Returns the same as `get` without waiting, or Fate.ASK if it had to wait or to copy more than `max_bytes`."""
+    def get_at_once(self, key: Key, *, verify: bool = True, max_bytes: float = math.inf) -> bytes | ReadMiss | None:
+        """Returns the same as `get` without waiting, or ReadMiss.ASK if it had to wait or to copy more than
+        `max_bytes`."""
         return self._reads.value_at_once(block_of(key), verify=verify, max_bytes=max_bytes)
 
     def batch_get(
@@ -128,11 +128,11 @@ class KvStore:
         timeout_s: float | None = None,
         verify: bool = True,
     ) -> list[int | None]:
-        """Reads each value into its spot, as `get_into`. Without lengths, each spot ends where the next one begins."""
+        """Reads each value into its slot, as `get_into`. Without lengths, each slot ends where the next one begins."""
         wanted = Keys(keys)
         _require_as_many(len(wanted), len(offsets))
-        spots = Spots.checked(segment, offsets, lengths)
-        return self._reads.into(wanted, spots, Deadline(timeout_s), verify=verify)
+        slots = BufferSlots.checked(segment, offsets, lengths)
+        return self._reads.into(wanted, slots, Deadline(timeout_s), verify=verify)
 
     def get_range(
         self,
@@ -163,17 +163,17 @@ class KvStore:
     ) -> StoreLease:
         """Returns a lease with views of the objects in place: `with store.lease(keys) as lease: lease.views[0]`."""
         check_ttl(ttl_s)
-        lease = StoreLease(self._means, ttl_s)
+        lease = StoreLease(self._resources, ttl_s)
         return lease.open(self._reads, Keys(keys), Deadline(timeout_s), verify=verify)
 
     def exists(self, key: Key, *, timeout_s: float | None = None) -> bool:
         present = self.exists_at_once(key)
-        if not isinstance(present, Fate):
+        if not isinstance(present, ReadMiss):
             return present
         return self._reads.exist(Keys([key]), Deadline(timeout_s))[0]
 
-    def exists_at_once(self, key: Key) -> bool | Fate:
-        """Returns the same as `exists` without waiting, or Fate.ASK if it would have to wait."""
+    def exists_at_once(self, key: Key) -> bool | ReadMiss:
+        """Returns the same as `exists` without waiting, or ReadMiss.ASK if it would have to wait."""
         return self._reads.exists_at_once(block_of(key))
 
     def batch_exists(self, keys: Sequence[Key], *, timeout_s: float | None = None) -> list[bool]:
@@ -211,13 +211,13 @@ class KvStore:
         terms = _terms(pin, tenant)
         deadline = Deadline(timeout_s, sum(lengths))
         for part in portions(lengths):
-            with self._means.scratch.borrow(sum(lengths[part]) or 1) as local:
+            with self._resources.scratch.borrow(sum(lengths[part]) or 1) as local:
                 at = 0
                 for _, value in pairs[part]:
                     local.buffer[at : at + value.nbytes] = value
                     at += value.nbytes
-                some = [Item(block, value) for block, value in pairs[part]]
-                self._puts.put(some, Spots.packed(local, lengths[part]), terms, deadline)
+                some = [PutItem(block, value) for block, value in pairs[part]]
+                self._puts.put(some, BufferSlots.packed(local, lengths[part]), terms, deadline)
 
     def put_from(
         self,
@@ -248,29 +248,29 @@ class KvStore:
         """Stores several values from registered memory, as `put_from`. When it raises, some may be stored."""
         blocks = blocks_of(keys)
         _require_as_many(len(blocks), len(offsets))
-        spots = Spots.checked(segment, offsets, lengths)
+        slots = BufferSlots.checked(segment, offsets, lengths)
         items = [
-            Item(block, segment.buffer[offset : offset + length])
+            PutItem(block, segment.buffer[offset : offset + length])
             for block, offset, length in zip(blocks, offsets, lengths, strict=True)
         ]
         deadline = Deadline(timeout_s, sum(lengths))
         terms = _terms(pin, tenant)
         for part in portions(lengths):
-            there = spots.at(range(part.start, part.stop))
+            there = slots.at(range(part.start, part.stop))
             self._puts.put(items[part], there, terms, deadline)
 
     # Memory for `get_into` and `put_from`
 
     def allocate(self, nbytes: int) -> Segment:
         """Allocates registered memory (`segment.buffer`), which nodes on this host can map."""
-        return self._means.engine.allocate(nbytes)
+        return self._resources.engine.allocate(nbytes)
 
     def register(self, buffer: Registrable) -> Segment:
         """Registers memory of the caller: numpy arrays, bytearrays, tensors. On one host, `allocate` is faster."""
-        return self._means.engine.register(buffer)
+        return self._resources.engine.register(buffer)
 
     def deregister(self, segment: Segment) -> None:
-        self._means.engine.deregister(segment)
+        self._resources.engine.deregister(segment)
 
     # The cluster
 
@@ -289,7 +289,7 @@ class KvStore:
         self._hints.forget(block_keys)
         request = kvstore_pb2.StoreRemoveRequest(keys=block_keys, removal_id=new_removal_id())
         nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
-        replies = answers_of_all(nodes, lambda stub: stub.Remove, request, deadline)
+        replies = call_all_or_raise(nodes, lambda stub: stub.Remove, request, deadline)
         return sum(reply.removed for reply in replies)
 
     def pin(self, keys: Sequence[Key], kind: Pin | str, *, timeout_s: float | None = None) -> int:
@@ -297,7 +297,7 @@ class KvStore:
         block_keys = [block.key for block in blocks_of(keys)]
         request = kvstore_pb2.StorePinRequest(keys=block_keys, pin=pin_to_wire(_pin_of(kind)))
         nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
-        replies = answers_of_all(nodes, lambda stub: stub.Pin, request, deadline)
+        replies = call_all_or_raise(nodes, lambda stub: stub.Pin, request, deadline)
         return sum(reply.pinned for reply in replies)
 
     def change_replica(
@@ -305,14 +305,14 @@ class KvStore:
     ) -> ReplicaChange:
         """Sets the number of replicas of each key; a chain's blocks in order. Raises NoWorker without a directory."""
         block_keys = [block.key for block in blocks_of(keys)]
-        reply = change_replica(self._means, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s))
+        reply = change_replica(self._resources, self._cluster.view, block_keys, num_replicas, Deadline(timeout_s))
         return ReplicaChange(reply.created, reply.dropped, reply.missing, reply.failed)
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         """Returns the statistics of each node that answers, their sum, and this client's own counters."""
         request = kvstore_pb2.StoreStatsRequest()
         nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
-        replies, errors = ask_all(nodes, lambda stub: stub.Stats, request, deadline)
+        replies, errors = call_all(nodes, lambda stub: stub.Stats, request, deadline)
         return PoolStats(
             nodes={node_id: NodeStats.of(reply) for node_id, reply in replies.items()},
             counters={node_id: dict(reply.counters) for node_id, reply in replies.items()},
@@ -323,7 +323,7 @@ class KvStore:
     def nodes(self) -> tuple[NodeView, ...]:
         """Returns the nodes that the registry names."""
         return tuple(
-            NodeView(node_id=node.node_id, address=node.address, near=node.is_near, resting=node.resting)
+            NodeView(node_id=node.node_id, address=node.address, near=node.is_mapped, resting=node.resting)
             for node in self._cluster.view.nodes
         )
 
@@ -332,7 +332,7 @@ class KvStore:
         with contextlib.suppress(DeadlineExceeded, PeerLost):
             self._touches.flush(LAST_REPORTS_S)
         self._cluster.close()
-        self._means.close()
+        self._resources.close()
 
     def __enter__(self) -> KvStore:
         return self
@@ -341,9 +341,9 @@ class KvStore:
         self.close()
 
 
-def _terms(pin: Pin | str, tenant: str) -> Terms:
+def _terms(pin: Pin | str, tenant: str) -> PutOptions:
     check_tenant(tenant)
-    return Terms(pin=_pin_of(pin), tenant=tenant)
+    return PutOptions(pin=_pin_of(pin), tenant=tenant)
 
 
 def _pin_of(pin: Pin | str) -> Pin:
@@ -351,7 +351,7 @@ def _pin_of(pin: Pin | str) -> Pin:
         return Pin(pin)
     except ValueError as error:
         names = ", ".join(Pin)
-        raise InvalidRequest(f"no kind of pin: {pin!r}; there are {names}", param="pin") from error
+        raise InvalidRequest(f"{pin!r} is not a kind of pin: use one of {names}", param="pin") from error
 
 
 def _bytes_of(value: Value) -> memoryview:

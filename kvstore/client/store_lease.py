@@ -15,16 +15,14 @@ from types import TracebackType
 
 import xxhash
 
-from kvstore.client.at_node import pick
-from kvstore.client.deadline import Deadline
-from kvstore.client.far import read
-from kvstore.client.keys import Keys
-from kvstore.client.node import Means, StoreNode
-from kvstore.client.node_lease import NodeLease, take_lease
-from kvstore.client.objects import Fate, LeasedObject
-from kvstore.client.reads import Reads
-from protocol.errors import MoonserveError
-from protocol.keys import BlockKey
+from moonserve.kvstore.client.node_access.deadline import Deadline
+from moonserve.kvstore.client.node_access.mapped_and_remote import read_runs
+from moonserve.kvstore.client.node_access.node import ClientResources, StoreNode
+from moonserve.kvstore.client.node_access.node_reads import NodeLease, select, take_lease
+from moonserve.kvstore.client.node_access.objects import Keys, LeasedObject, ReadMiss
+from moonserve.kvstore.client.reads import Reads
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.kv_blocks import BlockKey
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +33,10 @@ _RENEWALS = 3
 class StoreLease:
     """A lease on objects at any number of nodes. Use it as a context manager. Belongs to one thread."""
 
-    def __init__(self, means: Means, ttl_s: float) -> None:
+    def __init__(self, resources: ClientResources, ttl_s: float) -> None:
         self.views: tuple[memoryview | None, ...] = ()
         """Read-only, one per key; None if no node has the object. Mapped on the node's host, otherwise a copy."""
-        self._means = means
+        self._resources = resources
         self._ttl_s = ttl_s
         self._leases: list[NodeLease] = []
         self._unused: list[NodeLease] = []
@@ -49,13 +47,13 @@ class StoreLease:
     def open(self, reads: Reads, keys: Keys, deadline: Deadline, *, verify: bool) -> StoreLease:
         """Takes the leases. Raises as `Reads.values`."""
 
-        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[memoryview | Fate]:
-            return self._take(node, pick(keys.stored, places), within, verify=verify)
+        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[memoryview | ReadMiss]:
+            return self._take(node, select(keys.stored, places), within, verify=verify)
 
         try:
             self.views = tuple(reads.search(keys, at, deadline))
             if self._leases:
-                self._renewing = self._means.backstage.begin(self._renew())
+                self._renewing = self._resources.background.start(self._renew())
         except BaseException:  # also on interruption: give back the leases taken so far
             self.close()
             raise
@@ -97,8 +95,8 @@ class StoreLease:
 
     def _take(
         self, node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, *, verify: bool
-    ) -> list[memoryview | Fate]:
-        fates: list[memoryview | Fate] = [Fate.ABSENT] * len(keys)
+    ) -> list[memoryview | ReadMiss]:
+        fates: list[memoryview | ReadMiss] = [ReadMiss.ABSENT] * len(keys)
         leases: list[NodeLease] = []
         first = 0
         try:
@@ -114,8 +112,10 @@ class StoreLease:
         self._leases.extend(leases)
         return fates
 
-    def _views(self, node: StoreNode, lease: NodeLease, deadline: Deadline, *, verify: bool) -> list[memoryview | Fate]:
-        near = node.attached(deadline).near
+    def _views(
+        self, node: StoreNode, lease: NodeLease, deadline: Deadline, *, verify: bool
+    ) -> list[memoryview | ReadMiss]:
+        near = node.attached(deadline).mapped
         if near is not None:
             views = [near.view(entry.offset, entry.length) for entry in lease.entries]
         else:
@@ -123,19 +123,20 @@ class StoreLease:
         if not verify:
             return list(views)
         return [
-            view if _matches(view, entry) else Fate.CORRUPT for view, entry in zip(views, lease.entries, strict=True)
+            view if _matches(view, entry) else ReadMiss.CORRUPT
+            for view, entry in zip(views, lease.entries, strict=True)
         ]
 
     def _copies(self, lease: NodeLease, deadline: Deadline) -> list[memoryview]:
         lengths = [entry.length for entry in lease.entries]
-        scratch = self._means.scratch.borrow(sum(lengths) or 1)
+        scratch = self._resources.scratch.borrow(sum(lengths) or 1)
         local = self._memory.enter_context(scratch)
         runs, views, at = [], [], 0
         for entry in lease.entries:
             runs.append((entry.offset, at, entry.length))
             views.append(local.buffer[at : at + entry.length].toreadonly())
             at += entry.length
-        read(self._means.engine, lease.held.segment, local, runs, deadline)
+        read_runs(self._resources.engine, lease.lease.segment, local, runs, deadline)
         return views
 
     async def _renew(self) -> None:
@@ -145,9 +146,9 @@ class StoreLease:
 
     async def _renew_one(self, lease: NodeLease) -> None:
         try:
-            await lease.renew_backstage(self._ttl_s)
+            await lease.renew_in_background(self._ttl_s)
         except MoonserveError as error:  # the lease expires unless a later attempt succeeds
-            log.warning("lease %s was not renewed: %s", lease.held.lease_id, error)
+            log.warning("lease %s was not renewed: %s", lease.lease.lease_id, error)
 
 
 def _matches(view: memoryview, entry: LeasedObject) -> bool:

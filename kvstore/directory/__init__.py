@@ -1,6 +1,7 @@
-"""Directory of which nodes hold which blocks: the index (`Directory`) and the process that feeds it node events."""
+"""Directory of which nodes hold which blocks (`holders`), and its process (`service`), which makes replicas of hot
+blocks (decided by `replica_planner`)."""
 
-from kvstore.directory.index import Changes, Directory
-from kvstore.directory.table import Leading
+from moonserve.kvstore.directory.block_table import LeadingHolders
+from moonserve.kvstore.directory.holders import Changes, Directory
 
-__all__ = ["Changes", "Directory", "Leading"]
+__all__ = ["Changes", "Directory", "LeadingHolders"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.replication.planner import Limits
-from protocol.config import option
-from protocol.errors import ConfigError
-from protocol.process import ProcessConfig
+from moonserve.kvstore.directory.replica_planner import ReplicationLimits
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import option
+from moonserve.protocol.process.lifecycle import ProcessConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,21 +16,21 @@ class DirectoryConfig(ProcessConfig):
 
     registry: str | None = option(
         None,
-        help="registry of the cluster: redis://… or redis+sentinel://…; without it, this process holds it",
+        help="registry of the cluster: redis://… or redis+sentinel://…; by default, this process is the registry",
     )
-    # Mooncake's defaults for hot blocks (`kvstore.replication.planner.Limits`).
+    # Mooncake's defaults for hot blocks (`kvstore.directory.replica_planner.ReplicationLimits`).
     hot_hits: int = option(8, help="reads within the window that make a block hot")
-    hot_window_s: float = option(10.0, help="window over which reads are counted, seconds")
-    hot_extra_replicas: int = option(2, help="replicas that hot blocks gain at most; 0 = none")
+    hot_window_s: float = option(10.0, help="seconds over which reads are counted")
+    hot_extra_replicas: int = option(2, help="maximum of additional replicas of a hot block; 0 = none")
     hot_cool_s: float = option(
         60.0,
-        help="seconds between two new replicas of a block, and without a read before it loses one",
+        help="seconds between two new replicas of a block, and seconds without a read before it loses one",
     )
-    copies_at_once: int = option(4, help="copies between nodes that are under way at once")
+    copies_at_once: int = option(4, help="copies between nodes that may run at once")
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
-    def limits(self) -> Limits:
-        return Limits(extra_replicas=self.hot_extra_replicas, cool_s=self.hot_cool_s)
+    def limits(self) -> ReplicationLimits:
+        return ReplicationLimits(extra_replicas=self.hot_extra_replicas, cool_s=self.hot_cool_s)
 
     def __post_init__(self) -> None:
         if self.hot_hits < 1 or self.hot_window_s <= 0 or self.hot_cool_s <= 0:

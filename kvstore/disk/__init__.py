@@ -1,1 +1,2 @@
-"""The SSD tier of a store node: append-only segment files, recovered after a crash. `base` is its interface."""
+"""SSD tier of a store node: a log of segment files with group commit, compaction and recovery. Interface: `base`;
+entry: `tier`."""

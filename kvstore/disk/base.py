@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Protocol
 
-from protocol.keys import BlockKey
+from moonserve.protocol.kv_blocks import BlockKey
 
 PAGE = 4096
 """Bytes of a page. Every place and every length on disk is a multiple of it, as O_DIRECT requires."""

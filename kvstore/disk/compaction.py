@@ -14,16 +14,16 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
-from kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Pin, Place
-from kvstore.disk.format import Record, Tombstone, pages, place_of, segment_of, unpack_tombstones
-from kvstore.disk.health import Doing
-from kvstore.disk.log import KEPT_FOR_COMPACTION, Segment
-from kvstore.disk.memory import Scratch
-from kvstore.disk.reader import Reader
-from kvstore.disk.segments import Flusher, Segments
-from kvstore.disk.survey import Pins, Surveyor
-from kvstore.disk.writer import Writer
-from protocol.keys import BlockKey
+from moonserve.kvstore.disk.base import PAGE, DiskRead, DiskWrite, Moved, Pin, Place
+from moonserve.kvstore.disk.health import DiskOperation
+from moonserve.kvstore.disk.io.buffers import AlignedScratch
+from moonserve.kvstore.disk.io.format import Record, Tombstone, pages, place_of, segment_of, unpack_tombstones
+from moonserve.kvstore.disk.log_state import KEPT_FOR_COMPACTION, Segment
+from moonserve.kvstore.disk.reader import Reader
+from moonserve.kvstore.disk.recovery import PinChanges, SegmentScanner
+from moonserve.kvstore.disk.segment_lifecycle import Flusher, OpenSegments
+from moonserve.kvstore.disk.writer import Writer
+from moonserve.protocol.kv_blocks import BlockKey
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +38,19 @@ class Compactor:
 
     def __init__(
         self,
-        segments: Segments,
-        surveyor: Surveyor,
+        segments: OpenSegments,
+        scanner: SegmentScanner,
         reader: Reader,
         writer: Writer,
         flusher: Flusher,
-        scratch: Scratch,
+        scratch: AlignedScratch,
         moved: Moved,
-        pins: Pins,
+        pins: PinChanges,
     ) -> None:
         self._segments = segments
         self._log = segments.log
         self._counters = segments.counters
-        self._surveyor = surveyor
+        self._scanner = scanner
         self._reader = reader
         self._writer = writer
         self._flusher = flusher
@@ -62,7 +62,7 @@ class Compactor:
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
-    def owe(self, tombstones: Iterable[Tombstone]) -> None:
+    def add_tombstones(self, tombstones: Iterable[Tombstone]) -> None:
         """Adds tombstones for copies made before the restart."""
         self._unwanted += tombstones
 
@@ -71,12 +71,12 @@ class Compactor:
         if self._task is None and self._next() is not None:
             self._task = asyncio.create_task(self._run())
 
-    def is_at_work(self) -> bool:
+    def wake_if_useful(self) -> bool:
         """Starts compaction if useful. Returns True if a segment may soon be free."""
         self.wake()
         return self._task is not None
 
-    async def settled(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Waits until there is nothing more to reclaim."""
         while self._task is not None:
             await asyncio.wait([self._task])
@@ -84,51 +84,51 @@ class Compactor:
     async def close(self) -> None:
         """Stops after the current batch."""
         self._closed = True
-        await self.settled()
+        await self.wait_until_idle()
 
     def _next(self) -> Segment | None:
         log = self._log
         if self._closed or not self._segments.may_write():
             return None
         for segment in log.segments.values():
-            if segment.may_go and log.is_dead(segment):
+            if segment.is_compactable and log.is_dead(segment):
                 return segment
         low = max(KEPT_FOR_COMPACTION + 2, int(log.num_segments * _FREE_SHARE))
-        return log.victim() if log.free_segments < low else None
+        return log.next_to_compact() if log.free_segments < low else None
 
     async def _run(self) -> None:
         try:
             while (segment := self._next()) is not None:
                 await self._compact(segment)
-                self._writer.room_changed()
+                self._writer.space_changed()
         except Exception:  # nobody awaits this task, so a raised error would surface only at shutdown
             logger.exception("the SSD tier reclaims no more space: this is a bug")
             self._closed = True
         finally:
             self._task = None
-            self._writer.room_changed()
+            self._writer.space_changed()
 
     async def _compact(self, segment: Segment) -> None:
         self._log.compacting(segment)
-        emptied = self._log.is_dead(segment) or await self._emptied(segment)
+        emptied = self._log.is_dead(segment) or await self._copy_out(segment)
         settled = await self._unwanted_forgotten()
         # Copies, from this or an earlier attempt, must be durable before their source is overwritten.
         durable = emptied and settled and await self._flusher.flush()
         if durable and await self._segments.retire(segment):
             self._counters["segments_compacted"] += 1
         else:
-            self._log.give_up(segment)
+            self._log.compaction_failed(segment)
 
-    async def _emptied(self, segment: Segment) -> bool:
+    async def _copy_out(self, segment: Segment) -> bool:
         """Copies a segment's live objects and tombstones. False if they could not all be copied."""
         file = self._segments.files[segment.number]
         with file:
-            survey, records = await self._segments.threads.call(lambda: self._surveyor.everything(file))
+            survey, records = await self._segments.threads.call(lambda: self._scanner.scan_with_records(file))
         if survey.error is not None:
-            self._segments.failed(Doing.READ, survey.error)
+            self._segments.report_error(DiskOperation.READ, survey.error)
             return False
         if self._log.still_forbids(segment.tombstones_until, without=segment.number):
-            needed = once_each(unpack_tombstones(survey.tombstones))
+            needed = merge_tombstones(unpack_tombstones(survey.tombstones))
             if not await self._writer.forget(needed, urgent=True):
                 return False
         for batch in self._batches(segment, records):
@@ -213,7 +213,7 @@ class Compactor:
             self._drop(place_of(segment.number, page))
 
 
-def once_each(tombstones: Iterable[Tombstone]) -> list[Tombstone]:
+def merge_tombstones(tombstones: Iterable[Tombstone]) -> list[Tombstone]:
     """Merges tombstones that differ only in the segment, keeping the highest."""
     latest: dict[tuple[BlockKey, int, Pin | None], Tombstone] = {}
     for each in sorted(tombstones, key=lambda each: each.segment):

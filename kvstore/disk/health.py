@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from time import monotonic
 
-from kvstore.disk.base import Health, HealthChanged
+from moonserve.kvstore.disk.base import Health, HealthChanged
 
 FULL_FOR_S = 5.0
 """Seconds during which a full disk gets no writes."""
@@ -24,7 +24,7 @@ _GONE = {errno.ENODEV, errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, e
 _ORDER = (Health.GOOD, Health.READ_ONLY, Health.FAILED)
 
 
-class Doing(Enum):
+class DiskOperation(Enum):
     READ = "read"
     WRITE = "write"
 
@@ -33,57 +33,57 @@ class DiskHealth:
     """Current health of a disk. Calls `changed` with each new health and its reason."""
 
     def __init__(self, changed: HealthChanged, counters: Counter[str]) -> None:
-        self.now = Health.GOOD
+        self.current = Health.GOOD
         self._changed = changed
         self._counters = counters
         self._full_until = float("-inf")
         self._read_errors = 0
 
     def may_read(self) -> bool:
-        return self.now is not Health.FAILED
+        return self.current is not Health.FAILED
 
     def may_write(self, now: float) -> bool:
-        return self.now is Health.GOOD and now >= self._full_until
+        return self.current is Health.GOOD and now >= self._full_until
 
-    def has_read(self) -> None:
+    def read_succeeded(self) -> None:
         self._read_errors = 0
 
-    def failed(self, doing: Doing, error: OSError, now: float) -> None:
+    def failed(self, doing: DiskOperation, error: OSError, now: float) -> None:
         """Records an operation that ended with `error`."""
         self._counters[f"errors_{errno.errorcode.get(error.errno or 0, 'other')}"] += 1
         if error.errno in _FULL:
             self._full_until = now + FULL_FOR_S
         elif error.errno in _GONE:
             self._worsen(Health.FAILED, f"the disk or its folder is gone: {error}")
-        elif doing is Doing.WRITE:
+        elif doing is DiskOperation.WRITE:
             self._worsen(Health.READ_ONLY, f"the disk cannot be written to: {error}")
         else:
             self._read_errors += 1
             if self._read_errors >= READ_ERRORS_IN_A_ROW:
                 self._worsen(Health.FAILED, f"the disk cannot be read: {error}")
 
-    def hangs(self, waited_s: float) -> None:
+    def report_hang(self, waited_s: float) -> None:
         """Records that the disk has not answered for `waited_s`."""
-        self._counters["disk_hangs"] += self.now is not Health.FAILED
+        self._counters["disk_hangs"] += self.current is not Health.FAILED
         self._worsen(Health.FAILED, f"the disk has not answered for {waited_s:.0f} s")
 
-    def checked(self, health: Health, reason: str) -> None:
+    def set_health(self, health: Health, reason: str) -> None:
         """Sets the health found by a check."""
         if health is Health.GOOD:
             self._read_errors = 0
-        if health is not self.now:
-            self.now = health
+        if health is not self.current:
+            self.current = health
             self._changed(health, reason)
 
     def _worsen(self, health: Health, reason: str) -> None:
-        if _ORDER.index(health) > _ORDER.index(self.now):
-            self.checked(health, reason)
+        if _ORDER.index(health) > _ORDER.index(self.current):
+            self.set_health(health, reason)
 
 
 Clock = Callable[[], float]
 
 
-class Waits:
+class HangTracker:
     """Tracks how long the disk has not answered. Used as a context manager around calls that may hang.
 
     Contexts of one thread nest: leaving an inner one also counts as progress.

@@ -9,27 +9,27 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from kvstore.disk.base import PAGE, DiskRead
-from kvstore.disk.files import SegmentFile
-from kvstore.disk.format import extent_pages, segment_of
-from kvstore.disk.group import run_limit
-from kvstore.disk.health import Doing
-from kvstore.disk.memory import LastingPages, OutOfPages
-from kvstore.disk.object_io import Landing, ObjectIo, Pages
-from kvstore.disk.ring import Flight, Ring, Run
-from kvstore.disk.segments import Segments
-from kvstore.disk.threads import Answer
+from moonserve.kvstore.disk.base import PAGE, DiskRead
+from moonserve.kvstore.disk.health import DiskOperation
+from moonserve.kvstore.disk.io.buffers import OutOfPages, RingPages
+from moonserve.kvstore.disk.io.format import extent_pages, segment_of
+from moonserve.kvstore.disk.io.object_io import ObjectIo, PageSource, RunBuffers
+from moonserve.kvstore.disk.io.segment_file import SegmentFile
+from moonserve.kvstore.disk.io.threads import OwnedResult
+from moonserve.kvstore.disk.io.uring import Flight, IoRun, Ring
+from moonserve.kvstore.disk.segment_lifecycle import OpenSegments
+from moonserve.kvstore.disk.write_group import run_limit
 
 _VERIFIED_IN_LOOP_BYTES = 5 * 2**18
 """Most bytes verified in the event loop at once; 1 MB is hashed in 60 µs."""
 
 
-class Lent:
+class FlightResources:
     """Resources of a flight, released once both the kernel and the reader are done with them."""
 
     __slots__ = ("_files", "_num_users", "_pages")
 
-    def __init__(self, files: Sequence[SegmentFile], pages: LastingPages) -> None:
+    def __init__(self, files: Sequence[SegmentFile], pages: RingPages) -> None:
         self._files = files
         self._pages = pages
         self._num_users = 2
@@ -40,12 +40,12 @@ class Lent:
         self._num_users -= 1
         if not self._num_users:
             for file in self._files:
-                file.let_go()
-            self._pages.back()
+                file.release()
+            self._pages.give_back()
 
 
 class Reader:
-    def __init__(self, segments: Segments, io: ObjectIo, ring: Ring | None) -> None:
+    def __init__(self, segments: OpenSegments, io: ObjectIo, ring: Ring | None) -> None:
         self._segments = segments
         self._io = io
         self._ring = ring
@@ -78,16 +78,18 @@ class Reader:
         pages = ring.pages()
         landings = self._aimed(reads, runs, pages)
         asked = [
-            Run(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
+            IoRun(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
             for file, landing in zip(files, landings, strict=False)  # no landings if there are too few pages
         ]
         if not asked or not ring.takes(asked):
-            pages.back()
+            pages.give_back()
             return runs
-        lent = Lent(files, pages)
-        answer: Answer[Flight] = Answer()
+        lent = FlightResources(files, pages)
+        answer: OwnedResult[Flight] = OwnedResult()
         direct = any(landing.is_direct for landing in landings)
-        ring.begin(Doing.READ, asked, landed=answer.give, over=lent.done, until_over=direct)
+        ring.submit(
+            DiskOperation.READ, asked, on_done=answer.set_result, on_released=lent.done, waits_for_release=direct
+        )
         try:
             flight = await answer.wait()
             if flight.given_up:
@@ -106,22 +108,24 @@ class Reader:
                 self._note(reads, run, outcome, results)
         return unread
 
-    def _aimed(self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: Pages) -> list[Landing]:
+    def _aimed(self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: PageSource) -> list[RunBuffers]:
         """Returns the buffers of each run, or an empty list if there are too few pages."""
         try:
-            return [self._io.aimed([reads[index] for index in run], pages) for run in runs]
+            return [self._io.buffers_for([reads[index] for index in run], pages) for run in runs]
         except OutOfPages:
             return []
 
-    def _verified(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
+    def _verified(self, flight: Flight, landings: Sequence[RunBuffers]) -> list[list[bool] | None]:
         """Returns for each run which objects are valid; None for a run that was not fully read."""
-        return [self._io.arrived(landing) if flight.is_whole(index) else None for index, landing in enumerate(landings)]
+        return [
+            self._io.verify_run(landing) if flight.is_whole(index) else None for index, landing in enumerate(landings)
+        ]
 
-    async def _verified_by_threads(self, flight: Flight, landings: Sequence[Landing]) -> list[list[bool] | None]:
+    async def _verified_by_threads(self, flight: Flight, landings: Sequence[RunBuffers]) -> list[list[bool] | None]:
         whole = [index for index in range(len(landings)) if flight.is_whole(index)]
-        jobs = [partial(self._io.arrived, landings[index]) for index in whole]
+        jobs = [partial(self._io.verify_run, landings[index]) for index in whole]
         outcomes: list[list[bool] | None] = [None] * len(landings)
-        given = await self._segments.threads.run(jobs, until_over=True)
+        given = await self._segments.threads.run(jobs, waits_for_release=True)
         for index, outcome in zip(whole, given, strict=True):
             if isinstance(outcome, OSError):  # given up when the tier closes
                 outcome = [False] * len(landings[index].arrivals)
@@ -144,11 +148,11 @@ class Reader:
                 file = self._segments.files[segment_of(reads[run[0]].place)]
                 in_use.enter_context(file)
                 jobs.append(partial(self._io.read, file, [reads[index] for index in run]))
-            outcomes = await self._segments.threads.run(jobs, until_over=True)
+            outcomes = await self._segments.threads.run(jobs, waits_for_release=True)
         failed = []
         for run, outcome in zip(runs, outcomes, strict=True):
             if isinstance(outcome, OSError):
-                self._segments.failed(Doing.READ, outcome)
+                self._segments.report_error(DiskOperation.READ, outcome)
                 failed.append(run)
             else:
                 self._note(reads, run, outcome, results)
@@ -161,7 +165,7 @@ class Reader:
         outcome: Sequence[bool],
         results: list[bool],
     ) -> None:
-        self._segments.health.has_read()
+        self._segments.health.read_succeeded()
         counters = self._segments.counters
         for index, good in zip(run, outcome, strict=True):
             results[index] = good

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
-from kvstore.disk.base import (
+from moonserve.kvstore.disk.base import (
     PAGE,
     DiskObject,
     DiskRead,
@@ -23,31 +23,30 @@ from kvstore.disk.base import (
     Place,
     Sleep,
 )
-from kvstore.disk.compaction import Compactor
-from kvstore.disk.files import FileCalls
-from kvstore.disk.folder import Folder
-from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, extent_pages
-from kvstore.disk.health import Clock, DiskHealth, Waits
-from kvstore.disk.log import Log
-from kvstore.disk.memory import Scratch
-from kvstore.disk.object_io import ObjectIo
-from kvstore.disk.reader import Reader
-from kvstore.disk.recovery import Recovery
-from kvstore.disk.ring import Ring
-from kvstore.disk.segments import Flusher, Segments
-from kvstore.disk.survey import Pins, Surveyor
-from kvstore.disk.threads import IoThreads
-from kvstore.disk.writer import Writer
-from protocol.errors import ConfigError
+from moonserve.kvstore.disk.compaction import Compactor
+from moonserve.kvstore.disk.health import Clock, DiskHealth, HangTracker
+from moonserve.kvstore.disk.io.buffers import AlignedScratch
+from moonserve.kvstore.disk.io.folder import Folder
+from moonserve.kvstore.disk.io.format import MAX_RECORD_BYTES, Tombstone, extent_pages
+from moonserve.kvstore.disk.io.object_io import ObjectIo
+from moonserve.kvstore.disk.io.segment_file import FileCalls
+from moonserve.kvstore.disk.io.threads import IoThreads
+from moonserve.kvstore.disk.io.uring import Ring
+from moonserve.kvstore.disk.log_state import SegmentLog
+from moonserve.kvstore.disk.reader import Reader
+from moonserve.kvstore.disk.recovery import PinChanges, Recovery, SegmentScanner
+from moonserve.kvstore.disk.segment_lifecycle import Flusher, OpenSegments
+from moonserve.kvstore.disk.writer import Writer
+from moonserve.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-FEWEST_SEGMENTS = 4
+MIN_SEGMENTS = 4
 """One for writing, one for compaction, one for space lost at segment ends, and one for objects."""
 _LARGEST_SEGMENT = 256 * 2**20
 _SMALLEST_SEGMENT = 32 * 2**20
 """Except with a small capacity: the largest object must fit."""
-_LOOKS_PER_LIMIT = 4
+_CHECKS_PER_LIMIT = 4
 _SEGMENTS = 32
 """Desired number of segments, within the limits on their size."""
 
@@ -85,12 +84,12 @@ class SsdTier:
     ) -> SsdTier:
         """Opens a folder. Raises ConfigError if it is locked, foreign, or encrypted differently."""
         segment_bytes = options.segment_bytes or _segment_bytes(capacity)
-        if segment_bytes % PAGE or capacity < FEWEST_SEGMENTS * segment_bytes:
+        if segment_bytes % PAGE or capacity < MIN_SEGMENTS * segment_bytes:
             raise ConfigError(
-                f"SSD capacity {capacity} must be at least {FEWEST_SEGMENTS} segments"
+                f"SSD capacity {capacity} must be at least {MIN_SEGMENTS} segments"
                 f" of {segment_bytes} bytes, which are multiples of {PAGE}"
             )
-        scratch, waits = Scratch(), Waits(options.clock)
+        scratch, waits = AlignedScratch(), HangTracker(options.clock)
         opened = await asyncio.to_thread(
             Folder,
             folder,
@@ -99,16 +98,16 @@ class SsdTier:
             scratch=scratch,
             waits=waits,
         )
-        log = Log(capacity, segment_bytes)
+        log = SegmentLog(capacity, segment_bytes)
         return cls(opened, log, options, scratch, waits, moved, health_changed)
 
     def __init__(
         self,
         folder: Folder,
-        log: Log,
+        log: SegmentLog,
         options: DiskOptions,
-        scratch: Scratch,
-        waits: Waits,
+        scratch: AlignedScratch,
+        waits: HangTracker,
         moved: Moved,
         health_changed: HealthChanged,
     ) -> None:
@@ -121,19 +120,19 @@ class SsdTier:
         self._waits = waits
         self._health = DiskHealth(health_changed, self.counters)
         self._threads = IoThreads(options.num_threads, "ssd")
-        self._segments = Segments(log, folder, self._threads, scratch, self._health, self.counters)
+        self._segments = OpenSegments(log, folder, self._threads, scratch, self._health, self.counters)
         io = ObjectIo(folder, scratch)
-        self._surveyor = Surveyor(folder, io, scratch)
+        self._scanner = SegmentScanner(folder, io, scratch)
         # Decryption takes too long for the event loop, so encrypted folders use threads.
         by_ring = options.ring and folder.cipher is None
         self._ring = Ring.opened(waits, options.memory or memoryview(b"")) if by_ring else None
         self._reader = Reader(self._segments, io, self._ring)
         self._flusher = Flusher(self._segments, options.sync_interval_s, options.sleep)
         self._writer = Writer(self._segments, self._flusher, io, self._ring)
-        self._pins = Pins()
+        self._pins = PinChanges()
         self._compactor = Compactor(
             self._segments,
-            self._surveyor,
+            self._scanner,
             self._reader,
             self._writer,
             self._flusher,
@@ -141,16 +140,16 @@ class SsdTier:
             moved,
             self._pins,
         )
-        self._writer.room_is_coming = self._compactor.is_at_work
-        self._segments.is_sealed = self._compactor.wake
+        self._writer.space_is_coming = self._compactor.wake_if_useful
+        self._segments.on_sealed = self._compactor.wake
         self._recovered = False
         self._closed = False
         self._watch: asyncio.Task[None] | None = None
-        self._limit = asyncio.create_task(self._mind_the_limit())
+        self._limit = asyncio.create_task(self._watch_for_hangs())
 
     @property
     def health(self) -> Health:
-        return self._health.now
+        return self._health.current
 
     @property
     def live_limit(self) -> int:
@@ -167,14 +166,14 @@ class SsdTier:
 
     async def recover(self, progress: Callable[[float], None]) -> AsyncIterator[list[tuple[DiskObject, Place]]]:
         assert not self._recovered, "a folder is recovered once"
-        recovery = Recovery(self._folder, self._segments, self._surveyor, self._pins)
+        recovery = Recovery(self._folder, self._segments, self._scanner, self._pins)
         async with contextlib.aclosing(recovery.run(progress)) as found:
             async for piece in found:
                 yield piece
-        self._compactor.owe(recovery.uncovered)
+        self._compactor.add_tombstones(recovery.uncovered)
         await self._threads.call(self._drop_spares)
         self._recovered = True
-        self._watch = asyncio.create_task(self._look_after())
+        self._watch = asyncio.create_task(self._check_periodically())
         self._compactor.wake()
 
     async def write(self, writes: Sequence[DiskWrite]) -> list[Place | None]:
@@ -211,22 +210,22 @@ class SsdTier:
             try:
                 await self._threads.call(lambda: self._folder.check_readable(files))
             except OSError as error:
-                self._health.checked(Health.FAILED, f"the folder cannot be read: {error}")
+                self._health.set_health(Health.FAILED, f"the folder cannot be read: {error}")
                 return
-        if self._health.now is not Health.GOOD:
+        if self._health.current is not Health.GOOD:
             await self._check_writable()
 
     async def _check_writable(self) -> None:
         try:
             await self._threads.call(self._folder.check_writable)
         except OSError as error:
-            self._health.checked(Health.READ_ONLY, f"the disk cannot be written to: {error}")
+            self._health.set_health(Health.READ_ONLY, f"the disk cannot be written to: {error}")
             return
-        self._health.checked(Health.GOOD, "the disk answers again")
-        await self._writer.settle_debts()
+        self._health.set_health(Health.GOOD, "the disk answers again")
+        await self._writer.write_queued_tombstones()
         self._compactor.wake()
 
-    def look_at_waits(self) -> None:
+    def check_for_hang(self) -> None:
         """Marks a disk that has not answered for too long as failed, and reports that to waiting callers.
 
         Reads directly into their caller's memory wait on, since the disk may still write there; `close` ends their wait
@@ -234,11 +233,11 @@ class SsdTier:
         """
         if not self._hangs():
             return
-        self._health.hangs(self._longest_wait_s())
+        self._health.report_hang(self._longest_wait_s())
         self._threads.give_up(everything=self._closed)
         if self._ring is not None:
             self._ring.give_up(everything=self._closed)
-        self._writer.room_changed()
+        self._writer.space_changed()
 
     def _hangs(self) -> bool:
         return self._longest_wait_s() > self._options.time_limit_s
@@ -251,7 +250,7 @@ class SsdTier:
         if self._closed:
             return
         self._closed = True
-        self.look_at_waits()
+        self.check_for_hang()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
@@ -267,12 +266,12 @@ class SsdTier:
             self._ring.close()
         self._folder.close()
 
-    async def _mind_the_limit(self) -> None:
+    async def _watch_for_hangs(self) -> None:
         while True:
-            await self._options.sleep(self._options.time_limit_s / _LOOKS_PER_LIMIT)
-            self.look_at_waits()
+            await self._options.sleep(self._options.time_limit_s / _CHECKS_PER_LIMIT)
+            self.check_for_hang()
 
-    async def _look_after(self) -> None:
+    async def _check_periodically(self) -> None:
         while True:
             await self._options.sleep(self._options.check_every_s)
             await self.check()
@@ -285,4 +284,4 @@ class SsdTier:
 
 def _segment_bytes(capacity: int) -> int:
     wanted = min(max(capacity // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
-    return max(min(wanted, capacity // (2 * FEWEST_SEGMENTS)) // PAGE * PAGE, 2 * PAGE)
+    return max(min(wanted, capacity // (2 * MIN_SEGMENTS)) // PAGE * PAGE, 2 * PAGE)

@@ -14,40 +14,47 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
-from kvstore.disk.format import MAX_RECORD_BYTES, Tombstone, place_of, segment_of
-from kvstore.disk.group import Call, Carrier, Group, Item, object_items, tombstone_items
-from kvstore.disk.health import Doing
-from kvstore.disk.log import Segment
-from kvstore.disk.object_io import ObjectIo
-from kvstore.disk.ring import Ring
-from kvstore.disk.segments import Flusher, Segments
-from protocol.held_tasks import HeldTasks
+from moonserve.kvstore.disk.base import PAGE, DiskObject, DiskWrite, Place
+from moonserve.kvstore.disk.health import DiskOperation
+from moonserve.kvstore.disk.io.format import MAX_RECORD_BYTES, Tombstone, place_of, segment_of
+from moonserve.kvstore.disk.io.object_io import ObjectIo
+from moonserve.kvstore.disk.io.uring import Ring
+from moonserve.kvstore.disk.log_state import Segment
+from moonserve.kvstore.disk.segment_lifecycle import Flusher, OpenSegments
+from moonserve.kvstore.disk.write_group import (
+    GroupWriter,
+    LogItem,
+    WriteCall,
+    WriteGroup,
+    object_items,
+    tombstone_items,
+)
+from moonserve.protocol.process.event_loop import BackgroundTasks
 
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 4 * 2**20
-_GROUPS_UNDER_WAY = 4
+_MAX_GROUPS_IN_FLIGHT = 4
 """Keeps the disk busy while answers to one group lead to the next one."""
 
 
 class Writer:
     """The only writer of the log. Belongs to one event loop."""
 
-    def __init__(self, segments: Segments, flusher: Flusher, io: ObjectIo, ring: Ring | None) -> None:
+    def __init__(self, segments: OpenSegments, flusher: Flusher, io: ObjectIo, ring: Ring | None) -> None:
         self._segments = segments
         self._log = segments.log
         self._flusher = flusher
-        flusher.failed = self._flush_failed
-        self._carrier = Carrier(segments, io, ring, self._landed)
-        self._urgent: deque[Item] = deque()
-        self._waiting: deque[Item] = deque()
-        self._under_way: deque[Group] = deque()
+        flusher.on_failure = self._flush_failed
+        self._carrier = GroupWriter(segments, io, ring, self._group_written)
+        self._urgent: deque[LogItem] = deque()
+        self._waiting: deque[LogItem] = deque()
+        self._under_way: deque[WriteGroup] = deque()
         self._owed: list[Tombstone] = []
         self._changed = asyncio.Event()
         self._making_room: asyncio.Task[None] | None = None
-        self._hardening = HeldTasks()
-        self.room_is_coming: Callable[[], bool] = lambda: False
+        self._hardening = BackgroundTasks()
+        self.space_is_coming: Callable[[], bool] = lambda: False
         """Returns True if waiting for a free segment is worthwhile; called when there is none."""
 
     async def write(self, writes: Sequence[DiskWrite], *, source: int = 0) -> list[Place | None]:
@@ -55,7 +62,7 @@ class Writer:
         `source` is the segment that compaction copies from."""
         if not writes:
             return []
-        call = Call(len(writes))
+        call = WriteCall(len(writes))
         (self._urgent if source else self._waiting).extend(object_items(writes, call, source))
         self._pump()
         try:
@@ -64,7 +71,7 @@ class Writer:
             self._abandon(writes, call.places)
             raise
         finally:
-            call.heard()
+            call.release_segments()
             self._changed.set()
 
     async def forget(self, tombstones: Sequence[Tombstone], *, urgent: bool = False) -> bool:
@@ -76,23 +83,23 @@ class Writer:
         self._pump()
         return None not in await items[0].call.answer.wait()
 
-    async def settle_debts(self) -> None:
+    async def write_queued_tombstones(self) -> None:
         """Writes owed tombstones, if the disk allows it."""
         owed, self._owed = self._owed, []
         await self.forget(owed)
 
-    def room_changed(self) -> None:
+    def space_changed(self) -> None:
         """Notes that a segment became free, or will not."""
         self._changed.set()
 
     async def close(self) -> None:
         """Refuses writes that wait for space, and seals the active segment, which makes it durable."""
         while self._making_room is not None:
-            self.room_changed()
+            self.space_changed()
             await asyncio.wait([self._making_room])
-        await self.settle_debts()
+        await self.write_queued_tombstones()
         self._segments.seal(self._landed_in)
-        while await self._segments.sealed():
+        while await self._segments.wait_for_footer():
             pass
         await asyncio.gather(*self._hardening)
 
@@ -101,17 +108,17 @@ class Writer:
         for write, place in zip(writes, places, strict=True):
             if place is not None:
                 self._log.release(place)
-                self._owe(write.object, segment_of(place))
+                self._queue_tombstone(write.object, segment_of(place))
 
     def _pump(self) -> None:
         """Starts all groups that may start. The rest is retried when a group has landed or there is room."""
         self._changed.set()
         if self._making_room is not None:
             return
-        group: list[Item] = []
+        group: list[LogItem] = []
         try:
-            self._pay()
-            while (self._urgent or self._waiting) and len(self._under_way) < _GROUPS_UNDER_WAY:
+            self._append_queued_tombstones()
+            while (self._urgent or self._waiting) and len(self._under_way) < _MAX_GROUPS_IN_FLIGHT:
                 group = self._gather()
                 if group:
                     self._begin(group)
@@ -122,20 +129,20 @@ class Writer:
             logger.exception("writes to the SSD tier are refused: this is a bug")
             self._refuse_all(group)
 
-    def _owe(self, about: DiskObject, segment: int) -> None:
+    def _queue_tombstone(self, about: DiskObject, segment: int) -> None:
         """Owes a tombstone that forbids the object in that segment; it may be written to a later one."""
         self._owed.append(Tombstone(about.key, about.generation, segment))
 
-    def _pay(self) -> None:
+    def _append_queued_tombstones(self) -> None:
         """Adds owed tombstones to the next group; no caller waits for them."""
         if self._owed and (self._urgent or self._waiting):
             items = tombstone_items(self._owed)
             self._owed = []
             self._waiting.extendleft(items)
 
-    def _gather(self) -> list[Item]:
+    def _gather(self) -> list[LogItem]:
         """Returns the next group: waiting items that fit into the active segment. Impossible items are refused."""
-        group: list[Item] = []
+        group: list[LogItem] = []
         nbytes = 0
         may_write = self._segments.may_write()
         while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
@@ -160,15 +167,15 @@ class Writer:
         """True if the end mark before the next item is in flight. It may be overwritten only once it is on disk."""
         return bool(self._under_way) and self._under_way[-1].segment is self._log.active
 
-    def _place(self, item: Item) -> None:
+    def _place(self, item: LogItem) -> None:
         active = self._log.active
         assert active is not None
         if item.write is not None:
-            item.call.wrote_to(active)
-        active.promise(*item.footer_bytes)
-        item.placed(self._log.append(item.num_pages, live=item.write is not None))
+            item.call.hold_segment(active)
+        active.reserve_footer(*item.footer_bytes)
+        item.set_place(self._log.append(item.num_pages, live=item.write is not None))
 
-    def _fits(self, item: Item, *, urgent: bool, skipped: bool) -> bool:
+    def _fits(self, item: LogItem, *, urgent: bool, skipped: bool) -> bool:
         active = self._log.active
         return (
             active is not None
@@ -176,7 +183,7 @@ class Writer:
             and active.fits(item.num_pages + skipped, *item.footer_bytes)
         )
 
-    def _possible(self, item: Item) -> bool:
+    def _possible(self, item: LogItem) -> bool:
         if item.write is None:
             return True
         record_bytes, _ = item.footer_bytes
@@ -206,10 +213,10 @@ class Writer:
             return await self._segments.begin()
         if urgent:
             return False
-        if await self._segments.sealed():
+        if await self._segments.wait_for_footer():
             return True
         self._changed.clear()
-        if not self.room_is_coming():
+        if not self.space_is_coming():
             return False
         await self._changed.wait()
         return True
@@ -219,51 +226,51 @@ class Writer:
             self._changed.clear()
             await self._changed.wait()
 
-    def _begin(self, items: Sequence[Item]) -> None:
+    def _begin(self, items: Sequence[LogItem]) -> None:
         active = self._log.active
         assert active is not None
-        group = Group(items, active, items[0].page, active.tail)
+        group = WriteGroup(items, active, items[0].page, active.tail)
         self._carrier.begin(group)
         self._under_way.append(group)
 
-    def _landed(self, group: Group) -> None:
+    def _group_written(self, group: WriteGroup) -> None:
         """Settles landed groups in log order."""
-        group.has_landed = True
+        group.is_written = True
         try:
-            while self._under_way and self._under_way[0].has_landed:
+            while self._under_way and self._under_way[0].is_written:
                 self._settle(self._under_way.popleft())
         except Exception:  # callers wait for the result
             logger.exception("a group of writes to the SSD tier is refused: this is a bug")
             self._refuse_all(group.items)
         self._pump()
 
-    def _settle(self, group: Group) -> None:
+    def _settle(self, group: WriteGroup) -> None:
         if group.error is None and group.segment.is_broken:
             group.error = OSError(errno.EIO, "what lies before it was not written")
         if group.error is not None:
             self._failed(group, group.items, group.error)
             return
         group.segment.written = group.end
-        self._flusher.landed(group.segment)
+        self._flusher.note_written(group.segment)
         for item in group.items:
             self._keep(group.segment, item)
-        if self._flusher.at_once:
-            self._hardening.start(self._hardened(group, group.items))
+        if self._flusher.flushes_each_write:
+            self._hardening.start(self._answer_once_durable(group, group.items))
             return
         objects = [item for item in group.items if item.write is not None]
         self._succeeded(group, objects)
         if len(objects) < len(group.items):
             lasting = [item for item in group.items if item.write is None]
-            self._hardening.start(self._hardened(group, lasting))
+            self._hardening.start(self._answer_once_durable(group, lasting))
 
-    def _keep(self, segment: Segment, item: Item) -> None:
+    def _keep(self, segment: Segment, item: LogItem) -> None:
         """Adds an item to the footer, in log order."""
         if item.write is not None:
             segment.keep_record(item.encoded)
         else:
             segment.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
 
-    async def _hardened(self, group: Group, items: Sequence[Item]) -> None:
+    async def _answer_once_durable(self, group: WriteGroup, items: Sequence[LogItem]) -> None:
         """Answers items once they are durable."""
         try:
             if await self._flusher.flush() and not group.segment.is_broken:
@@ -274,7 +281,7 @@ class Writer:
             logger.exception("a group of writes to the SSD tier is refused: this is a bug")
             self._refuse_all(items)
 
-    def _succeeded(self, group: Group, items: Sequence[Item]) -> None:
+    def _succeeded(self, group: WriteGroup, items: Sequence[LogItem]) -> None:
         lengths = [item.write.object.length for item in items if item.write is not None]
         counters = self._segments.counters
         counters["objects_written"] += len(lengths)
@@ -282,16 +289,16 @@ class Writer:
         for item in items:
             item.settle(place_of(group.segment.number, item.page))
 
-    def _failed(self, group: Group, items: Sequence[Item], error: OSError | None) -> None:
+    def _failed(self, group: WriteGroup, items: Sequence[LogItem], error: OSError | None) -> None:
         """Fails items that may be partly on disk. Nothing may follow them there, and they must not come back."""
         if error is not None:
-            self._segments.failed(Doing.WRITE, error)
+            self._segments.report_error(DiskOperation.WRITE, error)
         self._give_up(group.segment)
         for item in items:
             if item.write is not None:
                 self._log.release(place_of(group.segment.number, item.page))
                 if not item.source:  # a copy's source still counts
-                    self._owe(item.write.object, group.segment.number)
+                    self._queue_tombstone(item.write.object, group.segment.number)
         for item in items:
             self._refuse(item)
 
@@ -305,13 +312,13 @@ class Writer:
         if self._log.active is segment:
             self._segments.seal(self._landed_in)
 
-    def _refuse_all(self, items: Sequence[Item]) -> None:
+    def _refuse_all(self, items: Sequence[LogItem]) -> None:
         for item in [*items, *self._urgent, *self._waiting]:
-            if not item.call.answer.is_given:
+            if not item.call.answer.is_set:
                 self._refuse(item)
         self._urgent.clear()
         self._waiting.clear()
 
-    def _refuse(self, item: Item) -> None:
+    def _refuse(self, item: LogItem) -> None:
         self._owed += item.tombstones
         item.settle(None)

@@ -205,7 +205,7 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     repetition_penalty: _builtins.float
     grammar: _builtins.str
-    """that the output follows (protocol.grammar); empty = none"""
+    """that the output follows (moonserve.protocol.grammar); empty = none"""
     num_prompt_logprobs: _builtins.int
     """as num_logprobs, of the prompt's own tokens"""
     @_builtins.property
@@ -351,7 +351,7 @@ class Failure(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """protocol.errors: the error class's `code`"""
+    """moonserve.protocol.errors: the error class's `code`"""
     message: _builtins.str
     retry_after_s: _builtins.float
     @_builtins.property

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import conductor_pb2 as protocol_dot_pb_dot_conductor__pb2
+from moonserve.protocol.pb import conductor_pb2 as moonserve_dot_protocol_dot_pb_dot_conductor__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/conductor_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/conductor_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,38 +36,38 @@ class ConductorStub:
         """
         self.Register = channel.unary_unary(
                 '/moonserve.Conductor/Register',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.RegisterRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.RegisterReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.RegisterRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.RegisterReply.FromString,
                 _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/moonserve.Conductor/Heartbeat',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.HeartbeatRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.HeartbeatReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
         self.Deregister = channel.unary_unary(
                 '/moonserve.Conductor/Deregister',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.DeregisterRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.DeregisterReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.DeregisterRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.DeregisterReply.FromString,
                 _registered_method=True)
         self.Place = channel.unary_unary(
                 '/moonserve.Conductor/Place',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.PlaceRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.PlaceReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.PlaceRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.PlaceReply.FromString,
                 _registered_method=True)
         self.Report = channel.unary_unary(
                 '/moonserve.Conductor/Report',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.ReportRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.ReportReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ReportRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ReportReply.FromString,
                 _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/moonserve.Conductor/GetCluster',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.GetClusterRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.ClusterView.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ClusterView.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/moonserve.Conductor/Explain',
-                request_serializer=protocol_dot_pb_dot_conductor__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_conductor__pb2.ExplainReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainReply.FromString,
                 _registered_method=True)
 
 
@@ -124,38 +124,38 @@ def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.RegisterRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.RegisterReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.RegisterRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.RegisterReply.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.HeartbeatRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.HeartbeatReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.HeartbeatRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.HeartbeatReply.SerializeToString,
             ),
             'Deregister': grpc.unary_unary_rpc_method_handler(
                     servicer.Deregister,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.DeregisterRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.DeregisterReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.DeregisterRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.DeregisterReply.SerializeToString,
             ),
             'Place': grpc.unary_unary_rpc_method_handler(
                     servicer.Place,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.PlaceRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.PlaceReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.PlaceRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.PlaceReply.SerializeToString,
             ),
             'Report': grpc.unary_unary_rpc_method_handler(
                     servicer.Report,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.ReportRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.ReportReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ReportRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ReportReply.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.GetClusterRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.ClusterView.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.GetClusterRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ClusterView.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=protocol_dot_pb_dot_conductor__pb2.ExplainRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_conductor__pb2.ExplainReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -183,8 +183,8 @@ class Conductor:
             request,
             target,
             '/moonserve.Conductor/Register',
-            protocol_dot_pb_dot_conductor__pb2.RegisterRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.RegisterReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.RegisterRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.RegisterReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -210,8 +210,8 @@ class Conductor:
             request,
             target,
             '/moonserve.Conductor/Heartbeat',
-            protocol_dot_pb_dot_conductor__pb2.HeartbeatRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.HeartbeatReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.HeartbeatRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -237,8 +237,8 @@ class Conductor:
             request,
             target,
             '/moonserve.Conductor/Deregister',
-            protocol_dot_pb_dot_conductor__pb2.DeregisterRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.DeregisterReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.DeregisterRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.DeregisterReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -264,8 +264,8 @@ class Conductor:
             request,
             target,
             '/moonserve.Conductor/Place',
-            protocol_dot_pb_dot_conductor__pb2.PlaceRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.PlaceReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.PlaceRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.PlaceReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -291,8 +291,8 @@ class Conductor:
             request,
             target,
             '/moonserve.Conductor/Report',
-            protocol_dot_pb_dot_conductor__pb2.ReportRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.ReportReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ReportRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ReportReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -318,8 +318,8 @@ class Conductor:
             request,
             target,
             '/moonserve.Conductor/GetCluster',
-            protocol_dot_pb_dot_conductor__pb2.GetClusterRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.ClusterView.FromString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.GetClusterRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ClusterView.FromString,
             options,
             channel_credentials,
             insecure,
@@ -345,8 +345,8 @@ class Conductor:
             request,
             target,
             '/moonserve.Conductor/Explain',
-            protocol_dot_pb_dot_conductor__pb2.ExplainRequest.SerializeToString,
-            protocol_dot_pb_dot_conductor__pb2.ExplainReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

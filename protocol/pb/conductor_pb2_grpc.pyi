@@ -5,7 +5,7 @@ The global scheduler: membership, placement, explanation."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import conductor_pb2 as _conductor_pb2
+from moonserve.protocol.pb import conductor_pb2 as _conductor_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import directory_pb2 as protocol_dot_pb_dot_directory__pb2
+from moonserve.protocol.pb import directory_pb2 as moonserve_dot_protocol_dot_pb_dot_directory__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/directory_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/directory_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,18 +36,18 @@ class DirectoryStub:
         """
         self.Locate = channel.unary_unary(
                 '/moonserve.Directory/Locate',
-                request_serializer=protocol_dot_pb_dot_directory__pb2.LocateRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_directory__pb2.LocateReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.LocateRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.LocateReply.FromString,
                 _registered_method=True)
         self.GetNodes = channel.unary_unary(
                 '/moonserve.Directory/GetNodes',
-                request_serializer=protocol_dot_pb_dot_directory__pb2.GetNodesRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_directory__pb2.GetNodesReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.GetNodesRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.GetNodesReply.FromString,
                 _registered_method=True)
         self.ChangeReplica = channel.unary_unary(
                 '/moonserve.Directory/ChangeReplica',
-                request_serializer=protocol_dot_pb_dot_directory__pb2.ChangeReplicaRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_directory__pb2.ChangeReplicaReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.ChangeReplicaRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.ChangeReplicaReply.FromString,
                 _registered_method=True)
 
 
@@ -79,18 +79,18 @@ def add_DirectoryServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Locate': grpc.unary_unary_rpc_method_handler(
                     servicer.Locate,
-                    request_deserializer=protocol_dot_pb_dot_directory__pb2.LocateRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_directory__pb2.LocateReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.LocateRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.LocateReply.SerializeToString,
             ),
             'GetNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNodes,
-                    request_deserializer=protocol_dot_pb_dot_directory__pb2.GetNodesRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_directory__pb2.GetNodesReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.GetNodesRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.GetNodesReply.SerializeToString,
             ),
             'ChangeReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeReplica,
-                    request_deserializer=protocol_dot_pb_dot_directory__pb2.ChangeReplicaRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_directory__pb2.ChangeReplicaReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.ChangeReplicaRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_directory__pb2.ChangeReplicaReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -118,8 +118,8 @@ class Directory:
             request,
             target,
             '/moonserve.Directory/Locate',
-            protocol_dot_pb_dot_directory__pb2.LocateRequest.SerializeToString,
-            protocol_dot_pb_dot_directory__pb2.LocateReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_directory__pb2.LocateRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_directory__pb2.LocateReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -145,8 +145,8 @@ class Directory:
             request,
             target,
             '/moonserve.Directory/GetNodes',
-            protocol_dot_pb_dot_directory__pb2.GetNodesRequest.SerializeToString,
-            protocol_dot_pb_dot_directory__pb2.GetNodesReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_directory__pb2.GetNodesRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_directory__pb2.GetNodesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -172,8 +172,8 @@ class Directory:
             request,
             target,
             '/moonserve.Directory/ChangeReplica',
-            protocol_dot_pb_dot_directory__pb2.ChangeReplicaRequest.SerializeToString,
-            protocol_dot_pb_dot_directory__pb2.ChangeReplicaReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_directory__pb2.ChangeReplicaRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_directory__pb2.ChangeReplicaReply.FromString,
             options,
             channel_credentials,
             insecure,

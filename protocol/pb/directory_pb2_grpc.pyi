@@ -5,7 +5,7 @@ Which nodes hold which blocks: an index over the store nodes' own events, that c
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import directory_pb2 as _directory_pb2
+from moonserve.protocol.pb import directory_pb2 as _directory_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import kvstore_pb2 as protocol_dot_pb_dot_kvstore__pb2
+from moonserve.protocol.pb import kvstore_pb2 as moonserve_dot_protocol_dot_pb_dot_kvstore__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/kvstore_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/kvstore_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,108 +36,108 @@ class KvStoreStub:
         """
         self.Reserve = channel.unary_unary(
                 '/moonserve.KvStore/Reserve',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreReserveRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreReserveReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReserveRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReserveReply.FromString,
                 _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/moonserve.KvStore/Commit',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreCommitRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreCommitReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCommitRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCommitReply.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/moonserve.KvStore/Abort',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreAbortRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreAbortReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreAbortRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreAbortReply.FromString,
                 _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/moonserve.KvStore/Lease',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreLeaseRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreLeaseReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreLeaseRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreLeaseReply.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/moonserve.KvStore/Renew',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRenewRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRenewReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRenewRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRenewReply.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/moonserve.KvStore/Release',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreReleaseRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreReleaseReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReleaseRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReleaseReply.FromString,
                 _registered_method=True)
         self.Exists = channel.unary_unary(
                 '/moonserve.KvStore/Exists',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.FromString,
                 _registered_method=True)
         self.Find = channel.unary_unary(
                 '/moonserve.KvStore/Find',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.FromString,
                 _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/moonserve.KvStore/Remove',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.FromString,
                 _registered_method=True)
         self.Removals = channel.unary_unary(
                 '/moonserve.KvStore/Removals',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.FromString,
                 _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/moonserve.KvStore/Stats',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/moonserve.KvStore/Describe',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.FromString,
                 _registered_method=True)
         self.Touch = channel.unary_unary(
                 '/moonserve.KvStore/Touch',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.FromString,
                 _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/moonserve.KvStore/Pin',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
                 _registered_method=True)
         self.GetPins = channel.unary_unary(
                 '/moonserve.KvStore/GetPins',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.FromString,
                 _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/moonserve.KvStore/Prefetch',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.FromString,
                 _registered_method=True)
         self.Copy = channel.unary_unary(
                 '/moonserve.KvStore/Copy',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.FromString,
                 _registered_method=True)
         self.SetDraining = channel.unary_unary(
                 '/moonserve.KvStore/SetDraining',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.FromString,
                 _registered_method=True)
         self.Subscribe = channel.unary_stream(
                 '/moonserve.KvStore/Subscribe',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreEvents.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreEvents.FromString,
                 _registered_method=True)
         self.List = channel.unary_stream(
                 '/moonserve.KvStore/List',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreListReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreListReply.FromString,
                 _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/moonserve.KvStore/Verify',
-                request_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.FromString,
                 _registered_method=True)
 
 
@@ -289,108 +289,108 @@ def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreReserveRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreReserveReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReserveRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReserveReply.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreCommitRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreCommitReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCommitRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCommitReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreAbortRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreAbortReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreAbortRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreAbortReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreLeaseRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreLeaseReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreLeaseRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreLeaseReply.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRenewRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRenewReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRenewRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRenewReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreReleaseRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreReleaseReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReleaseRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReleaseReply.SerializeToString,
             ),
             'Exists': grpc.unary_unary_rpc_method_handler(
                     servicer.Exists,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.SerializeToString,
             ),
             'Find': grpc.unary_unary_rpc_method_handler(
                     servicer.Find,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.SerializeToString,
             ),
             'Removals': grpc.unary_unary_rpc_method_handler(
                     servicer.Removals,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.SerializeToString,
             ),
             'Touch': grpc.unary_unary_rpc_method_handler(
                     servicer.Touch,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePinReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePinReply.SerializeToString,
             ),
             'GetPins': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPins,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.SerializeToString,
             ),
             'Copy': grpc.unary_unary_rpc_method_handler(
                     servicer.Copy,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.SerializeToString,
             ),
             'SetDraining': grpc.unary_unary_rpc_method_handler(
                     servicer.SetDraining,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.SerializeToString,
             ),
             'Subscribe': grpc.unary_stream_rpc_method_handler(
                     servicer.Subscribe,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreEvents.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreEvents.SerializeToString,
             ),
             'List': grpc.unary_stream_rpc_method_handler(
                     servicer.List,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreListReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreListReply.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
-                    request_deserializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -418,8 +418,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Reserve',
-            protocol_dot_pb_dot_kvstore__pb2.StoreReserveRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreReserveReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReserveRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReserveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -445,8 +445,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Commit',
-            protocol_dot_pb_dot_kvstore__pb2.StoreCommitRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreCommitReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCommitRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCommitReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -472,8 +472,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Abort',
-            protocol_dot_pb_dot_kvstore__pb2.StoreAbortRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreAbortReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreAbortRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreAbortReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -499,8 +499,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Lease',
-            protocol_dot_pb_dot_kvstore__pb2.StoreLeaseRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreLeaseReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreLeaseRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreLeaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -526,8 +526,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Renew',
-            protocol_dot_pb_dot_kvstore__pb2.StoreRenewRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreRenewReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRenewRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRenewReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -553,8 +553,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Release',
-            protocol_dot_pb_dot_kvstore__pb2.StoreReleaseRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreReleaseReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReleaseRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -580,8 +580,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Exists',
-            protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreExistsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreExistsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -607,8 +607,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Find',
-            protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreFindRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreFindReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -634,8 +634,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Remove',
-            protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemoveRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemoveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -661,8 +661,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Removals',
-            protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreRemovalsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -688,8 +688,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Stats',
-            protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreStatsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreStatsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -715,8 +715,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Describe',
-            protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreDescribeRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreDescribeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -742,8 +742,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Touch',
-            protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreTouchRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreTouchReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -769,8 +769,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Pin',
-            protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePinRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePinReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -796,8 +796,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/GetPins',
-            protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreGetPinsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -823,8 +823,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Prefetch',
-            protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePrefetchRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StorePrefetchReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -850,8 +850,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Copy',
-            protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCopyRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreCopyReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -877,8 +877,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/SetDraining',
-            protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSetDrainingReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -904,8 +904,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Subscribe',
-            protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreEvents.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreSubscribeRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreEvents.FromString,
             options,
             channel_credentials,
             insecure,
@@ -931,8 +931,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/List',
-            protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreListReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreListRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreListReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -958,8 +958,8 @@ class KvStore:
             request,
             target,
             '/moonserve.KvStore/Verify',
-            protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.SerializeToString,
-            protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreVerifyRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_kvstore__pb2.StoreVerifyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ One node of the distributed KV store. Control here; bytes move through the trans
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import kvstore_pb2 as _kvstore_pb2
+from moonserve.protocol.pb import kvstore_pb2 as _kvstore_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

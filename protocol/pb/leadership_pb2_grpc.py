@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import leadership_pb2 as protocol_dot_pb_dot_leadership__pb2
+from moonserve.protocol.pb import leadership_pb2 as moonserve_dot_protocol_dot_pb_dot_leadership__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/leadership_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/leadership_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,8 +36,8 @@ class LeadershipStub:
         """
         self.Who = channel.unary_unary(
                 '/moonserve.Leadership/Who',
-                request_serializer=protocol_dot_pb_dot_leadership__pb2.WhoRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_leadership__pb2.WhoReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_leadership__pb2.WhoRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_leadership__pb2.WhoReply.FromString,
                 _registered_method=True)
 
 
@@ -56,8 +56,8 @@ def add_LeadershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Who': grpc.unary_unary_rpc_method_handler(
                     servicer.Who,
-                    request_deserializer=protocol_dot_pb_dot_leadership__pb2.WhoRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_leadership__pb2.WhoReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_leadership__pb2.WhoRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_leadership__pb2.WhoReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -85,8 +85,8 @@ class Leadership:
             request,
             target,
             '/moonserve.Leadership/Who',
-            protocol_dot_pb_dot_leadership__pb2.WhoRequest.SerializeToString,
-            protocol_dot_pb_dot_leadership__pb2.WhoReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_leadership__pb2.WhoRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_leadership__pb2.WhoReply.FromString,
             options,
             channel_credentials,
             insecure,

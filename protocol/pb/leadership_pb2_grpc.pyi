@@ -5,7 +5,7 @@ Which conductor leads, where several stand by for each other."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import leadership_pb2 as _leadership_pb2
+from moonserve.protocol.pb import leadership_pb2 as _leadership_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

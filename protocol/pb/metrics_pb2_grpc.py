@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import metrics_pb2 as protocol_dot_pb_dot_metrics__pb2
+from moonserve.protocol.pb import metrics_pb2 as moonserve_dot_protocol_dot_pb_dot_metrics__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/metrics_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/metrics_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,13 +36,13 @@ class MetricsStub:
         """
         self.Scrape = channel.unary_unary(
                 '/moonserve.Metrics/Scrape',
-                request_serializer=protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_metrics__pb2.ScrapeReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.ScrapeReply.FromString,
                 _registered_method=True)
         self.Rails = channel.unary_unary(
                 '/moonserve.Metrics/Rails',
-                request_serializer=protocol_dot_pb_dot_metrics__pb2.RailsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_metrics__pb2.RailsReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.RailsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.RailsReply.FromString,
                 _registered_method=True)
 
 
@@ -67,13 +67,13 @@ def add_MetricsServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Scrape': grpc.unary_unary_rpc_method_handler(
                     servicer.Scrape,
-                    request_deserializer=protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_metrics__pb2.ScrapeReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.ScrapeReply.SerializeToString,
             ),
             'Rails': grpc.unary_unary_rpc_method_handler(
                     servicer.Rails,
-                    request_deserializer=protocol_dot_pb_dot_metrics__pb2.RailsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_metrics__pb2.RailsReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.RailsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_metrics__pb2.RailsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -101,8 +101,8 @@ class Metrics:
             request,
             target,
             '/moonserve.Metrics/Scrape',
-            protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.SerializeToString,
-            protocol_dot_pb_dot_metrics__pb2.ScrapeReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_metrics__pb2.ScrapeRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_metrics__pb2.ScrapeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -128,8 +128,8 @@ class Metrics:
             request,
             target,
             '/moonserve.Metrics/Rails',
-            protocol_dot_pb_dot_metrics__pb2.RailsRequest.SerializeToString,
-            protocol_dot_pb_dot_metrics__pb2.RailsReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_metrics__pb2.RailsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_metrics__pb2.RailsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ Served by every process beside its own services: what Prometheus would read of i
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import metrics_pb2 as _metrics_pb2
+from moonserve.protocol.pb import metrics_pb2 as _metrics_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

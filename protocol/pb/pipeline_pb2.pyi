@@ -9,8 +9,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from protocol.pb import common_pb2 as _common_pb2
-from protocol.pb import worker_pb2 as _worker_pb2
+from moonserve.protocol.pb import common_pb2 as _common_pb2
+from moonserve.protocol.pb import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,7 +25,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class HiddenSource(_message.Message):
     """Where a stage leaves hidden states: step n's begin at (n mod num_slots) · slot_bytes, with a header
-    (prefill_worker/pipeline/stage.py).
+    (prefill_worker/pipeline_stage.py).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

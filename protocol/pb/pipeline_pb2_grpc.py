@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import pipeline_pb2 as protocol_dot_pb_dot_pipeline__pb2
+from moonserve.protocol.pb import pipeline_pb2 as moonserve_dot_protocol_dot_pb_dot_pipeline__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/pipeline_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/pipeline_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,23 +36,23 @@ class PipelineStageStub:
         """
         self.Join = channel.unary_unary(
                 '/moonserve.PipelineStage/Join',
-                request_serializer=protocol_dot_pb_dot_pipeline__pb2.StageJoinRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageJoinReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageJoinRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageJoinReply.FromString,
                 _registered_method=True)
         self.RunStep = channel.unary_unary(
                 '/moonserve.PipelineStage/RunStep',
-                request_serializer=protocol_dot_pb_dot_pipeline__pb2.StageStepRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageStepReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageStepRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageStepReply.FromString,
                 _registered_method=True)
         self.FinishStep = channel.unary_unary(
                 '/moonserve.PipelineStage/FinishStep',
-                request_serializer=protocol_dot_pb_dot_pipeline__pb2.StageFinishRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageFinishReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageFinishRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageFinishReply.FromString,
                 _registered_method=True)
         self.SendBlocks = channel.unary_unary(
                 '/moonserve.PipelineStage/SendBlocks',
-                request_serializer=protocol_dot_pb_dot_pipeline__pb2.StageSendRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageSendReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageSendRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageSendReply.FromString,
                 _registered_method=True)
 
 
@@ -93,23 +93,23 @@ def add_PipelineStageServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageJoinRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_pipeline__pb2.StageJoinReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageJoinRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageJoinReply.SerializeToString,
             ),
             'RunStep': grpc.unary_unary_rpc_method_handler(
                     servicer.RunStep,
-                    request_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageStepRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_pipeline__pb2.StageStepReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageStepRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageStepReply.SerializeToString,
             ),
             'FinishStep': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishStep,
-                    request_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageFinishRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_pipeline__pb2.StageFinishReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageFinishRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageFinishReply.SerializeToString,
             ),
             'SendBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.SendBlocks,
-                    request_deserializer=protocol_dot_pb_dot_pipeline__pb2.StageSendRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_pipeline__pb2.StageSendReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageSendRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageSendReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,8 +137,8 @@ class PipelineStage:
             request,
             target,
             '/moonserve.PipelineStage/Join',
-            protocol_dot_pb_dot_pipeline__pb2.StageJoinRequest.SerializeToString,
-            protocol_dot_pb_dot_pipeline__pb2.StageJoinReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageJoinRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageJoinReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -164,8 +164,8 @@ class PipelineStage:
             request,
             target,
             '/moonserve.PipelineStage/RunStep',
-            protocol_dot_pb_dot_pipeline__pb2.StageStepRequest.SerializeToString,
-            protocol_dot_pb_dot_pipeline__pb2.StageStepReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageStepRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageStepReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -191,8 +191,8 @@ class PipelineStage:
             request,
             target,
             '/moonserve.PipelineStage/FinishStep',
-            protocol_dot_pb_dot_pipeline__pb2.StageFinishRequest.SerializeToString,
-            protocol_dot_pb_dot_pipeline__pb2.StageFinishReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageFinishRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageFinishReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -218,8 +218,8 @@ class PipelineStage:
             request,
             target,
             '/moonserve.PipelineStage/SendBlocks',
-            protocol_dot_pb_dot_pipeline__pb2.StageSendRequest.SerializeToString,
-            protocol_dot_pb_dot_pipeline__pb2.StageSendReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageSendRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_pipeline__pb2.StageSendReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ drives the stages behind its own. Hidden states travel over the transfer engine,
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import pipeline_pb2 as _pipeline_pb2
+from moonserve.protocol.pb import pipeline_pb2 as _pipeline_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

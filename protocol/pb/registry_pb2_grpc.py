@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import registry_pb2 as protocol_dot_pb_dot_registry__pb2
+from moonserve.protocol.pb import registry_pb2 as moonserve_dot_protocol_dot_pb_dot_registry__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/registry_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/registry_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,28 +36,28 @@ class RegistryStub:
         """
         self.Join = channel.unary_unary(
                 '/moonserve.Registry/Join',
-                request_serializer=protocol_dot_pb_dot_registry__pb2.RegistryJoinRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryJoinReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryJoinRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryJoinReply.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/moonserve.Registry/Renew',
-                request_serializer=protocol_dot_pb_dot_registry__pb2.RegistryRenewRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryRenewReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryRenewRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryRenewReply.FromString,
                 _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/moonserve.Registry/Leave',
-                request_serializer=protocol_dot_pb_dot_registry__pb2.RegistryLeaveRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryLeaveReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryLeaveRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryLeaveReply.FromString,
                 _registered_method=True)
         self.Members = channel.unary_unary(
                 '/moonserve.Registry/Members',
-                request_serializer=protocol_dot_pb_dot_registry__pb2.RegistryMembersRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembersRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/moonserve.Registry/Watch',
-                request_serializer=protocol_dot_pb_dot_registry__pb2.RegistryWatchRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryWatchRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
                 _registered_method=True)
 
 
@@ -101,28 +101,28 @@ def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryJoinRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_registry__pb2.RegistryJoinReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryJoinRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryJoinReply.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryRenewRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_registry__pb2.RegistryRenewReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryRenewRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryRenewReply.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
-                    request_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryLeaveRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_registry__pb2.RegistryLeaveReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryLeaveRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryLeaveReply.SerializeToString,
             ),
             'Members': grpc.unary_unary_rpc_method_handler(
                     servicer.Members,
-                    request_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryMembersRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_registry__pb2.RegistryMembers.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembersRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembers.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=protocol_dot_pb_dot_registry__pb2.RegistryWatchRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_registry__pb2.RegistryMembers.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryWatchRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembers.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -150,8 +150,8 @@ class Registry:
             request,
             target,
             '/moonserve.Registry/Join',
-            protocol_dot_pb_dot_registry__pb2.RegistryJoinRequest.SerializeToString,
-            protocol_dot_pb_dot_registry__pb2.RegistryJoinReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryJoinRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryJoinReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -177,8 +177,8 @@ class Registry:
             request,
             target,
             '/moonserve.Registry/Renew',
-            protocol_dot_pb_dot_registry__pb2.RegistryRenewRequest.SerializeToString,
-            protocol_dot_pb_dot_registry__pb2.RegistryRenewReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryRenewRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryRenewReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -204,8 +204,8 @@ class Registry:
             request,
             target,
             '/moonserve.Registry/Leave',
-            protocol_dot_pb_dot_registry__pb2.RegistryLeaveRequest.SerializeToString,
-            protocol_dot_pb_dot_registry__pb2.RegistryLeaveReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryLeaveRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryLeaveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -231,8 +231,8 @@ class Registry:
             request,
             target,
             '/moonserve.Registry/Members',
-            protocol_dot_pb_dot_registry__pb2.RegistryMembersRequest.SerializeToString,
-            protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembersRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
             options,
             channel_credentials,
             insecure,
@@ -258,8 +258,8 @@ class Registry:
             request,
             target,
             '/moonserve.Registry/Watch',
-            protocol_dot_pb_dot_registry__pb2.RegistryWatchRequest.SerializeToString,
-            protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryWatchRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_registry__pb2.RegistryMembers.FromString,
             options,
             channel_credentials,
             insecure,

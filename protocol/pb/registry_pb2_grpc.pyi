@@ -7,7 +7,7 @@ registry has forgotten them.
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import registry_pb2 as _registry_pb2
+from moonserve.protocol.pb import registry_pb2 as _registry_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

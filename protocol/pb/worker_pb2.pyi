@@ -9,8 +9,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from protocol.pb import common_pb2 as _common_pb2
-from protocol.pb import conductor_pb2 as _conductor_pb2
+from moonserve.protocol.pb import common_pb2 as _common_pb2
+from moonserve.protocol.pb import conductor_pb2 as _conductor_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -730,7 +730,7 @@ class LandingLease(_message.Message):
     segment_id: _builtins.int
     window_id: _builtins.int
     num_blocks: _builtins.int
-    """of the target pool: offsets follow from protocol.layout"""
+    """of the target pool: offsets follow from moonserve.protocol.kv_blocks"""
     ttl_s: _builtins.float
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protocol.pb import worker_pb2 as protocol_dot_pb_dot_worker__pb2
+from moonserve.protocol.pb import worker_pb2 as moonserve_dot_protocol_dot_pb_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protocol/pb/worker_pb2_grpc.py depends on'
+        + ' but the generated code in moonserve/protocol/pb/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,23 +36,23 @@ class WorkerStub:
         """
         self.Submit = channel.unary_unary(
                 '/moonserve.Worker/Submit',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.SubmitRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.SubmitReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SubmitReply.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/moonserve.Worker/Cancel',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.CancelRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.CancelReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CancelRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CancelReply.FromString,
                 _registered_method=True)
         self.Events = channel.unary_stream(
                 '/moonserve.Worker/Events',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.EventsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.EventBatch.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.EventsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.EventBatch.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/moonserve.Worker/GetStatus',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
 
 
@@ -90,23 +90,23 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Submit': grpc.unary_unary_rpc_method_handler(
                     servicer.Submit,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.SubmitRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.SubmitReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SubmitRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SubmitReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.CancelRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.CancelReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CancelRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CancelReply.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.EventsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.EventBatch.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.EventsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.EventBatch.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.GetStatusRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.WorkerStatus.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStatusRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,8 +134,8 @@ class Worker:
             request,
             target,
             '/moonserve.Worker/Submit',
-            protocol_dot_pb_dot_worker__pb2.SubmitRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.SubmitReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.SubmitRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.SubmitReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -161,8 +161,8 @@ class Worker:
             request,
             target,
             '/moonserve.Worker/Cancel',
-            protocol_dot_pb_dot_worker__pb2.CancelRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.CancelReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.CancelRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.CancelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -188,8 +188,8 @@ class Worker:
             request,
             target,
             '/moonserve.Worker/Events',
-            protocol_dot_pb_dot_worker__pb2.EventsRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.EventBatch.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.EventsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.EventBatch.FromString,
             options,
             channel_credentials,
             insecure,
@@ -215,8 +215,8 @@ class Worker:
             request,
             target,
             '/moonserve.Worker/GetStatus',
-            protocol_dot_pb_dot_worker__pb2.GetStatusRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStatusRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -240,23 +240,23 @@ class LandingStub:
         """
         self.Reserve = channel.unary_unary(
                 '/moonserve.Landing/Reserve',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.LandingLease.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.LandingLease.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/moonserve.Landing/Renew',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.RenewRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.RenewReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.RenewRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.RenewReply.FromString,
                 _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/moonserve.Landing/Commit',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.CommitRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.CommitReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CommitRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CommitReply.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/moonserve.Landing/Release',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.ReleaseReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReleaseReply.FromString,
                 _registered_method=True)
 
 
@@ -295,23 +295,23 @@ def add_LandingServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.ReserveRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.LandingLease.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReserveRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.LandingLease.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.RenewRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.RenewReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.RenewRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.RenewReply.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.CommitRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.CommitReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CommitRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.CommitReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.ReleaseRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.ReleaseReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReleaseRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReleaseReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -340,8 +340,8 @@ class Landing:
             request,
             target,
             '/moonserve.Landing/Reserve',
-            protocol_dot_pb_dot_worker__pb2.ReserveRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.LandingLease.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReserveRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.LandingLease.FromString,
             options,
             channel_credentials,
             insecure,
@@ -367,8 +367,8 @@ class Landing:
             request,
             target,
             '/moonserve.Landing/Renew',
-            protocol_dot_pb_dot_worker__pb2.RenewRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.RenewReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.RenewRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.RenewReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -394,8 +394,8 @@ class Landing:
             request,
             target,
             '/moonserve.Landing/Commit',
-            protocol_dot_pb_dot_worker__pb2.CommitRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.CommitReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.CommitRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.CommitReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -421,8 +421,8 @@ class Landing:
             request,
             target,
             '/moonserve.Landing/Release',
-            protocol_dot_pb_dot_worker__pb2.ReleaseRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.ReleaseReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReleaseRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -446,8 +446,8 @@ class RoleSwitchStub:
         """
         self.SwitchRole = channel.unary_unary(
                 '/moonserve.RoleSwitch/SwitchRole',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.FromString,
                 _registered_method=True)
 
 
@@ -468,8 +468,8 @@ def add_RoleSwitchServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'SwitchRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SwitchRole,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -498,8 +498,8 @@ class RoleSwitch:
             request,
             target,
             '/moonserve.RoleSwitch/SwitchRole',
-            protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.SwitchRoleReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -523,8 +523,8 @@ class DrainingStub:
         """
         self.SetDraining = channel.unary_unary(
                 '/moonserve.Draining/SetDraining',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.DrainState.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.DrainState.FromString,
                 _registered_method=True)
 
 
@@ -544,8 +544,8 @@ def add_DrainingServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'SetDraining': grpc.unary_unary_rpc_method_handler(
                     servicer.SetDraining,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.DrainState.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.DrainState.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -574,8 +574,8 @@ class Draining:
             request,
             target,
             '/moonserve.Draining/SetDraining',
-            protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.DrainState.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.SetDrainingRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.DrainState.FromString,
             options,
             channel_credentials,
             insecure,
@@ -599,13 +599,13 @@ class KvMemoryStub:
         """
         self.GetLimits = channel.unary_unary(
                 '/moonserve.KvMemory/GetLimits',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
                 _registered_method=True)
         self.SetLimits = channel.unary_unary(
                 '/moonserve.KvMemory/SetLimits',
-                request_serializer=protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.SerializeToString,
-                response_deserializer=protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
                 _registered_method=True)
 
 
@@ -632,13 +632,13 @@ def add_KvMemoryServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetLimits': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLimits,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.KvLimits.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.KvLimits.SerializeToString,
             ),
             'SetLimits': grpc.unary_unary_rpc_method_handler(
                     servicer.SetLimits,
-                    request_deserializer=protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.FromString,
-                    response_serializer=protocol_dot_pb_dot_worker__pb2.KvLimits.SerializeToString,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.KvLimits.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -667,8 +667,8 @@ class KvMemory:
             request,
             target,
             '/moonserve.KvMemory/GetLimits',
-            protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetLimitsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
             options,
             channel_credentials,
             insecure,
@@ -694,8 +694,8 @@ class KvMemory:
             request,
             target,
             '/moonserve.KvMemory/SetLimits',
-            protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.SerializeToString,
-            protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.SetLimitsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.KvLimits.FromString,
             options,
             channel_credentials,
             insecure,

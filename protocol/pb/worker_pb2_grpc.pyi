@@ -7,7 +7,7 @@ requests on it, one message per engine step: a message per token and request wou
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protocol.pb import worker_pb2 as _worker_pb2
+from moonserve.protocol.pb import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import admission, conditional, policies, replication
-from benchmarks.coupled_live import cluster_of
-from benchmarks.policies_page import as_page
-from benchmarks.rank_test import mann_whitney_p
-from conductor.policies.least_added_delay import Terms
-from protocol.step_budget import CHUNK_SHARE
-from traces.client import StreamClient
-from traces.format import TraceRecord
+from benchmarks.conductor import admission, conditional_disaggregation, placement_policies
+from benchmarks.conductor.placement_policies import as_page
+from benchmarks.serving.coupled import cluster_of
+from benchmarks.serving.tenant_isolation import mann_whitney_p
+from benchmarks.store import replication
+from moonserve.conductor.placement.policies.least_added_delay import Weights
+from moonserve.protocol.step_time import CHUNK_SHARE
+from moonserve.traces.client import StreamClient
+from moonserve.traces.format import TraceRecord
 
 NEAR = pytest.approx
 
@@ -33,37 +34,43 @@ def records(count: int, every_s: float, longest: int) -> list[TraceRecord]:
     ]
 
 
-def test_admission_tells_its_ways_apart_and_has_a_row_per_setting() -> None:
+def test_admission_variants_differ_and_each_setting_has_a_row() -> None:
     setting = admission.Setting(speedup=3.0, num_requests=10)
-    runs = {way.name: setting.run(way, None) for way in admission.WAYS}
+    runs = {way.name: setting.run(way, None) for way in admission.VARIANTS}
     assert len({run.spec.admission for run in runs.values()}) == 4
     row = {name: admission.figures(run.do(records(10, 0.1, 16_000))) for name, run in runs.items()}
     assert setting.name in admission.as_table([(setting, row)])
 
 
 def test_conditional_disaggregation_prefills_where_prompts_are_decoded() -> None:
-    runs = [conditional.run_of(conditional.POLICIES[0], 1.0, share) for share in (None, CHUNK_SHARE)]
-    without, beside = (conditional.row_of(run, conditional.figures(run.do(records(60, 0.1, 60_000)))) for run in runs)
+    runs = [
+        conditional_disaggregation.run_of(conditional_disaggregation.POLICIES[0], 1.0, share)
+        for share in (None, CHUNK_SHARE)
+    ]
+    without, beside = (
+        conditional_disaggregation.row_of(run, conditional_disaggregation.figures(run.do(records(60, 0.1, 60_000))))
+        for run in runs
+    )
     assert without["undivided"] == 0.0
     assert beside["undivided"] > 0.3
     assert beside["p50_ttft_s"] < without["p50_ttft_s"]
-    assert "| global-cache-aware | 1× | no |" in conditional.as_table([without, beside])
+    assert "| global-cache-aware | 1× | no |" in conditional_disaggregation.as_table([without, beside])
 
 
 def test_policies_are_compared_at_algorithm_1s_best_threshold_and_terms_can_be_left_out() -> None:
-    scenario = policies.Scenario(
-        trace=policies.PUBLISHED, speedup=2.0, num_prefill=2, num_decode=1, thresholds=(1.0, 1.25)
+    scenario = placement_policies.Scenario(
+        trace=placement_policies.PUBLISHED, speedup=2.0, num_prefill=2, num_decode=1, thresholds=(1.0, 1.25)
     )
     given = records(60, 0.25, 16_000)
-    measured = [(run, policies.figures(run.do(given))) for run in scenario.runs(None)]
-    row = policies.compared(scenario, measured)
+    measured = [(run, placement_policies.figures(run.do(given))) for run in scenario.runs(None)]
+    row = placement_policies.compared(scenario, measured)
     assert row["threshold"] in (1.0, 1.25)
     assert row["algorithm_1"]["mean_ttft_s"] == min(row["thresholds"].values())
     run = measured[0][0]
-    whole = policies.figures(policies.Ablation(run=run, terms=Terms()).do(given))
+    whole = placement_policies.figures(placement_policies.Ablation(run=run, terms=Weights()).do(given))
     assert whole == measured[0][1]
     ablated: dict[str, Any] = {"trace": "t", "speedup": 2.0, "requests": 60}
-    ablations = dict.fromkeys(policies.ABLATIONS, whole)
+    ablations = dict.fromkeys(placement_policies.ABLATIONS, whole)
     assert "conversation (published)" in as_page({"rows": [row], "ablations": ablations, "ablated": ablated})
 
 
@@ -76,7 +83,7 @@ def test_reads_of_hot_prefixes_take_less_with_replicas(capsys: pytest.CaptureFix
         assert float(heat[2]) < float(off[2])
 
 
-def test_the_rank_test_gives_what_the_textbook_gives() -> None:
+def test_the_mann_whitney_test_equals_the_textbook() -> None:
     """The p value equals scipy.stats.mannwhitneyu(a, b, method="asymptotic") of scipy 1.17."""
     a, b = [19, 22, 16, 29, 24, 22, 31], [20, 11, 17, 12, 22, 25]
     assert mann_whitney_p(a, b) == NEAR(0.17235939896143682, rel=1e-9)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import attention, block_pool, prefix, store_writes
-from benchmarks.engine.contest import Side, measure_shape
-from benchmarks.engine.contestants import NATIVE, TORCH, TRANSFORMERS, Wish
-from benchmarks.engine.lookahead.__main__ import POLICIES, Load, dominates, replay, verdict
-from benchmarks.engine.lookahead.figures import as_table
-from benchmarks.engine.lookahead.load import SYNTHETIC, synthetic
+from benchmarks.engine import attention, block_pool, prefix
+from benchmarks.engine.lookahead.__main__ import POLICIES, Load, as_table, dominates, replay, verdict
+from benchmarks.engine.lookahead.requests import SYNTHETIC, synthetic_requests
 from benchmarks.engine.shapes import DEMO_FOLDER, Shape, prompt_tokens
-from traces.format import TOKENS_PER_HASH, TraceRecord
+from benchmarks.engine.speed.contest import ContestantProcess, measure_shape
+from benchmarks.engine.speed.contestant import NATIVE, TORCH, TRANSFORMERS, ContestantConfig
+from benchmarks.worker import store_write_policy
+from moonserve.traces.format import TOKENS_PER_HASH, TraceRecord
 
 
 def test_attention_is_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_the_block_pool_is_measured_in_all_columns(monkeypatch: pytest.MonkeyPat
 
 def test_allocators_are_replayed_and_lookahead_dominates() -> None:
     """Lookahead preempts less than on-demand and has more throughput than worst-case allocation, in virtual time."""
-    load = Load("chat", synthetic(SYNTHETIC["chat"], 300, 1e9, seed=7), 100_000)
+    load = Load("chat", synthetic_requests(SYNTHETIC["chat"], 300, 1e9, seed=7), 100_000)
     rows = {name: replay(load, make()) for name, make in POLICIES.items()}
     assert dominates(rows), verdict(rows)
     assert len(as_table(list(rows.items())).splitlines()) == 2 + len(POLICIES)
@@ -56,7 +56,7 @@ def test_both_prefix_indices_keep_the_same_blocks_through_a_round() -> None:
     assert left[0] == left[1]
 
 
-def test_a_store_that_gets_all_serves_what_devices_lost_and_one_that_gets_nothing_none() -> None:
+def test_a_store_with_all_blocks_serves_misses_and_an_empty_store_none() -> None:
     """Two prompts of ten blocks alternate, and a device holds one of them: a store with all blocks serves the rest."""
     records = [
         TraceRecord(
@@ -67,10 +67,10 @@ def test_a_store_that_gets_all_serves_what_devices_lost_and_one_that_gets_nothin
         )
         for n in range(40)
     ]
-    rules = {rule.name: rule for rule in store_writes.RULES}
+    rules = {rule.name: rule for rule in store_write_policy.WRITE_POLICIES}
     device = 10 * TOKENS_PER_HASH / 1e6
-    nothing = store_writes.simulate(records, rules["none"], device, 1.0)
-    everything = store_writes.simulate(records, rules["all"], device, 1.0)
+    nothing = store_write_policy.simulate(records, rules["none"], device, 1.0)
+    everything = store_write_policy.simulate(records, rules["all"], device, 1.0)
     assert (nothing["written"], nothing["hit_ratio"]) == (0, nothing["of_device"])
     assert (everything["written"], everything["hit_ratio"]) == (20 / 400, 380 / 400)
 
@@ -80,7 +80,7 @@ def test_contestants_take_turns_in_processes_and_give_the_same_tokens(tmp_path: 
     wish = {"folder": str(DEMO_FOLDER), "scratch": str(tmp_path), "dtype": "float32"}
     with ExitStack() as stack:
         cores = sorted(os.sched_getaffinity(0))[:1]
-        sides = {name: Side(Wish(name=name, cores=cores, **wish)) for name in names}
+        sides = {name: ContestantProcess(ContestantConfig(name=name, cores=cores, **wish)) for name in names}
         for side in sides.values():
             stack.callback(side.close)
         for side in sides.values():

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
 from benchmarks.gpu_check.__main__ import NO_GPU, main
-from benchmarks.gpu_check.bench import REHEARSAL, Bench, Ceilings
 from benchmarks.gpu_check.checks import run_checks
+from benchmarks.gpu_check.context import REHEARSAL, Ceilings, CheckContext
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the checks themselves can run")
 
@@ -33,7 +33,7 @@ def test_without_a_gpu_it_says_so_and_a_rehearsal_leaves_table_and_json(
 @pytest.mark.parametrize("check", ["graphs", "decode attention", "ahead", "handoff", "workers", "models"])
 def test_each_check_can_be_rehearsed(check: str) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, flops_per_s=1e9)
-    bench = Bench(device=torch.device("cpu"), scale=REHEARSAL, ceilings=ceilings)
+    bench = CheckContext(device=torch.device("cpu"), scale=REHEARSAL, ceilings=ceilings)
     rows = list(run_checks(bench, check, time.monotonic() + 600))
     assert rows
     assert [row for row in rows if row.status == "fail"] == []

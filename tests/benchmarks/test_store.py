@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import store_hit_ratio
-from benchmarks.store import growth_blocks, growth_nodes, replay, restart
-from benchmarks.store.bars import metadata_bars
-from benchmarks.store.report import blocks_report, nodes_report, restart_report
-from benchmarks.store_directory import LOOKUP_LENGTHS
-from benchmarks.store_directory import measure as measure_directory
-from kvstore import eviction
+from benchmarks.store import growth_blocks, growth_nodes, hit_ratio, restart
+from benchmarks.store.growth_directory import LOOKUP_LENGTHS
+from benchmarks.store.growth_directory import measure as measure_directory
+from benchmarks.store.report import blocks_report, metadata_bars, nodes_report, restart_report
+from moonserve.kvstore.state import eviction
 
 MIB = 1 << 20
 
 
-def test_growth_tells_time_and_memory_of_a_process_of_its_own() -> None:
+def test_growth_measures_time_and_memory_of_a_new_process() -> None:
     points = growth_blocks.measure([(3_200, "lru"), (16, "nobody")])
     assert 20 < points[0]["metadata_bytes"] < 1_000
     assert "3,200" in blocks_report(points)
@@ -29,7 +27,7 @@ def test_growth_tells_time_and_memory_of_a_process_of_its_own() -> None:
 
 def test_a_restarted_node_has_all_values_and_the_same_hit_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "DRAM_BYTES", 64 * MIB)
-    part, bars = restart.measure(tmp_path, 0.03, ("made up", replay.synthetic(60)))
+    part, bars = restart.measure(tmp_path, 0.03, ("made up", restart.synthetic_prompts(60)))
     assert part["num_found"] == part["num_values"] == part["num_read"] == 30
     assert 0 < part["replay"]["before"] == part["replay"]["after"] < 1
     assert all(bar["met"] is not False for bar in bars)
@@ -58,7 +56,7 @@ def test_hit_ratios_are_printed_and_written_for_every_policy(
     trace.write_text((json.dumps(line) + "\n") * 2)
     arguments = [str(trace), "--capacities", "2048", "--json", str(result), "--full-blocks"]
     monkeypatch.setattr(sys, "argv", ["store_hit_ratio", *arguments])
-    assert store_hit_ratio.main() == 0
+    assert hit_ratio.main() == 0
     assert "| lru | 0.500 (0.500) |" in capsys.readouterr().out
     points = json.loads(result.read_text())["points"]
     assert {point["policy"] for point in points} == {*eviction.POLICY_NAMES, "belady", "unlimited"}

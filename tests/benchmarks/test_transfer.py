@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.transfer import rounds
+from benchmarks.transfer import contest
+from benchmarks.transfer.contest import Placement
 from benchmarks.transfer.contestant import Contestant
-from benchmarks.transfer.pair import Placement
 from benchmarks.transfer.workload import POOL_BYTES, SIZES, differing_blocks, pattern, throughput
 
 LOAD = throughput("read", *SIZES["1 MiB"])
 
 
-def test_a_contestant_has_samples_and_one_that_is_not_there_says_why(tmp_path: Path) -> None:
-    modules = ("benchmarks.transfer.limits.memory:Copy", "benchmarks.transfer.peers.nobody:")
+def test_a_contestant_has_samples_and_a_missing_one_a_reason(tmp_path: Path) -> None:
+    modules = ("benchmarks.transfer.contestants.memory_copy:Copy", "benchmarks.transfer.contestants.nobody:")
     contestants = [Contestant(name=module, group="peer", module=module, options={"huge": False}) for module in modules]
-    with rounds.seated(contestants, lambda _: Path(sys.executable), tmp_path, Placement.APART) as seats:
-        rounds.verify(seats, [LOAD])
-        rounds.measure(seats, [LOAD], rounds=1, min_s=0.001)
+    with contest.open_entrants(contestants, lambda _: Path(sys.executable), tmp_path, Placement.APART) as seats:
+        contest.verify(seats, [LOAD])
+        contest.measure(seats, [LOAD], rounds=1, min_s=0.001)
     copy, nobody = (seat.result for seat in seats)
     (sample,) = copy.samples[LOAD, ""]
     assert (copy.absent, copy.errors, sample.nbytes) == (None, {}, 128 << 20)

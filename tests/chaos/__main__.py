@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from models import demo_model_path
+from moonserve.models import demo_model_path
 from tests.chaos.clients import BLOCK_SIZE, Clients, Tally, wishes
 from tests.chaos.faults import Clock, Striking, schedule
 from tests.e2e.cluster import UNHURRIED, Cluster

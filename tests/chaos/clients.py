@@ -21,13 +21,13 @@ from pathlib import Path
 
 import httpx2 as httpx
 
-from benchmarks.generate import generate
-from engine.config import load_model_config
-from engine.engine import Engine
-from protocol.request import SamplingParams
+from benchmarks.harness.generate import generate
+from moonserve.engine.engine import Engine
+from moonserve.engine.model.config import load_model_config
+from moonserve.protocol.request import SamplingParams
+from moonserve.traces.format import TraceRecord, read_trace
+from moonserve.traces.workload.prompts import PromptBuilder
 from tests.chaos.faults import Clock
-from traces.format import TraceRecord, read_trace
-from traces.prompts import PromptBuilder
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4_096

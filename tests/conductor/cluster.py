@@ -8,30 +8,28 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from conductor.decision import Decision
-from conductor.events import (
+from moonserve.conductor.events import (
     Action,
     BlockChanges,
     Event,
     Heartbeat,
     Load,
-    Phase,
     Place,
     Placed,
     Refused,
     Register,
     Rejected,
     Report,
+    RequestPhase,
 )
-from conductor.limits import Limits
-from conductor.policies import make_policy
-from conductor.roles.controller import RoleController
-from conductor.state import ConductorState
-from protocol.ids import InstanceId, RequestId, Role
-from protocol.keys import NO_PARENT, BlockKey
-from protocol.layout import KvLayout
-from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.request import Endpoint, Placement
+from moonserve.conductor.placement.admission import Limits
+from moonserve.conductor.placement.decision import Decision
+from moonserve.conductor.placement.policies import make_policy
+from moonserve.conductor.role_switching import RoleController
+from moonserve.conductor.state import ConductorState
+from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
+from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, Role
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 # A block has 10 tokens and 1 MB, which takes 1 ms over the default network.
 LAYOUT = KvLayout(num_layers=1, block_size=10, num_kv_heads=125, head_dim=100, dtype="float32")
@@ -153,7 +151,7 @@ class Cluster:
         return shown(decision)
 
     def report(
-        self, request_id: str, phase: Phase, elapsed_s: float = 1.0, output_tokens: int = 0, **changes: Any
+        self, request_id: str, phase: RequestPhase, elapsed_s: float = 1.0, output_tokens: int = 0, **changes: Any
     ) -> list[Action]:
         """Reports a phase of a request and returns the resulting actions. `changes` sets fields of `Report`."""
         times = {"elapsed_s": elapsed_s, "output_tokens": output_tokens, **changes}

@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from decode_worker import actions, events
-from decode_worker.keeping import KeepingCosts
-from decode_worker.limits import Limits
-from decode_worker.state import DecodeState
-from engine.batch import Sampled, Slice
-from engine.block_pool import Blanks, BlockPool
-from engine.lookahead.base import Policy
-from protocol.errors import MoonserveError, PeerLost
-from protocol.ids import BlockId, LeaseId, RequestId
-from protocol.keys import BlockKey, block_keys, root_key
-from protocol.profile import PrefillProfile
-from protocol.request import Endpoint, Request, Token
+from moonserve.decode_worker.decisions import events
+from moonserve.decode_worker.decisions.limits_and_counters import Limits
+from moonserve.decode_worker.decisions.offloading import OffloadCosts
+from moonserve.decode_worker.state import DecodeState
+from moonserve.engine.admission_policy import AdmissionPolicy
+from moonserve.engine.kv_cache.block_pool import BlockPool, FreeList
+from moonserve.engine.model.batch import Sampled, Slice
+from moonserve.protocol.errors import MoonserveError, PeerLost
+from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
+from moonserve.protocol.request import BlockId, Endpoint, LeaseId, Request, RequestId, Token
+from moonserve.protocol.step_time import PrefillProfile
+from moonserve.worker.events import Action, Event
 from tests.prefill_worker.builders import make_request
 from tests.scores import pretend
 
 BLOCK_SIZE = 4
 ROOT = root_key("test")
 STORE = Endpoint(instance_id="store-0", epoch=1, rpc_address="store:1", transfer_address="store:2", host="here")
-CHEAP_STORE = KeepingCosts(prefill=PrefillProfile(c0=0.0, c1=1.0, c2=0.0), block_bytes=4096, host="here")
+CHEAP_STORE = OffloadCosts(prefill=PrefillProfile(c0=0.0, c1=1.0, c2=0.0), block_bytes=4096, host="here")
 """Costs of a worker that computes one token per second, so that any store is faster."""
 A = TypeVar("A")
 
@@ -35,9 +35,9 @@ def limits(**changes: int | bool) -> Limits:
     return Limits(**{**usual, **changes})
 
 
-def pool(num_blocks: int, blanks: Blanks | None = None, **options: float) -> BlockPool:
+def pool(num_blocks: int, free_list: FreeList | None = None, **options: float) -> BlockPool:
     quiet: Any = {"on_added": lambda key, parent: None, "on_removed": lambda key: None, **options}
-    return BlockPool(num_blocks, blanks=blanks, **quiet)
+    return BlockPool(num_blocks, free_list=free_list, **quiet)
 
 
 def next_token(position: int) -> int:
@@ -66,8 +66,10 @@ def keys_of(prompt: Sequence[int]) -> tuple[BlockKey, ...]:
     return tuple(block_keys(ROOT, prompt, BLOCK_SIZE))
 
 
-def kept(put: actions.KeepBlocks, **outcome: Any) -> events.Kept:
-    return events.Kept(move_id=put.move_id, checksums=tuple(item.checksum or 1 for item in put.blocks), **outcome)
+def kept(put: events.StoreBlocks, **outcome: Any) -> events.BlocksStored:
+    return events.BlocksStored(
+        move_id=put.move_id, checksums=tuple(item.checksum or 1 for item in put.blocks), **outcome
+    )
 
 
 class PretendedMemory:
@@ -78,7 +80,7 @@ class PretendedMemory:
         self._slots: dict[tuple[int, int], int] = {}
         self.store: dict[bytes, list[int]] = {}
 
-    def land(self, tokens: Sequence[int], grant: actions.GrantLease) -> None:
+    def land(self, tokens: Sequence[int], grant: events.GrantLease) -> None:
         for position in range(grant.num_cached * BLOCK_SIZE, len(tokens)):
             slot = (grant.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE)
             self._slots[slot] = tokens[position]
@@ -91,12 +93,12 @@ class PretendedMemory:
         for position in range(piece.end):
             slot = (piece.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
             is_own = position >= piece.start
-            token = next_token(position) if is_own and piece.follows else piece.token_ids[position]
+            token = next_token(position) if is_own and piece.token_from_previous_step else piece.token_ids[position]
             if is_own:
                 self._slots[slot] = token
             assert self._slots.get(slot) == token, f"wrong KV at {position}"
 
-    def keep(self, action: actions.KeepBlocks, *, failed: bool) -> events.Kept:
+    def keep(self, action: events.StoreBlocks, *, failed: bool) -> events.BlocksStored:
         for item in () if failed else action.blocks:
             self.store[item.key] = [self._slots[item.block, at] for at in range(BLOCK_SIZE)]
         error = PeerLost("the store is gone") if failed else None
@@ -107,7 +109,7 @@ class PretendedMemory:
         for at in range(BLOCK_SIZE):
             self._slots.pop((block, at), None)
 
-    def load(self, action: actions.LoadBlocks, *, failed: bool) -> events.BlocksLoaded:
+    def load(self, action: events.LoadBlocks, *, failed: bool) -> events.BlocksLoaded:
         found = [] if failed else [self.store.get(key) for key in action.keys]
         num_good = found.index(None) if None in found else len(found)
         for block, content in zip(action.blocks, found[:num_good], strict=False):
@@ -123,27 +125,27 @@ class Driver:
     def __init__(
         self,
         num_blocks: int = 16,
-        policy: Policy | None = None,
-        keeping: KeepingCosts | None = None,
-        blanks: Blanks | None = None,
+        policy: AdmissionPolicy | None = None,
+        keeping: OffloadCosts | None = None,
+        free_list: FreeList | None = None,
         **changes: int | bool,
     ) -> None:
-        self.pool = pool(num_blocks, blanks)
+        self.pool = pool(num_blocks, free_list)
         bounds = limits(**changes)
         self.most_ahead = int(bounds.runs_ahead)
         self.state = DecodeState(self.pool, bounds, policy, keeping)
         self.now = 0.0
-        self.log: list[actions.Action] = []  # all actions so far
+        self.log: list[Action] = []  # all actions so far
         self.open_windows: dict[LeaseId, tuple[BlockId, ...]] = {}  # blocks that peers may write
-        self.closing: list[actions.CloseWindow] = []
-        self.verifying: list[actions.VerifyBlocks] = []
-        self.steps: deque[actions.RunStep] = deque()  # in flight
-        self.moving: list[actions.KeepBlocks | actions.LoadBlocks] = []
+        self.closing: list[events.CloseWindow] = []
+        self.verifying: list[events.VerifyBlocks] = []
+        self.steps: deque[events.RunStep] = deque()  # in flight
+        self.moving: list[events.StoreBlocks | events.LoadBlocks] = []
         self.memory = PretendedMemory()
         self.tokens: dict[str, list[Token]] = {}
-        self.failures: dict[str, list[actions.Fail]] = {}
+        self.failures: dict[str, list[events.Fail]] = {}
 
-    def handle(self, event: events.Event) -> list[actions.Action]:
+    def handle(self, event: Event) -> list[Action]:
         """Handles an event, performs the resulting actions and validates the state."""
         done = self.state.handle(event, self.now)
         self.log += done
@@ -153,35 +155,35 @@ class Driver:
         self.check_windows()
         return done
 
-    def _perform(self, action: actions.Action) -> None:
+    def _perform(self, action: Action) -> None:
         match action:
-            case actions.GrantLease(lease_id=lease_id) if action.blocks[action.num_cached :]:
+            case events.GrantLease(lease_id=lease_id) if action.blocks[action.num_cached :]:
                 self.open_windows[lease_id] = action.blocks[action.num_cached :]
-            case actions.CloseWindow():
+            case events.CloseWindow():
                 self.closing.append(action)
-            case actions.VerifyBlocks():
+            case events.VerifyBlocks():
                 self.verifying.append(action)
-            case actions.RunStep():
+            case events.RunStep():
                 assert len(self.steps) <= self.most_ahead, "too many steps at once"
                 self._check_step(action)
                 for piece in action.slices:
                     self.memory.compute(piece)
                     pretend(piece)
                 self.steps.append(action)
-            case actions.KeepBlocks() | actions.LoadBlocks():
+            case events.StoreBlocks() | events.LoadBlocks():
                 self.moving.append(action)
-            case actions.SendTokens(tokens=tokens):
+            case events.SendTokens(tokens=tokens):
                 for token in tokens:
                     self.tokens.setdefault(token.request_id, []).append(token)
-            case actions.Fail(request_id=request_id):
+            case events.Fail(request_id=request_id):
                 self.failures.setdefault(request_id, []).append(action)
 
-    def _check_step(self, step: actions.RunStep) -> None:
+    def _check_step(self, step: events.RunStep) -> None:
         assert step.slices
         written: list[int] = []
         for piece in step.slices:
-            assert 0 <= piece.start < piece.end <= len(piece.token_ids) + piece.follows
-            assert not piece.follows or self._continues(piece), "follows nothing"
+            assert 0 <= piece.start < piece.end <= len(piece.token_ids) + piece.token_from_previous_step
+            assert not piece.token_from_previous_step or self._continues(piece), "follows nothing"
             assert piece.end <= len(piece.block_table) * BLOCK_SIZE
             first, last = piece.start // BLOCK_SIZE, (piece.end - 1) // BLOCK_SIZE
             written += piece.block_table[first : last + 1]
@@ -210,7 +212,7 @@ class Driver:
         lease_id: str | None = None,
         ttl_s: float = 10.0,
         wait_s: float = 5.0,
-    ) -> list[actions.Action]:
+    ) -> list[Action]:
         return self.handle(
             events.ReserveRequested(
                 lease_id=LeaseId(lease_id or f"lease-{request_id}"),
@@ -222,7 +224,7 @@ class Driver:
             )
         )
 
-    def commit(self, request: Request, *, lease_id: str | None = None) -> list[actions.Action]:
+    def commit(self, request: Request, *, lease_id: str | None = None) -> list[Action]:
         name = LeaseId(lease_id or f"lease-{request.request_id}")
         grant = self.grant_of(name)
         closing = {action.lease_id for action in self.closing}
@@ -231,40 +233,40 @@ class Driver:
         checksums = range(grant.num_cached, len(grant.blocks)) if grant else ()
         return self.handle(events.CommitRequested(lease_id=name, request=request, checksums=tuple(checksums)))
 
-    def grant_of(self, lease_id: str) -> actions.GrantLease | None:
-        return next((a for a in self.all_of(actions.GrantLease) if a.lease_id == lease_id), None)
+    def grant_of(self, lease_id: str) -> events.GrantLease | None:
+        return next((a for a in self.all_of(events.GrantLease) if a.lease_id == lease_id), None)
 
-    def verify(self, corrupt: Sequence[int] = ()) -> list[actions.Action]:
+    def verify(self, corrupt: Sequence[int] = ()) -> list[Action]:
         """Ends the oldest verification."""
         action = self.verifying.pop(0)
         return self.handle(events.Verified(lease_id=action.lease_id, corrupt=tuple(corrupt)))
 
-    def close(self) -> list[actions.Action]:
+    def close(self) -> list[Action]:
         """Ends the closing of the oldest window."""
         action = self.closing.pop(0)
         del self.open_windows[action.lease_id]
         return self.handle(events.WindowClosed(lease_id=action.lease_id))
 
-    def start(self, prompt: Sequence[int], request_id: str = "r", **wishes: object) -> list[actions.Action]:
+    def start(self, prompt: Sequence[int], request_id: str = "r", **wishes: object) -> list[Action]:
         """Takes a prompt from its reservation to a sequence."""
         self.reserve(prompt, request_id)
         done = self.commit(request_of(prompt, request_id, **wishes))  # type: ignore[arg-type]
-        if any(isinstance(action, actions.VerifyBlocks) for action in done):
+        if any(isinstance(action, events.VerifyBlocks) for action in done):
             self.verify()
             done = self.close()
         return done
 
-    def find_store(self) -> list[actions.Action]:
+    def find_store(self) -> list[Action]:
         return self.handle(events.StoreFound(store=STORE))
 
-    def move(self, *, failed: bool = False) -> list[actions.Action]:
+    def move(self, *, failed: bool = False) -> list[Action]:
         """Ends the oldest move to or from the store."""
         action = self.moving.pop(0)
-        if isinstance(action, actions.KeepBlocks):
+        if isinstance(action, events.StoreBlocks):
             return self.handle(self.memory.keep(action, failed=failed))
         return self.handle(self.memory.load(action, failed=failed))
 
-    def compute(self) -> list[actions.Action]:
+    def compute(self) -> list[Action]:
         """Ends the oldest step in flight."""
         step = self.steps.popleft()
         return self.handle(
@@ -277,19 +279,19 @@ class Driver:
         )
 
     @property
-    def step(self) -> actions.RunStep | None:
+    def step(self) -> events.RunStep | None:
         """The oldest step in flight."""
         return self.steps[0] if self.steps else None
 
-    def fail_step(self, error: MoonserveError) -> list[actions.Action]:
+    def fail_step(self, error: MoonserveError) -> list[Action]:
         """Fails the oldest step in flight."""
         self.steps.popleft()
         return self.handle(events.StepFailed(error=error))
 
-    def cancel(self, request_id: str) -> list[actions.Action]:
+    def cancel(self, request_id: str) -> list[Action]:
         return self.handle(events.RequestCancelled(request_id=RequestId(request_id)))
 
-    def wait(self, seconds: float) -> list[actions.Action]:
+    def wait(self, seconds: float) -> list[Action]:
         self.now += seconds
         return self.handle(events.Tick())
 
@@ -341,5 +343,5 @@ class Driver:
         return [(piece.request_id, piece.start, piece.end) for piece in self.step.slices]
 
 
-def only(done: Sequence[actions.Action], kind: type[A]) -> list[A]:
+def only(done: Sequence[Action], kind: type[A]) -> list[A]:
     return [action for action in done if isinstance(action, kind)]

@@ -7,37 +7,39 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from decode_worker import events
-from decode_worker.schedule import PATIENCE_S
-from engine.elastic.paged_blanks import GiveBack, PagedBlanks, Reserve, Supply
-from protocol.errors import InvalidRequest
+from moonserve.decode_worker.decisions import events
+from moonserve.decode_worker.decisions.scheduler import MEMORY_WAIT_S
+from moonserve.engine.kv_cache.paged_free_list import DiscardPage, PagedFreeList, PageSupply, Reserve
+from moonserve.protocol.errors import InvalidRequest
 from tests.decode_worker.driver import Driver
 from tests.decode_worker.test_interleavings import DecodeWorker, KeepingDecodeWorker
-from tests.engine.elastic.shapes import paging
+from tests.engine.kv_cache.shapes import paging
 from tests.thoroughness import examples
 
 NUM_PAGES, PER_PAGE = 4, 2
 
 
-def make_blanks(supply: Supply | None = None, reserved: int = 1) -> PagedBlanks:
+def make_free_list(supply: PageSupply | None = None, reserved: int = 1) -> PagedFreeList:
     shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
-    return PagedBlanks(shape, supply or Supply(NUM_PAGES), reserve=Reserve(low=reserved, high=reserved, idle_s=1.0))
+    return PagedFreeList(
+        shape, supply or PageSupply(NUM_PAGES), reserve=Reserve(low=reserved, high=reserved, idle_s=1.0)
+    )
 
 
 class Page:
     """Gives pages back as the background task does. Their content is lost."""
 
-    def __init__(self, driver: Driver, blanks: PagedBlanks) -> None:
-        self.driver, self.blanks = driver, blanks
-        self.leaving: list[GiveBack] = []
+    def __init__(self, driver: Driver, free_list: PagedFreeList) -> None:
+        self.driver, self.free_list = driver, free_list
+        self.leaving: list[DiscardPage] = []
 
     def limit(self, num_pages: int) -> None:
-        self.blanks.limit(num_pages)
+        self.free_list.limit(num_pages)
         self.driver.handle(events.MemoryChanged())
 
     def begin(self) -> bool:
-        action = self.blanks.next_action(self.driver.now)
-        if isinstance(action, GiveBack):
+        action = self.free_list.next_action(self.driver.now)
+        if isinstance(action, DiscardPage):
             self.leaving.append(action)
             first = action.page * PER_PAGE
             for block in range(first, first + PER_PAGE):
@@ -46,7 +48,7 @@ class Page:
         return action is not None
 
     def end(self) -> None:
-        self.blanks.given_back(self.leaving.pop())
+        self.free_list.on_discarded(self.leaving.pop())
         self.driver.handle(events.MemoryChanged())
 
     def settle(self) -> None:
@@ -62,9 +64,9 @@ class ElasticDecodeWorker(KeepingDecodeWorker):
     policy = DecodeWorker.policy
 
     def __init__(self) -> None:
-        self.blanks = make_blanks()
+        self.free_list = make_free_list()
         super().__init__()
-        self.pages = Page(self.driver, self.blanks)
+        self.pages = Page(self.driver, self.free_list)
 
     @rule(num_pages=st.integers(1, NUM_PAGES))
     def limit(self, num_pages: int) -> None:
@@ -82,13 +84,13 @@ class ElasticDecodeWorker(KeepingDecodeWorker):
     @invariant()
     def something_progresses(self) -> None:
         """The base invariant holds, except while pages are being given back."""
-        blanks = self.blanks
-        if not (self.pages.leaving or blanks.num_leaving_pages or blanks.num_wanted_pages):
+        free_list = self.free_list
+        if not (self.pages.leaving or free_list.num_reclaimed_pages or free_list.num_wanted_pages):
             super().something_progresses()
 
     @invariant()
     def pages_are_accounted_for(self) -> None:
-        self.blanks.validate()
+        self.free_list.validate()
 
     def teardown(self) -> None:
         self.pages.limit(NUM_PAGES)
@@ -100,10 +102,10 @@ ElasticDecodeWorker.TestCase.settings = settings(max_examples=examples(40), stat
 test_limits_that_change_at_any_moment_change_no_token = ElasticDecodeWorker.TestCase
 
 
-def elastic_driver(supply: Supply | None = None, reserved: int = 1) -> tuple[Driver, Page]:
-    blanks = make_blanks(supply, reserved)
-    driver = Driver(num_blocks=NUM_PAGES * PER_PAGE, blanks=blanks, max_model_len=40)
-    return driver, Page(driver, blanks)
+def elastic_driver(supply: PageSupply | None = None, reserved: int = 1) -> tuple[Driver, Page]:
+    free_list = make_free_list(supply, reserved)
+    driver = Driver(num_blocks=NUM_PAGES * PER_PAGE, free_list=free_list, max_model_len=40)
+    return driver, Page(driver, free_list)
 
 
 def start_two(driver: Driver, max_tokens: int) -> None:
@@ -111,14 +113,14 @@ def start_two(driver: Driver, max_tokens: int) -> None:
         driver.start([first + i for i in range(7)], name, max_tokens=max_tokens)
 
 
-class EmptyPromises(Supply):
+class EmptyPromises(PageSupply):
     """Supply that always reports a page of room, even if there is none."""
 
     def room(self) -> int:
         return max(1, super().room())
 
 
-def test_a_worker_does_not_wait_for_ever_for_memory_that_others_seem_to_have() -> None:
+def test_wait_for_elastic_memory_is_bounded() -> None:
     driver, pages = elastic_driver(EmptyPromises(3), reserved=0)
     start_two(driver, max_tokens=12)
     for _ in range(200):
@@ -127,11 +129,11 @@ def test_a_worker_does_not_wait_for_ever_for_memory_that_others_seem_to_have() -
         pages.settle()
     assert {name: len(tokens) for name, tokens in driver.tokens.items()} == {"a": 11, "b": 11}
     assert driver.state.counters.num_preemptions == 1
-    assert driver.now >= PATIENCE_S, "they were to wait a moment"
+    assert driver.now >= MEMORY_WAIT_S, "they were to wait a moment"
     assert not driver.failures
 
 
-def test_a_lower_ceiling_preempts_who_is_in_the_way_and_all_go_on_one_after_the_other() -> None:
+def test_smaller_pool_preempts_sequences_which_all_finish() -> None:
     driver, pages = elastic_driver()
     start_two(driver, max_tokens=6)
     driver.compute()
@@ -141,12 +143,12 @@ def test_a_lower_ceiling_preempts_who_is_in_the_way_and_all_go_on_one_after_the_
     driver.compute()
     assert driver.state.counters.num_preemptions == 1
     pages.settle()
-    assert pages.blanks.num_held_pages <= 2
+    assert pages.free_list.num_held_pages <= 2
     while driver.advance():
         pages.settle()
     assert {name: len(tokens) for name, tokens in driver.tokens.items()} == {"a": 5, "b": 5}
     assert not driver.failures
-    assert pages.blanks.num_held_pages <= 2
+    assert pages.free_list.num_held_pages <= 2
 
 
 def test_a_sequence_that_no_longer_fits_fails_and_a_reservation_is_refused() -> None:
@@ -157,7 +159,7 @@ def test_a_sequence_that_no_longer_fits_fails_and_a_reservation_is_refused() -> 
     [failure] = driver.failures["long"]
     assert isinstance(failure.error, InvalidRequest)
     pages.settle()
-    assert pages.blanks.num_held_pages <= 1
+    assert pages.free_list.num_held_pages <= 1
     refusals = driver.reserve(list(range(14)), "again")
     assert "never fit" in str(refusals)
     driver.start([1, 2, 3], "short", max_tokens=3)

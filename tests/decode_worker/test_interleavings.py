@@ -6,15 +6,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_worker import actions, events
-from decode_worker.allotment import Prospect
-from decode_worker.keeping import KeepingCosts
-from engine.elastic.paged_blanks import PagedBlanks
-from engine.lookahead.base import OnDemand, Policy
-from engine.lookahead.lookahead import Lookahead
-from engine.lookahead.prediction import Predictor
-from protocol.errors import PeerError
-from protocol.ids import GatewayId, LeaseId, RequestId
+from moonserve.decode_worker.decisions import events
+from moonserve.decode_worker.decisions.admission_and_preemption import Prospect
+from moonserve.decode_worker.decisions.offloading import OffloadCosts
+from moonserve.engine.admission_policy import AdmissionPolicy, OnDemandPolicy
+from moonserve.engine.kv_cache.paged_free_list import PagedFreeList
+from moonserve.engine.lookahead_policy import LengthPredictor, LookaheadPolicy
+from moonserve.protocol.errors import PeerError
+from moonserve.protocol.request import GatewayId, LeaseId, RequestId
 from tests.decode_worker.driver import CHEAP_STORE, Driver, next_token, request_of
 from tests.thoroughness import examples
 
@@ -37,7 +36,7 @@ class DecodeWorker(RuleBasedStateMachine):
             num_blocks=self.num_blocks,
             policy=self.policy(),
             keeping=self.keeping,
-            blanks=self.blanks,
+            free_list=self.free_list,
             max_num_seqs=3,
             max_num_batched_tokens=5,
             max_model_len=26,
@@ -48,16 +47,16 @@ class DecodeWorker(RuleBasedStateMachine):
         self.excused: set[str] = set()  # cancelled, or their gateway was lost
 
     num_blocks = 7
-    blanks: PagedBlanks | None = None
-    keeping: KeepingCosts | None = None
+    free_list: PagedFreeList | None = None
+    keeping: OffloadCosts | None = None
     runs_ahead = False
 
     def stops_after(self, name: str, max_tokens: int) -> int | None:
         """Returns the number of generated tokens after which a request stops; None for no stop token."""
         return None
 
-    def policy(self) -> Policy:
-        return OnDemand()
+    def policy(self) -> AdmissionPolicy:
+        return OnDemandPolicy()
 
     def some(self, data: st.DataObject) -> str:
         """Draws one of the latest four requests. Older ones have mostly ended."""
@@ -178,15 +177,15 @@ class DecodeWorker(RuleBasedStateMachine):
                 assert failures + finishes == 1, f"{name} did not end exactly once"
 
     def accepted(self) -> set[str]:
-        answers = self.driver.all_of(actions.AnswerCommit)
+        answers = self.driver.all_of(events.AnswerCommit)
         return {each.lease_id.removeprefix("lease-") for each in answers if not each.corrupt}
 
 
 class ForeseeingDecodeWorker(DecodeWorker):
     """Decode worker that predicts short answers, and so admits more sequences than fit."""
 
-    def policy(self) -> Policy:
-        predictor = Predictor()
+    def policy(self) -> AdmissionPolicy:
+        predictor = LengthPredictor()
         for number in range(20):
             answered = Prospect(
                 request_id=RequestId(str(number)),
@@ -195,8 +194,8 @@ class ForeseeingDecodeWorker(DecodeWorker):
                 max_tokens=100,
                 num_tokens=5 + 2 + number % 3,
             )
-            predictor.ended(answered, stopped=False)
-        return Lookahead(margin=0.0, predictor=predictor)
+            predictor.ended(answered, hit_limit=False)
+        return LookaheadPolicy(margin=0.0, predictor=predictor)
 
 
 class KeepingDecodeWorker(ForeseeingDecodeWorker):

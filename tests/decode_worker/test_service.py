@@ -10,12 +10,11 @@ from typing import TypeVar
 
 import pytest
 
-from decode_worker.service import landing_ranges
-from decode_worker.servicers import MAX_WAIT_S
-from protocol.errors import Cancelled, Incompatible, InvalidRequest, Overloaded, StaleLease
-from protocol.layout import KvLayout
-from protocol.pb import worker_pb2
-from protocol.request import SamplingParams
+from moonserve.decode_worker.service import MAX_RESERVE_WAIT_S, landing_ranges
+from moonserve.protocol.errors import Cancelled, Incompatible, InvalidRequest, Overloaded, StaleLease
+from moonserve.protocol.kv_blocks import KvLayout
+from moonserve.protocol.pb import worker_pb2
+from moonserve.protocol.request import SamplingParams
 from tests.decode_worker.world import World, hold_steps, prompt_of, until_counted, world
 from tests.patience import PATIENCE_S, answered
 
@@ -84,7 +83,7 @@ async def test_a_write_after_the_release_or_the_commit_is_refused(model_path: Pa
         await w.idle()
 
 
-async def test_what_does_not_belong_here_is_refused(model_path: Path) -> None:
+async def test_requests_for_other_workers_are_refused(model_path: Path) -> None:
     """Refused are a reservation for other weights, whose error names both; a submission; and a cancelled request."""
     async with world(model_path) as w:
         prompt = w.client.compute(prompt_of(5), 4)
@@ -110,7 +109,7 @@ async def test_a_full_pool_makes_reservations_wait_and_then_refuses_them(
         assert (load.leased_blocks, load.free_blocks, load.held_blocks) == (3, 1, 0)
         assert status.num_blocks == 4
         with monkeypatch.context() as margin:
-            margin.setattr("decode_worker.servicers.ANSWER_MARGIN_S", MAX_WAIT_S)
+            margin.setattr("moonserve.decode_worker.service.ANSWER_MARGIN_S", MAX_RESERVE_WAIT_S)
             await refused(w.client.reserve(w.client.compute(prompt_of(16, 1), 4)), Overloaded)
         gone = asyncio.create_task(w.client.reserve(w.client.compute(prompt_of(16, 2), 4)))
         await until_queued(w, 1)
@@ -136,7 +135,7 @@ async def test_a_cancelled_request_ends_and_frees_everything(model_path: Path, m
         assert prompt.name not in w.ears.finished
 
 
-async def test_what_the_engine_raises_fails_the_request_and_not_the_worker(model_path: Path) -> None:
+async def test_engine_error_fails_the_request_and_not_the_worker(model_path: Path) -> None:
     async with world(model_path) as w:
         prompt = replace(w.client.compute(prompt_of(20), 4), first_token_id=10**6)
         await w.client.hand_off(prompt)

@@ -11,24 +11,22 @@ from typing import Any
 
 import pytest
 
-from decode_worker.events import StepDone, StepFailed
-from decode_worker.service import DecodeService
-from decode_worker.stepping import Stepping
-from decode_worker.verify import BlockVerifier
-from prefill_worker.actions import CommitHandoff, ReserveLanding
-from prefill_worker.events import Landing
-from prefill_worker.landing import Route, token_runs
-from prefill_worker.landing_client import LandingClient
-from protocol.ids import LeaseId, new_id
-from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.request import Endpoint, Request
-from protocol.rpc import Channels
+from moonserve.decode_worker.block_verifier import BlockVerifier
+from moonserve.decode_worker.decisions.events import StepDone, StepFailed
+from moonserve.decode_worker.service import DecodeService
+from moonserve.decode_worker.step_runner import StepRunner
+from moonserve.prefill_worker.decisions.events import CommitHandoff, Landing, ReserveLanding
+from moonserve.prefill_worker.decode_client import DecodeClient
+from moonserve.prefill_worker.kv_writes import KvRoute, token_runs
+from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
+from moonserve.protocol.request import Endpoint, LeaseId, Request, new_id
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.transfer import TransferEngine
+from moonserve.worker.process import KvMemory
 from tests.engine.steps import make_slice
 from tests.patience import PATIENCE_S
 from tests.prefill_worker.builders import make_request
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, coupled, decoding, layout_of, listening, load_engine, status_of
-from transfer import TransferEngine
-from worker.memory import KvMemory
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -122,9 +120,9 @@ class PrefillClient:
         self.transfer = transfer
         self.worker = worker_pb2_grpc.WorkerStub(channels.to(decode.rpc_address))
 
-    def _landings(self, fingerprint: str = "") -> LandingClient:
+    def _landings(self, fingerprint: str = "") -> DecodeClient:
         known = fingerprint or self.engine.fingerprint
-        return LandingClient(self.channels, fingerprint=known, ttl_s=30.0)
+        return DecodeClient(self.channels, fingerprint=known, ttl_s=30.0)
 
     def compute(self, token_ids: Sequence[int], max_tokens: int, **wishes: Any) -> Prompt:
         """Fills the client's own blocks with the prompt's KV and samples the first token."""
@@ -161,7 +159,7 @@ class PrefillClient:
             own = range(NUM_BLOCKS)[: len(landing.block_ids)]
             runs = token_runs(own, landing.block_ids, first, end, self.layout)
             pieces = range(self.layout.pieces_per_block)
-            write = Route(self.memory, landing, runs).transfer(pieces)
+            write = KvRoute(self.memory, landing, runs).transfer(pieces)
             await self.transfer.submit([write], deadline_s=PATIENCE_S)
 
     async def commit(self, prompt: Prompt, landing: Landing) -> tuple[int, ...]:
@@ -204,12 +202,12 @@ class PrefillClient:
 
 def hold_steps(monkeypatch: pytest.MonkeyPatch) -> asyncio.Semaphore:
     """Holds back the results of steps. Each `release` of the returned semaphore lets one through."""
-    let_go, outcomes = asyncio.Semaphore(0), Stepping.outcomes
+    let_go, outcomes = asyncio.Semaphore(0), StepRunner.outcomes
 
-    async def held(stepping: Stepping) -> AsyncIterator[StepDone | StepFailed]:
+    async def held(stepping: StepRunner) -> AsyncIterator[StepDone | StepFailed]:
         async for outcome in outcomes(stepping):
             await let_go.acquire()
             yield outcome
 
-    monkeypatch.setattr(Stepping, "outcomes", held)
+    monkeypatch.setattr(StepRunner, "outcomes", held)
     return let_go

@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.keys import main as keys
-from deploy.ports import free_port
-from deploy.remote.explain import main as explain
-from deploy.remote.explain import show
-from deploy.terminal.client import EXIT_UNREACHABLE, cluster_view
-from deploy.terminal.output import Output, Table, bar, count, size
-from gateway.access.key_file import read
-from gateway.access.key_record import digest_of, new_key
-from gateway.access.redis_stores import RedisKeys
 from moonserve.__main__ import VERBS, main
-from protocol.errors import MoonserveError
+from moonserve.deploy.admin.explain import main as explain
+from moonserve.deploy.admin.explain import show
+from moonserve.deploy.admin.keys import main as keys
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.deploy.terminal import EXIT_UNREACHABLE, Output, Table, bar, cluster_view, count, size
+from moonserve.gateway.access.api_key import digest_of, new_key
+from moonserve.gateway.access.key_file import read
+from moonserve.gateway.access.redis_stores import RedisKeyStore
+from moonserve.protocol.errors import MoonserveError
 from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer
 
@@ -51,13 +50,15 @@ def test_help_lists_every_verb_and_verbs_have_help(capsys: pytest.CaptureFixture
         (["worker", "--role=decode", "--conditional-disaggregation=x"], "--conditional"),
     ],
 )
-def test_wrong_usage_is_a_line_and_exit_code_2(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_reported_in_one_line_with_exit_code_2(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(argv) == 2
     assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("argument", "is_read", "code"), [("--help", False, 141), ("serv", True, 2)])
-def test_the_command_ends_without_a_traceback_where_nobody_reads(argument: str, is_read: bool, code: int) -> None:
+def test_a_closed_pipe_ends_the_command_without_a_traceback(argument: str, is_read: bool, code: int) -> None:
     read_fd, write_fd = os.pipe()
     if not is_read:
         os.close(read_fd)  # before the command prints anything
@@ -81,7 +82,7 @@ MAMBA = json.dumps({"architectures": ["MambaForCausalLM"]})
         (["--prefil-workers", "2"], None, ["--prefill-workers"]),
     ],
 )
-def test_what_cannot_be_served_is_one_line_that_names_it(
+def test_serve_reports_an_error_in_one_line_that_names_the_cause(
     arguments: list[str], config: str | None, words: list[str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -96,14 +97,14 @@ def test_what_cannot_be_served_is_one_line_that_names_it(
     assert all(word in line for word in words)
 
 
-def test_numbers_are_shown_in_the_unit_that_fits_and_a_bar_shows_whatever_is_above_nothing() -> None:
+def test_numbers_have_a_fitting_unit_and_a_bar_shows_any_value_above_zero() -> None:
     shown = [size(number) for number in (0, 1023, 1024, 3 * 2**30, 2**54)]
     assert shown == ["0 B", "1023 B", "1.0 KiB", "3.0 GiB", "16384.0 TiB"]
     assert (count(1, "object"), count(2_000, "object")) == ("1 object", "2,000 objects")
     assert [bar(0.0), bar(0.001), bar(1.5)] == ["░" * 10, "█" + "░" * 9, "█" * 10]
 
 
-def test_a_table_that_is_printed_in_portions_has_one_header_and_never_loses_text() -> None:
+def test_a_table_printed_in_portions_has_one_header_and_complete_cells() -> None:
     stdout = io.StringIO()
     table = Table(Output("kvctl", stdout=stdout), "name", ">bytes")
     for cells in (("a", "1"), ("much longer", "1,000")):
@@ -137,7 +138,7 @@ URGENT = {"tenant": "", "weight": 0.5, "ahead_tokens": 0.0}
 @pytest.mark.parametrize(
     ("changes", "there", "absent"),
     [
-        ({}, ["blocks 0 to 2 from store-0", "no: blocks", "under way"], ["others wait", "copied"]),
+        ({}, ["blocks 0 to 2 from store-0", "no: blocks", "in progress"], ["others wait", "copied"]),
         ({}, ["tenant alice, weight 2, 1,500 tokens ahead of who has had least\n"], []),
         ({"turn": URGENT, "rank": -2.5, "priority": 3},
          ["(none), weight 0.5, 0 tokens ahead", "2.50 s before its arrival, priority 3\n"], []),
@@ -151,12 +152,12 @@ URGENT = {"tenant": "", "weight": 0.5, "ahead_tokens": 0.0}
         ({"prefill_candidates": [CANDIDATE | {"instance_id": "p1", "added_s": 1.5}]},
          ["others wait", "1.50 s"], []),
         ({"request_id": "r~2", "excluded_instances": ["p0"]},
-         ["r~2: 100 prompt tokens", "excluded, since they failed it: p0"], []),
+         ["r~2: 100 prompt tokens", "excluded, because they failed this request: p0"], []),
         ({"undivided_candidates": [BOTH_PHASES], "is_undivided": True, "outcome": OUTCOME | KNOWN},
          ["→ d0 2 11.0 ms 12.5 ms 2 20.0 ms 30.0 ms", "compute 100.0 ms 300.0 ms"], ["→ p1"]),
     ],
 )  # fmt: skip
-def test_a_decision_is_shown_with_what_followed(changes: dict[str, Any], there: list[str], absent: list[str]) -> None:
+def test_explain_shows_a_decision_and_its_outcome(changes: dict[str, Any], there: list[str], absent: list[str]) -> None:
     """Each decision is printed as a separate section."""
     shown = []
     for decisions in ([DECISION], [DECISION, {**DECISION, **changes}]):
@@ -186,7 +187,7 @@ def answer_once(server: socket.socket, said: bytes) -> None:
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 9\r\n\r\n{",
     ],
 )
-def test_a_port_of_another_protocol_and_a_broken_answer_are_no_answer(said: bytes) -> None:
+def test_a_port_of_another_protocol_and_an_incomplete_answer_count_as_no_answer(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         answered = threads.submit(answer_once, server, said)
@@ -195,7 +196,7 @@ def test_a_port_of_another_protocol_and_a_broken_answer_are_no_answer(said: byte
         answered.result()
 
 
-def test_no_gateway_is_one_line_with_the_address_and_how_to_give_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gateway_is_reported_with_its_address_and_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     for url in ("http://localhost:80x", "nonsense", "http://127.0.0.1:9"):
         assert explain(["x"], {"MOONSERVE_URL": url}) == EXIT_UNREACHABLE
         (line,) = capsys.readouterr().err.splitlines()
@@ -204,11 +205,11 @@ def test_no_gateway_is_one_line_with_the_address_and_how_to_give_another(capsys:
 
 
 @pytest.mark.parametrize("place", ["file", "redis"])
-def test_a_key_is_made_listed_and_revoked(
+def test_keys_are_added_listed_and_revoked(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key can be added, listed and revoked in a file and in Redis, even if Redis is slow."""
-    monkeypatch.setitem(RedisKeys.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
+    monkeypatch.setitem(RedisKeyStore.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
     if place == "file":
         is_kept(["--file", str(tmp_path / "keys.json")], capsys)
     else:
@@ -237,7 +238,7 @@ def is_kept(place: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_a_key_of_ones_own_comes_from_standard_input_and_must_not_be_guessable(
+def test_a_key_from_standard_input_must_not_be_guessable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, key = tmp_path / "keys.json", new_key()
@@ -258,7 +259,7 @@ def test_a_key_of_ones_own_comes_from_standard_input_and_must_not_be_guessable(
     assert "printable ASCII" in capsys.readouterr().err
 
 
-def test_the_file_is_its_owners_alone_and_writers_take_turns(tmp_path: Path) -> None:
+def test_only_the_owner_reads_the_key_file_and_writers_lock_it(tmp_path: Path) -> None:
     place = ["--file", str(tmp_path / "keys.json")]
     with ThreadPoolExecutor(8) as pool:
         codes = list(pool.map(lambda i: keys(["add", *place, "--note", str(i)], {}), range(16)))
@@ -280,7 +281,9 @@ def test_the_file_is_its_owners_alone_and_writers_take_turns(tmp_path: Path) -> 
         ("list --in-registry --registry redis://127.0.0.1:{nobody}", 3, "cannot be reached"),
     ],
 )
-def test_misuse_of_keys_is_one_line(arguments: str, code: int, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_of_keys_is_reported_in_one_line(
+    arguments: str, code: int, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert keys(arguments.format(nobody=free_port()).split(), {}) == code
     told = capsys.readouterr().err
     assert hint in told

@@ -15,11 +15,11 @@ import jsonschema
 import pytest
 import yaml
 
-from conductor.config import ConductorConfig
-from deploy.config import ServeConfig
-from deploy.ray.config import load_cluster
 from moonserve.__main__ import VERBS
-from protocol.config import options_of
+from moonserve.conductor.config import ConductorConfig
+from moonserve.deploy.launcher.config import ServeConfig
+from moonserve.deploy.ray.config import load_cluster
+from moonserve.protocol.process.config import options_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -52,7 +52,7 @@ def schema_of(shape: Any) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
 
 
-def test_manifests_are_as_the_api_wants_them_and_clusters_as_deploy_does() -> None:
+def test_manifests_match_the_api_schema_and_clusters_parse() -> None:
     known = TYPES["values"] | {name: schema_of(shape) for name, shape in TYPES["objects"].items()}
     for document in MANIFESTS:
         schema = {"$defs": known, "$ref": f"#/$defs/{document['kind']}"}
@@ -61,7 +61,7 @@ def test_manifests_are_as_the_api_wants_them_and_clusters_as_deploy_does() -> No
         assert load_cluster(DEPLOY / "clusters" / name).namespace.startswith("moonserve-")
 
 
-def test_pods_have_what_the_cluster_on_them_asks_for() -> None:
+def test_pods_have_the_resources_that_the_cluster_requests() -> None:
     """Each pod group has the resources of its workers, and as many pods as there can be workers."""
     ray, cluster = of_kind("RayCluster")["spec"], load_cluster(KUBERNETES / "cluster.yaml")
     groups = {group["groupName"]: group for group in ray["workerGroupSpecs"]}
@@ -88,7 +88,7 @@ def test_pods_have_what_the_cluster_on_them_asks_for() -> None:
     assert service["ports"][0]["targetPort"] == cluster.serve.port
 
 
-def test_the_launchers_file_is_as_ray_wants_it() -> None:
+def test_ray_accepts_the_launcher_file() -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from ray.autoscaler._private.util import fillout_defaults, prepare_config, validate_config
 
@@ -99,7 +99,7 @@ def test_the_launchers_file_is_as_ray_wants_it() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(DOCKER.glob("Dockerfile*")), ids=lambda path: path.name)
-def test_a_dockerfile_copies_what_is_there_and_all_that_the_package_has(path: Path) -> None:
+def test_a_dockerfile_copies_existing_files_and_every_package(path: Path) -> None:
     lines = path.read_text().replace("\\\n", " ").splitlines()
     instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     assert instructions[0][0] == "FROM"
@@ -108,15 +108,18 @@ def test_a_dockerfile_copies_what_is_there_and_all_that_the_package_has(path: Pa
         if word == "COPY" and not rest.startswith("--from"):
             *sources, _ = rest.split()
             assert all((ROOT / source).exists() for source in sources), rest
-            copied |= set(sources)
+            copied.update(
+                *([path.name for path in ROOT.iterdir()] if source == "." else [source] for source in sources)
+            )
         if word in ("ENTRYPOINT", "CMD"):
             assert json.loads(rest)
-    packaged = (ROOT / "pyproject.toml").read_text().split("include = [")[1].split("]")[0]
-    assert set(re.findall(r'"(\w+)\*"', packaged)) <= copied
+    packaged = (ROOT / "setup.py").read_text().split("FOLDERS = (")[1].split(")")[0]
+    ignored = set((ROOT / ".dockerignore").read_text().split())
+    assert {"pyproject.toml", "setup.py", "moonserve", *re.findall(r'"(\w+)"', packaged)} <= copied - ignored
 
 
 @pytest.mark.parametrize("name", ["docker-compose.yaml", "redis-sentinel.yaml"])
-def test_compose_mounts_and_names_what_is_there(name: str) -> None:
+def test_compose_files_name_existing_files_services_and_flags(name: str) -> None:
     services = yaml.safe_load((DOCKER / name).read_text())["services"]
     for service in services.values():
         for volume in service.get("volumes", ()):
@@ -132,7 +135,7 @@ def test_compose_mounts_and_names_what_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
-def test_a_unit_starts_a_command_that_there_is_and_systemd_accepts_it(path: Path, tmp_path: Path) -> None:
+def test_a_unit_starts_an_existing_command_and_systemd_accepts_it(path: Path, tmp_path: Path) -> None:
     """A unit starts an existing verb, and systemd accepts it; programs are replaced, since they are not installed."""
     [command] = re.findall(r"^ExecStart=(.*)$", path.read_text(), re.MULTILINE)
     program, verb, *flags = command.removeprefix(BIN).split()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from models import demo_model_path
+from moonserve.models import demo_model_path
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.load import BackgroundLoad
 from tests.prometheus import Prometheus, binary, running_prometheus

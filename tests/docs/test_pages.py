@@ -13,18 +13,19 @@ import pytest
 
 from docs.reference.configuration import PAGES as OPTIONS
 from moonserve.__main__ import VERBS
-from protocol.config import options_of
+from moonserve.protocol.process.config import options_of
 from tests.docs.fences import PAGES, ROOT, RUNNABLE, fences_of, steps_of, without_fences
+from tests.test_layering import SHIPPED
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-_SOURCES = ("benchmarks", "conductor", "deploy", "gateway", "kvstore", "models", "tests", "traces")
+_SOURCES = ("benchmarks", "docs", "tests", "moonserve", *SHIPPED)
 _ENDS = ";&|\n"
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")
 CODE = re.compile(r"`([^`\n]+)`")
 OURS = ("moonserve ", "make ", "python -m ", "pytest ")
 COMMAND = re.compile(rf"^(\$ )?(moonserve ({'|'.join(VERBS)})\b|make |python -m |pytest )", re.MULTILINE)
 METRIC = re.compile(r"`((?:moonserve_|vllm:|master_)[a-z_]+)")
-PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"docs", "proto"}
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"benchmarks", "docs", "proto"}
 SAMPLE_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 
 # Flags of other programs that pages mention.
@@ -32,8 +33,26 @@ FOREIGN = {"--ioengine", "--iodepth", "--numjobs", "--thread", "--direct", "--ti
 FOREIGN |= {"--resources"}  # ray
 
 
+@pytest.mark.parametrize(
+    ("command", "is_right"),
+    [
+        ("python -m moonserve serve --port 1", True),
+        ("python -m moonserve serve --no-such-flag", False),
+        ("python -m moonserve no-such-verb", False),
+        ("python -m moonserve.models.train_demo --minutes 1", True),
+        ("python -m moonserve.models", False),
+        ("python -m moonserve.no.such", False),
+        ("python -m models.train_demo", False),
+        ("python -m json.tool --any", True),
+    ],
+)
+def test_a_module_that_a_command_runs_is_checked_like_a_verb(command: str, is_right: bool) -> None:
+    found = complaint(command.split())
+    assert (found is None) == is_right, found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_everything_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     complaints = [*_of_fences(text), *_of_commands(text), *_of_prose(without_fences(text))]
     assert complaints == []
@@ -78,7 +97,7 @@ def _of_prose(prose: str) -> Iterator[str]:
             yield f"no metric {name}"
 
 
-def test_what_the_runbook_quotes_is_said_somewhere() -> None:
+def test_messages_quoted_by_the_runbook_exist() -> None:
     """Each quoted log line or message, as far as it is fixed text, occurs in the sources."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quotes = [code for code in CODE.findall(without_fences(page)) if " " in code]
@@ -93,9 +112,6 @@ def sources() -> str:
     """Returns the source text of all packages except tests."""
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
     return "\n".join(path.read_text() for folder in packages for path in folder.rglob("*.py"))
-
-
-# -- checks of commands; option values and other programs' commands are not checked
 
 
 def commands_of(script: str) -> Iterator[list[str]]:
@@ -120,8 +136,10 @@ def complaint(words: list[str]) -> str | None:
             return None
         case ["moonserve", verb, *rest]:
             return _unknown(rest, flags_of_verb(verb)) if verb in VERBS else f"there is no verb {verb!r}"
+        case ["python", "-m", "moonserve", *rest]:
+            return complaint(["moonserve", *rest])
         case ["python", "-m", module, *rest] if module.split(".")[0] in _SOURCES:
-            return _unknown(rest, all_flags()) if importlib.util.find_spec(module) else f"there is no module {module}"
+            return _unknown(rest, all_flags()) if can_run(module) else f"there is no module {module} to run"
         case ["make", *arguments]:
             targets = {*re.findall(r"^([.\w-]+):", (ROOT / "Makefile").read_text(), re.M)}
             unknown = [argument for argument in arguments if "=" not in argument and argument not in targets]
@@ -131,6 +149,18 @@ def complaint(words: list[str]) -> str | None:
         case [program, *_] if "/" in program and not program.startswith("/"):
             return _missing([program])
     return None
+
+
+def can_run(module: str) -> bool:
+    """Returns True if `python -m` finds the module by the name that it has when installed, or the package's main."""
+    if module.split(".")[0] in SHIPPED:
+        return False
+    try:
+        spec = importlib.util.find_spec(module)
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        return (importlib.util.find_spec(f"{module}.__main__") if is_package else spec) is not None
+    except ModuleNotFoundError:  # a package of the path is missing
+        return False
 
 
 def _missing(paths: Iterable[str]) -> str | None:

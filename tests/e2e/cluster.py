@@ -18,11 +18,11 @@ import httpx2 as httpx
 import psutil
 from google.protobuf.message import Message
 
-from deploy.local import LocalCluster
-from protocol.ids import new_id
-from protocol.keys import BlockKey, block_keys, root_key
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protocol.rpc import TOKEN_HEADER
+from moonserve.deploy.launcher.local_cluster import LocalCluster
+from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
+from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.request import new_id
+from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from tests.stopping import stopped

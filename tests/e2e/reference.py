@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.generate import generate
-from engine.config import load_model_config
-from engine.engine import Engine
-from protocol.request import SamplingParams
+from benchmarks.harness.generate import generate
+from moonserve.engine.engine import Engine
+from moonserve.engine.model.config import load_model_config
+from moonserve.protocol.request import SamplingParams
 from tests.engine.kernels.calls import kernels_folder
 
 LOGPROB_TOLERANCE = 1e-4

@@ -43,7 +43,7 @@ def ask(cluster: Cluster, prompt: list[int], max_tokens: int, **parameters: obje
     return connection
 
 
-def test_while_its_prompt_is_computed(cluster: Cluster) -> None:
+def test_a_cancel_during_prefill_frees_everything(cluster: Cluster) -> None:
     """Retries, because on a busy machine the client may leave only after its prompt is computed."""
     assert any(left_while_running(cluster, attempt) for attempt in range(10))
 
@@ -62,14 +62,14 @@ def left_while_running(cluster: Cluster, attempt: int) -> bool:
     return cluster.counter("prefill-0", "cancelled_running") > before
 
 
-def test_while_a_whole_reply_is_made(cluster: Cluster) -> None:
+def test_a_cancel_of_a_whole_reply_frees_everything(cluster: Cluster) -> None:
     dropped = cluster.counter("decode-0", "requests_dropped")
     with ask(cluster, [8, 9], CONTEXT - 2, stream=False, n=3):
         cluster.wait_for("choices", lambda: cluster.status("decode-0").load.num_running == 3)
     cluster.wait_for("the end", lambda: cluster.counter("decode-0", "requests_dropped") == dropped + 3)
 
 
-def test_twenty_at_once_in_any_phase(cluster: Cluster) -> None:
+def test_twenty_cancels_in_any_phase_free_everything(cluster: Cluster) -> None:
     dice = random.Random(1)
     lengths = [dice.choice((3, 40, 500, 3_000)) for _ in range(20)]
     clients = [ask(cluster, prompt_of(n, length), dice.choice((1, 20, 1_000))) for n, length in enumerate(lengths)]

@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 
-from models import demo_model_path
+from moonserve.models import demo_model_path
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, cached_of, prompt_of, running_cluster, tokens_of
 from tests.e2e.load import read_choice
 from tests.e2e.reference import continuations, load_reference, num_ties
@@ -57,7 +57,7 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_tokens_are_those_of_transformers_computed_and_cached(cluster: Cluster) -> None:
+def test_tokens_equal_those_of_transformers_computed_and_cached(cluster: Cluster) -> None:
     reference = load_reference(demo_model_path())
     prompts = [prompt_of(length, length, reference.config.vocab_size) for length in LENGTHS]
     expected = continuations(reference, prompts, NUM_TOKENS)
@@ -89,7 +89,7 @@ class Paint(pydantic.BaseModel):
     is_dry: bool
 
 
-def test_the_openai_client_parses_answers_and_calls_in_the_form_it_asked_for(client: openai.OpenAI) -> None:
+def test_the_openai_client_parses_structured_answers_and_tool_calls(client: openai.OpenAI) -> None:
     wish: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, "seed": 3}
     answer = client.chat.completions.parse(**wish, response_format=Paint, temperature=1.5)
     assert isinstance(answer.choices[0].message.parsed, Paint)
@@ -105,7 +105,7 @@ def test_the_openai_client_parses_answers_and_calls_in_the_form_it_asked_for(cli
     assert streamed.function.arguments == call.function.arguments
 
 
-def test_refusals_are_the_openai_clients_own_errors(client: openai.OpenAI) -> None:
+def test_refusals_raise_the_openai_clients_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="guess").models.list()
     with pytest.raises(openai.NotFoundError):
@@ -130,7 +130,7 @@ def is_dropped(cluster: Cluster) -> bool:
 
 
 @pytest.mark.parametrize("victim", WORKERS)
-def test_a_stream_says_the_same_when_a_worker_is_killed(cluster: Cluster, victim: str) -> None:
+def test_a_stream_has_the_same_tokens_when_a_worker_is_killed(cluster: Cluster, victim: str) -> None:
     wish = {"prompt": prompt_of("killed", 75), "max_tokens": 200, "seed": 3}
     wish |= {**GREEDY, "temperature": 0.8}
     kill_now, killed = cluster.killer(victim), list[int]()

@@ -56,7 +56,7 @@ def busy_prefill(cluster: Cluster, name: str) -> Iterator[None]:
         each.result()
 
 
-def test_a_prompt_goes_on_elsewhere_when_the_worker_that_reads_it_is_killed(cluster: Cluster) -> None:
+def test_a_prompt_continues_elsewhere_when_its_local_prefill_worker_is_killed(cluster: Cluster) -> None:
     """Retries until the kill comes in the middle of the prompt, which a busy machine may have computed already."""
     assert any(killed_in_the_middle(cluster, n) for n in range(ATTEMPTS)), cluster.logs()
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from protocol.errors import NotLeader
-from protocol.failures import failure_from_wire
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
-from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
+from moonserve.protocol.errors import NotLeader
+from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
+from moonserve.protocol.rpc.grpc_transport import FAILURE_HEADER, TOKEN_HEADER
+from moonserve.protocol.rpc.wire import failure_from_wire
 from tests.e2e.cluster import Cluster, prompt_of, small_cluster
 from tests.e2e.load import Regulars
 from tests.redis_server import RedisServer
@@ -88,9 +88,9 @@ def wait_for_placements(cluster: Cluster, clients: Regulars, began: float) -> No
     cluster.wait_for("new requests to be placed", lambda: len(clients.answered_since(began)) > NUM_CLIENTS)
 
 
-def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(cluster: Cluster) -> None:
+def test_a_killed_leader_costs_no_request_and_a_standby_returns(cluster: Cluster) -> None:
     """The killed leader restarts before its claim ends and lets the standby go first
-    (tests/conductor/test_leadership.py). On a very busy machine it may still lead again."""
+    (tests/conductor/test_leader_election_state.py). On a very busy machine it may still lead again."""
     old, epoch = leading(cluster)
     [new] = set(NAMES) - {old}
     cluster.wait_for("the standby's knowledge", lambda: follows(cluster, new, old))
@@ -106,7 +106,7 @@ def test_a_killed_leader_costs_no_request_and_two_stand_by_for_each_other_again(
     cluster.wait_for("the restart", lambda: cluster.pids().get(old, pid) != pid)
 
 
-def test_a_stopped_leader_refuses_when_it_wakes_up_and_nothing_is_placed_twice(cluster: Cluster) -> None:
+def test_a_stopped_leader_refuses_calls_when_it_continues(cluster: Cluster) -> None:
     old, _ = leading(cluster)
     [new] = set(NAMES) - {old}
     pid = cluster.pids()[old]
@@ -145,7 +145,7 @@ def place_at(cluster: Cluster, name: str) -> Exception:
     return failure_from_wire(common_pb2.Failure.FromString(trailing[FAILURE_HEADER]))
 
 
-def test_while_the_registry_is_away_streams_go_on_and_new_requests_wait(cluster: Cluster, redis: RedisServer) -> None:
+def test_without_a_registry_streams_continue_and_new_requests_wait(cluster: Cluster, redis: RedisServer) -> None:
     """Without the registry no conductor can hold the claim, so none leads. Afterwards one leads again."""
     _, epoch = leading(cluster)
     with busy(cluster) as clients:

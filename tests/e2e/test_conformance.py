@@ -12,7 +12,7 @@ from tests.e2e.conformance import CONTEXT, run
 pytestmark = pytest.mark.e2e
 
 
-def test_replies_are_what_the_document_says(tmp_path: Path) -> None:
+def test_replies_conform_to_the_openapi_document(tmp_path: Path) -> None:
     """Allowed and forbidden requests to each endpoint never get a 5xx or a reply that the document does not list."""
     with small_cluster(tmp_path, *UNHURRIED, context=CONTEXT) as cluster:
         # One worker: threads that parse Python concurrently sometimes fail (python/cpython#106905).

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models import demo_model_path
+from moonserve.models import demo_model_path
 from tests.browser import Page, page
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.load import BackgroundLoad
@@ -66,7 +66,7 @@ async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path:
         assert not opened.complaints
 
 
-async def test_at_no_width_and_in_no_colours_anything_is_cut_off(cluster: Cluster, tmp_path: Path) -> None:
+async def test_the_dashboard_fits_at_every_width_and_in_every_theme(cluster: Cluster, tmp_path: Path) -> None:
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
         grounds = set()
@@ -87,7 +87,7 @@ async def test_at_no_width_and_in_no_colours_anything_is_cut_off(cluster: Cluste
         assert await opened.evaluate(CUT_OFF) == []
 
 
-async def test_everything_is_reached_with_tab_and_seen_to_be(cluster: Cluster, tmp_path: Path) -> None:
+async def test_the_tab_key_reaches_every_control_with_a_visible_focus(cluster: Cluster, tmp_path: Path) -> None:
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
         expected = await opened.evaluate(
@@ -107,7 +107,7 @@ async def test_everything_is_reached_with_tab_and_seen_to_be(cluster: Cluster, t
         assert await opened.evaluate(unreachable) == 0
 
 
-async def test_a_request_is_explained_by_keys_alone(cluster: Cluster, tmp_path: Path) -> None:
+async def test_the_dashboard_explains_a_request_by_keyboard_alone(cluster: Cluster, tmp_path: Path) -> None:
     known_id = cluster.complete("explain me, please", max_tokens=4)["id"]
     is_open = "document.getElementById('explanation').open"
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deploy.kvctl.main import main as kvctl
-from engine.elastic.ledger import Ledger
+from moonserve.deploy.admin.kvctl import main as kvctl
+from moonserve.engine.kv_cache.elastic_budget import Ledger
 from tests.e2e.cluster import Cluster, prompt_of
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
 
@@ -39,7 +39,9 @@ def limits(cluster: Cluster, capsys: pytest.CaptureFixture[str], *arguments: str
     return {line["worker"]: line for line in lines}
 
 
-def test_limits_that_change_under_load_change_no_token(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changing_memory_limits_under_load_changes_no_token(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = [prompt_of(number, 200) for number in range(NUM_PROMPTS)]
     expected = continuations(load_reference(cluster.model), prompts, NUM_TOKENS)
     for _ in range(ATTEMPTS):

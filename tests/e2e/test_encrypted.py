@@ -8,10 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protocol.errors import PeerLost, Unauthenticated
-from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.rpc import TOKEN_HEADER, Channels
-from protocol.tls import Certificates, load
+from moonserve.protocol.errors import PeerLost, Unauthenticated
+from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
+from moonserve.protocol.process.tls import Certificates, load_certificates
+from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER, Channels
 from tests.authority import Authority
 from tests.e2e.cluster import Cluster, small_cluster
 from tests.e2e.reference import continuations, load_reference, num_ties
@@ -45,7 +45,7 @@ async def test_a_peer_with_the_token_and_no_certificate_of_the_cluster_is_refuse
     [address] = [each["rpc_address"] for each in cluster.instances() if each["role"] == role]
     with pytest.raises(PeerLost, match="speaks TLS and this process does not"):
         await _ask(address, cluster.token, None)
-    other = load(Authority(tmp_path, "other").sign("stranger", names="IP:127.0.0.1").tls)
+    other = load_certificates(Authority(tmp_path, "other").sign("stranger", names="IP:127.0.0.1").tls)
     with pytest.raises(Unauthenticated, match="certificate is refused"):
         await _ask(address, cluster.token, other)
     credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes())

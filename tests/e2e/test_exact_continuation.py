@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy.remote import workers
+from moonserve.deploy.admin import drain_and_role
 from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of, tokens_of
 from tests.e2e.load import Said, read_choice
 
@@ -172,7 +172,7 @@ def decisions_of(cluster: Cluster, said: Said) -> list[dict[str, Any]]:
     return cluster.decisions(request_id)
 
 
-def test_all_kinds_of_streams_go_on_when_a_decode_worker_is_killed(cluster: Cluster, known: Known) -> None:
+def test_all_kinds_of_streams_continue_when_a_decode_worker_is_killed(cluster: Cluster, known: Known) -> None:
     assert any(goes_on_after_kill(cluster, known) for _ in range(TRIES))
 
 
@@ -188,7 +188,7 @@ def goes_on_after_kill(cluster: Cluster, known: Known) -> bool:
 
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
-def test_a_prompt_whose_prefill_worker_is_lost_is_read_elsewhere(cluster: Cluster, how: str) -> None:
+def test_a_prompt_whose_prefill_worker_is_lost_is_computed_elsewhere(cluster: Cluster, how: str) -> None:
     """A killed worker, or a stopped one, which is silent without closing and a member again when it wakes. Retries,
     because on a busy machine the prompt may have been handed off already."""
     assert any(is_read_elsewhere(cluster, how, attempt) for attempt in range(TRIES)), cluster.logs()
@@ -223,7 +223,7 @@ def is_read_elsewhere(cluster: Cluster, how: str, attempt: int) -> bool:
     return len(cluster.decisions(disturbed["id"])) > 1
 
 
-def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(cluster: Cluster, known: Known) -> None:
+def test_a_draining_worker_finishes_its_requests_and_can_be_put_back(cluster: Cluster, known: Known) -> None:
     name = "decode-0"
     codes: list[int] = []
     meanwhile = disturbed_by(cluster, known, [name], lambda n: codes.append(drained(cluster, n)))
@@ -246,7 +246,7 @@ def test_what_is_drained_finishes_gets_nothing_new_and_can_be_put_back(cluster: 
 def drained(cluster: Cluster, name: str, *options: str) -> int:
     """Returns the exit code of `moonserve drain`."""
     environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}
-    return workers.drain([name, "--url", cluster.url, *options], environ)
+    return drain_and_role.drain([name, "--url", cluster.url, *options], environ)
 
 
 def draining(cluster: Cluster, name: str) -> bool:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster, tokens_of
-from tests.kvstore.disk.mounts import mounted
+from tests.kvstore.faults.mounts import mounted
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
@@ -69,7 +69,7 @@ def ask(cluster: Cluster, prompt: list[int]) -> httpx.Response:
         return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, **GREEDY})
 
 
-def test_a_full_dev_shm_concerns_nobody(cluster: Cluster, wanted: list[int]) -> None:
+def test_a_full_dev_shm_fails_no_request(cluster: Cluster, wanted: list[int]) -> None:
     shm = os.statvfs(f"/proc/{cluster.pids()['decode-0']}/root/dev/shm")
     assert (shm.f_bavail, shm.f_blocks * shm.f_frsize) == (0, 4096)
     assert len(wanted) == 8
@@ -116,7 +116,7 @@ def full(disk: Path) -> Iterator[None]:
         filler.unlink()
 
 
-def test_a_full_disk_under_the_logs_costs_logs(cluster: Cluster, wanted: list[int]) -> None:
+def test_a_full_disk_under_the_logs_costs_only_log_lines(cluster: Cluster, wanted: list[int]) -> None:
     """A full log disk costs only log lines, also for a process that starts meanwhile."""
     with full(cluster.log_dir):
         epoch = cluster.kill("store-0")

@@ -40,7 +40,7 @@ def integrity_failures(cluster: Cluster) -> tuple[int, ...]:
     return tuple(cluster.counter(name, "integrity_failures") for name in names)
 
 
-def test_a_byte_flipped_on_the_way_is_computed_and_sent_again(cluster: Cluster) -> None:
+def test_a_byte_flipped_in_transfer_is_computed_and_sent_again(cluster: Cluster) -> None:
     # A request that ends at the prefill worker writes only its blocks, to the store.
     first = ask(cluster, max_tokens=1)
     cluster.wait_for("the puts", lambda: cluster.store().num_objects == NUM_BLOCKS - NUM_BAD_PUTS)

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from protocol.pb import (
+from moonserve.protocol.pb import (
     common_pb2,
     conductor_pb2,
     directory_pb2,
@@ -32,7 +32,7 @@ from protocol.pb import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from protocol.rpc import FAILURE_HEADER, TOKEN_HEADER
+from moonserve.protocol.rpc.grpc_transport import FAILURE_HEADER, TOKEN_HEADER
 from tests.e2e.cluster import Cluster
 from tests.processes import running
 from tests.thoroughness import examples
@@ -155,7 +155,7 @@ def addresses(cluster: Cluster) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_call_that_lies_is_refused_as_somebodys_fault(cluster: Cluster, addresses: dict[str, str], name: str) -> None:
+def test_invented_call_is_refused_with_matching_error(cluster: Cluster, addresses: dict[str, str], name: str) -> None:
     right = _answer(cluster)
     before = _memory(cluster)
     for service in sorted(OURS[name]):
@@ -168,7 +168,7 @@ def test_a_call_that_lies_is_refused_as_somebodys_fault(cluster: Cluster, addres
     assert max(grown.values()) < MAX_GROWTH_BYTES, grown
 
 
-def test_every_service_of_the_protocol_has_been_lied_to() -> None:
+def test_invented_calls_cover_every_service_of_the_protocol() -> None:
     """All services are covered except those with their own tests: changes of role, several conductors, and stages."""
     elsewhere = {"RoleSwitch", "Leadership"}
     assert set().union(*OURS.values()) | elsewhere == set(SERVICES)

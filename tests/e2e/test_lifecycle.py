@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import MoonserveError
+from moonserve.protocol.errors import MoonserveError
 from tests.e2e.cluster import Cluster
 from tests.patience import PATIENCE_S, until
 from tests.random_models import make_model
@@ -48,7 +48,7 @@ def mapped_from_shm() -> set[str]:
     return found
 
 
-def test_who_says_ready_serves_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
+def test_serve_is_ready_when_it_says_so_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
     """Ctrl-C stops all processes and leaves nothing, like SIGTERM in the next test."""
     shm_before = set(os.listdir("/dev/shm"))
     cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
@@ -81,7 +81,7 @@ def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_weights_that_do_not_match_are_one_clear_line(tmp_path: Path) -> None:
+def test_mismatched_weights_are_reported_in_one_line(tmp_path: Path) -> None:
     model = small_model(tmp_path)
     weights = load_file(model / "model.safetensors")
     name = next(n for n in weights if n.endswith("q_proj.weight"))

@@ -76,7 +76,7 @@ def streamed(cluster: Cluster, asked: Sequence[dict[str, Any]], num_clients: int
     return found
 
 
-def test_64_streams_at_once_are_as_if_each_were_alone(cluster: Cluster) -> None:
+def test_64_concurrent_streams_have_the_tokens_of_single_streams(cluster: Cluster) -> None:
     asked = wishes(64, prompt=(1, 600), output=(1, 80))
     together = streamed(cluster, asked, 64)
     cluster.wait_until_all_is_free()

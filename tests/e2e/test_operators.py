@@ -16,9 +16,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from gateway.generation.timings import PHASES
-from models import demo_model_path
 from moonserve.__main__ import main
+from moonserve.gateway.generation.request_timing import PHASES
+from moonserve.models import demo_model_path
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster
 from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
@@ -69,9 +69,7 @@ def explained(cluster: Cluster, request_id: str) -> dict[str, Any]:
     return decision
 
 
-def test_a_request_is_explained_by_the_name_that_the_client_gave(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_is_explained_by_the_clients_request_id(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     """The explanation has all candidates, the choice and the outcome, as tables and as JSON."""
     name = "my/first+request"
     reply = post(cluster, {"prompt": list(range(1, 41)), "max_tokens": 4}, **{"x-request-id": name})
@@ -123,7 +121,7 @@ def test_the_phases_add_up_to_the_end_to_end_time(cluster: Cluster, num_tokens: 
     assert median(shares) <= 0.02, shares
 
 
-def test_a_stream_has_its_timing_behind_its_output_for_every_choice(cluster: Cluster) -> None:
+def test_a_stream_ends_with_the_timing_of_every_choice(cluster: Cluster) -> None:
     wish = {"prompt": [1, 2, 3], "max_tokens": 4, "stream": True, "n": 2, "x_timing": True}
     lines = post(cluster, {**wish, "stream_options": {"include_usage": True}}).text.split("\n\n")
     assert lines[-2] == "data: [DONE]"
@@ -167,7 +165,7 @@ def test_one_trace_passes_through_every_process(cluster: Cluster) -> None:
     assert by_name["place"]["attributes"]["decode_instance"] == decode
 
 
-def test_bandwidths_and_steps_that_workers_saw_are_on_the_gateways_page(cluster: Cluster) -> None:
+def test_the_gateways_metrics_have_bandwidths_and_steps_of_workers(cluster: Cluster) -> None:
     wish = {"prompt": prompt_of("heartbeats", 3_000), "max_tokens": 50}
     decode = post(cluster, wish).headers["x-decode-instance-id"]
 
@@ -249,9 +247,9 @@ def test_a_request_is_followed_by_its_id_through_every_process(cluster: Cluster)
     decode = post(cluster, wish, **{"x-request-id": "follow-me"}).headers["x-decode-instance-id"]
     expected = {
         "conductor": [f"placed: prefill-0, then {decode}"],
-        "prefill-0": ["taken: 100 tokens", "first token: 0 tokens cached", "handed over to dec"],
+        "prefill-0": ["accepted: 100 tokens", "first token: 0 tokens cached", "handed over to dec"],
         decode: ["landed:", "ended with token 4: length"],
-        "gateway-0": ["finished: length; 100 prompt tokens, 0 of them cached, 5 generated; first "],
+        "gateway-0": ["finished: length; 100 prompt tokens, 0 of them cached, 5 generated; TTFT "],
     }
     for process, beginnings in expected.items():
         cluster.wait_for(
@@ -263,14 +261,14 @@ def test_a_request_is_followed_by_its_id_through_every_process(cluster: Cluster)
     [end] = [
         r
         for r in records(cluster, "gateway-0")
-        if r["logger"] == "gateway.generation.request_log" and "follow-me" in r["request_id"]
+        if r["logger"] == "moonserve.gateway.generation.request_log" and "follow-me" in r["request_id"]
     ]
     assert re.fullmatch(r"follow-me-[0-9a-f]{8}", end["request_id"])
     assert (end["prefill"], end["decode"]) == ("prefill-0", decode)
     assert 0 < end["ttft_s"] <= end["e2e_s"]
 
 
-def test_no_line_names_a_request_that_a_program_could_not_find(cluster: Cluster) -> None:
+def test_log_lines_have_request_ids_as_fields(cluster: Cluster) -> None:
     """A request id in a message is always a field too, so that logs can be filtered by it."""
     for process in ("conductor", "prefill-0", *DECODES, "gateway-0"):
         for record in records(cluster, process):
@@ -278,7 +276,7 @@ def test_no_line_names_a_request_that_a_program_could_not_find(cluster: Cluster)
                 assert "request_id" in record, record
 
 
-def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(cluster: Cluster) -> None:
+def test_a_killed_worker_is_logged_once_by_launcher_and_gateway(cluster: Cluster) -> None:
     """Retries with another stream, because on a busy machine it may end before the kill."""
     names = (f"survivor-{number}" for number in range(TRIES))
     name, killed = next((name, k) for name in names if (k := killed_under(cluster, name)))
@@ -291,7 +289,7 @@ def test_a_killed_worker_is_one_line_of_the_launcher_and_one_of_the_gateway(clus
     assert f"{killed} is lost" in lost
     cluster.wait_for("its end", lambda: len(about(cluster, "gateway-0", name)) >= 2)
     again, end = about(cluster, "gateway-0", name)
-    assert again.startswith("goes on elsewhere, attempt 2")
+    assert again.startswith("continues on other workers, attempt 2")
     assert end.startswith("finished: length; 40 prompt tokens")
 
 

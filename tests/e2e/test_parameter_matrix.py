@@ -212,7 +212,7 @@ EVERY = {
 
 
 @pytest.mark.parametrize(("path", "name"), EVERY)
-def test_a_parameter_does_the_same_apart_and_together(clusters: tuple[Cluster, Cluster], path: str, name: str) -> None:
+def test_parameter_has_same_effect_alone_and_combined(clusters: tuple[Cluster, Cluster], path: str, name: str) -> None:
     body = EVERY[path, name]
     choices = check(clusters, path, {**body, "return_token_ids": True})
     if body.get("tool_choice"):
@@ -224,7 +224,7 @@ def test_a_parameter_does_the_same_apart_and_together(clusters: tuple[Cluster, C
             jsonschema.validate(json.loads(text_of(choice)), form["schema"])
 
 
-def test_every_parameter_does_the_same_beside_other_requests(clusters: tuple[Cluster, Cluster]) -> None:
+def test_every_parameter_has_the_same_effect_beside_other_requests(clusters: tuple[Cluster, Cluster]) -> None:
     """All requests run concurrently, with different other requests in each batch."""
 
     def ask_all(num_threads: int) -> list[Any]:
@@ -247,7 +247,7 @@ def unstopped(clusters: tuple[Cluster, Cluster]) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", TO_STOP)
 @pytest.mark.parametrize(("span", "includes"), [((0, 1), True), ((0, 2), False), ((1, 4), True)], ids=str)
-def test_a_stop_string_ends_the_text_wherever_its_tokens_were_made(
+def test_a_stop_string_ends_the_text_on_any_worker(
     clusters: tuple[Cluster, Cluster], unstopped: dict[str, str], path: str, span: tuple[int, int], includes: bool
 ) -> None:
     """Each character is a token. Prefill makes the first, so that the second span crosses the handoff."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import load_model_config
-from models import demo_model_path
+from moonserve.engine.model.config import load_model_config
+from moonserve.models import demo_model_path
 from tests.e2e.cluster import Cluster, cached_of, running_cluster, tokens_of
 from tests.e2e.load import BackgroundLoad
 from tests.e2e.reference import Continuation, continuations, load_reference, num_ties, one_engines
@@ -132,7 +132,7 @@ class Exam:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_computed_cached_stored_and_sent_again_are_the_references(name: str, tmp_path: Path) -> None:
+def test_computed_cached_stored_and_resent_tokens_equal_the_reference(name: str, tmp_path: Path) -> None:
     """Tokens are right for unknown prompts and for prompts in all workers, in the store, or in prefill workers only."""
     case, model = CASES[name], tmp_path / "model"
     make_model(case.family, model, seed=1, max_position_embeddings=4_096, **FAMILIES[case.family])
@@ -160,7 +160,7 @@ def test_tokens_computed_cached_stored_and_sent_again_are_the_references(name: s
         assert not cluster.tracebacks()
 
 
-def test_what_gave_way_to_the_store_goes_on_as_if_it_had_stayed(tmp_path: Path) -> None:
+def test_a_sequence_preempted_to_the_store_continues_with_the_same_tokens(tmp_path: Path) -> None:
     """Two prefill stages each send codes and scales of their own layers to a decode worker that has room for two and a
     half of five answers. Preempted sequences resume with their codes from the store and have the same tokens."""
     model = demo_model_path()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.remote import workers
+from moonserve.deploy.admin import drain_and_role
 from tests.background import Background
 from tests.e2e.cluster import GREEDY, Cluster, running_cluster
 from tests.e2e.load import Regulars
@@ -30,7 +30,7 @@ def cluster(cluster: Cluster) -> Cluster:
 
 def switch(cluster: Cluster, instance_id: str, to: str, drain_s: float) -> int:
     arguments = [instance_id, to, "--url", cluster.url, "--drain-s", str(drain_s)]
-    return workers.role(arguments, {"MOONSERVE_CLUSTER_TOKEN": cluster.token})
+    return drain_and_role.role(arguments, {"MOONSERVE_CLUSTER_TOKEN": cluster.token})
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def holders(cluster: Cluster, num_blocks: int) -> list[str]:
     ]
 
 
-def test_the_command_says_what_is_wrong(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_role_command_reports_errors(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert switch(cluster, "worker-9", "decode", 0.0) == 1
     assert "worker-9" in capsys.readouterr().err
     assert switch(cluster, "worker-0", "prefill", 0.0) == 0
@@ -78,7 +78,7 @@ def test_the_command_says_what_is_wrong(cluster: Cluster, capsys: pytest.Capture
     assert switch(cluster, "worker-0", "decode", 0.0) == 2
     assert "the only prefill worker" in capsys.readouterr().err
     arguments = ["worker-0", "decode", "--url", cluster.url, "--force"]
-    assert workers.role(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
+    assert drain_and_role.role(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
     assert "MOONSERVE_CLUSTER_TOKEN" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from gateway.openai.resuming import parse
+from moonserve.gateway.http.stream_resumption import parse_event_id
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, tokens_of
 from tests.e2e.load import Regulars
 from tests.patience import PATIENCE_S
@@ -80,7 +80,7 @@ class Stream:
             self.token_ids += chunk["choices"][0].get("token_ids") or ()
 
 
-def test_a_client_of_a_killed_gateway_goes_on_where_it_was(cluster: Cluster) -> None:
+def test_a_client_of_a_killed_gateway_continues_its_stream(cluster: Cluster) -> None:
     """The connection breaks, which is distinct from an end. The next one waits for the gateway's successor, which draws
     the same tokens without a seed from the client. Retries, because on a busy machine the whole answer may be in the
     connection before the kill."""
@@ -90,7 +90,7 @@ def test_a_client_of_a_killed_gateway_goes_on_where_it_was(cluster: Cluster) -> 
     assert 20 <= len(stream.token_ids) < LONG
     stream.read()
     assert len(stream.names) == 1
-    whole = cluster.complete(**body, seed=parse(stream.last_id).seed)
+    whole = cluster.complete(**body, seed=parse_event_id(stream.last_id).seed)
     assert stream.token_ids == tokens_of(whole)
 
 

@@ -1,5 +1,5 @@
 """Planted secrets appear nowhere, sockets listen on loopback unless configured otherwise, and no tier leaks one
-tenant's data to another. `benchmarks.isolation` checks that timing does not leak it either."""
+tenant's data to another. `benchmarks.serving.tenant_isolation` checks that timing does not leak it either."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from gateway.access.isolation import salt_of
-from protocol.keys import BlockKey
+from moonserve.gateway.access.tenant_isolation import salt_of
+from moonserve.protocol.kv_blocks import BlockKey
 from tests.e2e.cluster import Cluster, cached_of, prompt_of, running_cluster
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
@@ -144,7 +144,7 @@ def test_no_tier_index_or_metric_shares_a_block_between_tenants_or_salts(site: S
     cluster.wait_until_all_is_free()
 
 
-def test_planted_secrets_are_nowhere_to_be_found(site: Site) -> None:
+def test_planted_secrets_appear_nowhere(site: Site) -> None:
     shown = _provoked(site)
     files = [*site.cluster.log_dir.rglob("*"), *site.traces.rglob("*")]
     shown |= {str(path): path.read_text(errors="replace") for path in files if path.is_file()}

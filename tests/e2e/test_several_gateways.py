@@ -69,7 +69,7 @@ def up(metrics: str) -> dict[str, str]:
     return dict(re.findall(r'^moonserve_up\{process="([^"]+)"\} (\d)$', metrics, re.MULTILINE))
 
 
-def test_any_gateway_tells_the_metrics_of_all(cluster: Cluster) -> None:
+def test_any_gateway_serves_the_metrics_of_all(cluster: Cluster) -> None:
     everybody = {*NAMES, "conductor", "prefill-0", "decode-0"}
     for _ in range(5):
         told = told_by_one(cluster, "/metrics/cluster", lambda text: list(up(text).values()) == ["1"] * len(everybody))
@@ -80,7 +80,7 @@ def test_any_gateway_tells_the_metrics_of_all(cluster: Cluster) -> None:
             assert f'process_resident_memory_bytes{{process="{name}"}}' in told
 
 
-def test_one_that_dies_is_replaced_at_the_same_port_and_the_others_serve(cluster: Cluster) -> None:
+def test_a_dead_gateway_is_replaced_at_its_port_while_others_serve(cluster: Cluster) -> None:
     before = cluster.pids()
     os.kill(before["gateway-1"], signal.SIGKILL)
     # A dying process loses its command line before its sockets: the kernel still assigns connections to it until then.

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.generate import generate
-from engine.config import load_model_config
-from engine.engine import Engine
-from protocol.request import SamplingParams
+from benchmarks.harness.generate import generate
+from moonserve.engine.engine import Engine
+from moonserve.engine.model.config import load_model_config
+from moonserve.protocol.request import SamplingParams
 from tests.engine.kernels.calls import kernels_folder
 from tests.engine.steps import random_prompt
 from tests.random_models import make_model

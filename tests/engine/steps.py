@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.batch import Slice
-from engine.drawn import BegunStep
-from engine.engine import Engine
-from protocol.ids import RequestId
-from protocol.request import SamplingParams
+from moonserve.engine.engine import Engine
+from moonserve.engine.model.batch import Slice
+from moonserve.engine.model.pending_step import PendingStep
+from moonserve.protocol.request import RequestId, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
@@ -76,12 +75,12 @@ def decode_ahead(
                 end=len(prompt) + step,
                 num_prompt_tokens=len(prompt),
                 samples=True,
-                follows=step > 0,
+                token_from_previous_step=step > 0,
             )
             for row, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True))
         ]
 
-    def end(step: BegunStep) -> None:
+    def end(step: PendingStep) -> None:
         for history, sampled in zip(histories, step.end(), strict=True):
             assert sampled is not None
             history.append(sampled.token_id)

@@ -11,13 +11,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.generate import generate
-from engine.batch import Sampled
-from engine.config import load_model_config
-from engine.engine import Engine
-from engine.runtime import EngineThread
-from protocol.errors import ConfigError, InvalidRequest
-from protocol.request import SamplingParams
+from benchmarks.harness.generate import generate
+from moonserve.engine.engine import Engine, EngineThread
+from moonserve.engine.model.batch import Sampled
+from moonserve.engine.model.config import load_model_config
+from moonserve.protocol.errors import ConfigError, InvalidRequest
+from moonserve.protocol.request import SamplingParams
 from tests.engine.conftest import Pair
 from tests.engine.steps import make_slice, random_prompt
 from tests.patience import PATIENCE_S
@@ -26,7 +25,7 @@ LAST = 1  # index of the last of two layers
 WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
 
 
-def test_kv_lies_where_the_layout_says(llama: Pair) -> None:
+def test_kv_is_at_the_offsets_of_the_layout(llama: Pair) -> None:
     """The bytes at `pool_offset` are transformers' keys and values of each token."""
     engine = llama.engine(num_blocks=6)
     prompt = random_prompt(20)
@@ -42,7 +41,7 @@ def test_kv_lies_where_the_layout_says(llama: Pair) -> None:
                 torch.testing.assert_close(found.view(own.shape), own, atol=1e-5, rtol=1e-5)
 
 
-def test_on_layer_is_called_when_that_layer_is_in_the_pool(llama: Pair) -> None:
+def test_on_layer_is_called_once_the_layer_is_in_the_pool(llama: Pair) -> None:
     engine = llama.engine(num_blocks=2)
     seen: list[tuple[int, list[bool]]] = []
 
@@ -57,7 +56,7 @@ def test_on_layer_is_called_when_that_layer_is_in_the_pool(llama: Pair) -> None:
     assert seen == [(0, [True, False]), (1, [True, True])]
 
 
-def test_the_pool_is_the_memory_it_was_given_if_that_is_enough(llama: Pair) -> None:
+def test_pool_uses_the_given_memory_if_it_is_large_enough(llama: Pair) -> None:
     layout = load_model_config(llama.path).kv_layout(16, "float32")
     memory = memoryview(mmap.mmap(-1, layout.pool_bytes(4)))
     engine = llama.engine(num_blocks=4, memory=memory)
@@ -80,7 +79,7 @@ def test_the_pool_is_the_memory_it_was_given_if_that_is_enough(llama: Pair) -> N
         ([1, 2, 99_999], 0, 3, [0], "vocabulary"),
     ],
 )
-def test_a_slice_that_cannot_be_computed_is_refused(
+def test_invalid_slice_is_refused(
     tokens: list[int], start: int, end: int, blocks: list[int], complaint: str, llama: Pair
 ) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
@@ -99,28 +98,25 @@ def test_fingerprints_differ_by_weights_dtype_and_block_size(pairs: dict[str, Pa
     assert llama.engine(num_blocks=4).fingerprint == engines[0].fingerprint
 
 
-# -- results of a step
-
-
 @pytest.fixture(params=["torch", "native"])
 def engine(request: pytest.FixtureRequest, llama: Pair) -> Engine:
     return llama.engine(num_blocks=16, kernels=request.param, attention=request.param)
 
 
-def test_a_chunk_without_a_token_to_sample_ends_with_the_last_keys_and_values(
+def test_chunk_without_sampling_stops_after_the_last_keys_and_values(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention: Any = engine._attention
     attend = Mock(wraps=attention.attend)
     monkeypatch.setattr(attention, "attend", attend)
-    told: list[int] = []
-    assert engine.execute([make_slice(random_prompt(60), 0, 40, range(4))], told.append) == [None]
+    reported: list[int] = []
+    assert engine.execute([make_slice(random_prompt(60), 0, 40, range(4))], reported.append) == [None]
     assert [call.args[0] for call in attend.call_args_list] == [0]
-    assert told == [0, LAST]  # all K and V are in the pool and can be sent
+    assert reported == [0, LAST]  # all K and V are in the pool and can be sent
     assert engine.execute([]) == []
 
 
-def test_rows_that_are_sampled_are_what_they_are_in_any_company(engine: Engine) -> None:
+def test_sampled_rows_do_not_depend_on_other_rows(engine: Engine) -> None:
     """One prompt ends in the step, one does not, and one sequence decodes. Each alone gives the same token and nearly
     the same log-probabilities (torch's matrix products depend on the number of rows)."""
     ends, goes_on, decodes = (random_prompt(50, seed) for seed in (1, 2, 3))
@@ -150,20 +146,20 @@ def assert_same(found: Sampled | None, expected: Sampled | None) -> None:
     assert own == pytest.approx(others, abs=1e-4)
 
 
-def test_a_seeded_stream_depends_neither_on_its_company_nor_on_where_it_began(llama: Pair) -> None:
+def test_seeded_sampling_does_not_depend_on_batch_or_start(llama: Pair) -> None:
     """A prompt plus the tokens already sent, with the same seed, continues with the same tokens."""
     engine = llama.engine()
     prompts = [random_prompt(20 + seed, seed=seed) for seed in range(4)]
-    wishes = [SamplingParams(max_tokens=12, temperature=0.9, seed=seed) for seed in range(4)]
-    together = generate(engine, prompts, wishes, chunk_size=16)
-    for prompt, wish, result in zip(prompts, wishes, together, strict=True):
-        [alone] = generate(engine, [prompt], wish)
+    samplings = [SamplingParams(max_tokens=12, temperature=0.9, seed=seed) for seed in range(4)]
+    together = generate(engine, prompts, samplings, chunk_size=16)
+    for prompt, sampling, result in zip(prompts, samplings, together, strict=True):
+        [alone] = generate(engine, [prompt], sampling)
         assert alone.token_ids == result.token_ids
-        [rest] = generate(engine, [prompt + alone.token_ids[:5]], wish)
+        [rest] = generate(engine, [prompt + alone.token_ids[:5]], sampling)
         assert rest.token_ids[:7] == alone.token_ids[5:]
 
 
-async def test_a_cancelled_caller_is_let_go_only_after_its_step(llama: Pair) -> None:
+async def test_cancelled_caller_waits_for_the_end_of_its_step(llama: Pair) -> None:
     runtime = EngineThread(llama.engine(num_blocks=4))
     started, proceed = threading.Event(), threading.Event()
     layers: list[int] = []

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine.config import ModelConfig, load_model_config
-from engine.pool_plan import plan_pool
-from engine.replica import load_replica, loaded_replica
-from engine.replica_config import ReplicaConfig
-from protocol.errors import ConfigError
-from protocol.process import Lifecycle
+from moonserve.engine.config import ReplicaConfig
+from moonserve.engine.kv_cache.pool_size import plan_pool
+from moonserve.engine.model.config import ModelConfig, load_model_config
+from moonserve.engine.replica import load_replica, running_replica
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.lifecycle import Lifecycle
+from moonserve.transfer import TransferEngine
 from tests.random_models import make_model
-from transfer import TransferEngine
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def config_of(**changes: Any) -> ReplicaConfig:
     return ReplicaConfig(**{"instance_id": "w", "model": "m", "dtype": "float32", **changes})
 
 
-def test_a_pool_plan_fits_the_memory_and_takes_what_the_model_takes(model: ModelConfig) -> None:
+def test_pool_plan_fits_the_memory_and_the_model(model: ModelConfig) -> None:
     plan = plan_pool(config_of(kv_cache_memory=100_000, block_size=8), model)
     assert plan.num_blocks == 100_000 // plan.layout.block_bytes
     assert plan.max_model_len == plan.num_blocks * 8
@@ -39,7 +39,7 @@ def test_a_pool_plan_fits_the_memory_and_takes_what_the_model_takes(model: Model
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_cache_memory": 100}, "--kv-cache-memory 100 holds no block"),
+        ({"kv_cache_memory": 100}, "--kv-cache-memory 100 is less than one block"),
         ({"max_model_len": 5000}, "--max-model-len 5000 exceeds the model's 1024 positions"),
         ({"max_model_len": 1000, "kv_cache_memory": 65536}, "tokens that --kv-cache-memory 65536"),
         ({"block_size": 0}, "--block-size must be at least 1"),
@@ -47,15 +47,15 @@ def test_a_pool_plan_fits_the_memory_and_takes_what_the_model_takes(model: Model
         ({"num_threads": 0}, "--num-threads must be at least 1"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1"),
         ({"num_threads": 1, "tensor_parallel_size": 2}, "needs as many --num-threads"),
-        ({"reserved_kv_share": 1.0}, "--reserved-kv-share is a share from 0 to below 1"),
+        ({"reserved_kv_share": 1.0}, "--reserved-kv-share must be from 0 to below 1"),
     ],
 )
-def test_what_does_not_fit_is_told_with_its_flag(model: ModelConfig, changes: dict[str, Any], words: str) -> None:
+def test_plan_that_does_not_fit_names_the_flag(model: ModelConfig, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_pool(config_of(**changes), model)
 
 
-async def test_memory_that_cannot_be_had_is_told_with_its_flag(model_path: Path) -> None:
+async def test_failed_allocation_names_the_flag(model_path: Path) -> None:
     def allocate(nbytes: int) -> bytearray:
         raise MemoryError(f"{nbytes} is too much")
 
@@ -70,11 +70,10 @@ def test_ranks_share_the_workers_threads() -> None:
 
 
 def test_workers_read_their_options_without_torch() -> None:
-    code = "import sys, prefill_worker.worker, decode_worker.worker\nsys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, moonserve.prefill_worker.worker, moonserve.decode_worker.worker\nsys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-# -- ranks as processes: what prevents their start. tests/e2e covers their results and crashes.
 
 
 @pytest.fixture
@@ -88,16 +87,16 @@ def ranks_of(path: Path, size: int) -> ReplicaConfig:
     return config_of(model=str(path), num_threads=size, tensor_parallel_size=size, **shared)
 
 
-async def test_a_model_that_ranks_cannot_share_is_refused(own_model: Path) -> None:
+async def test_model_that_ranks_cannot_divide_is_refused(own_model: Path) -> None:
     """The model is refused before any process starts."""
     config = ranks_of(own_model, 3)
     refused = pytest.raises(ConfigError, match="does not divide")
     with TransferEngine(cluster_token="x") as transfer, refused:
-        async with loaded_replica(config, transfer.allocate, Lifecycle(None)):
+        async with running_replica(config, transfer.allocate, Lifecycle(None)):
             pass
 
 
-async def test_a_rank_that_cannot_start_is_told_in_its_own_words(own_model: Path) -> None:
+async def test_error_of_a_rank_that_cannot_start_is_reported(own_model: Path) -> None:
     """The error of the rank is reported, and the worker leaves nothing behind."""
 
     class Spoiling(Lifecycle):
@@ -107,5 +106,5 @@ async def test_a_rank_that_cannot_start_is_told_in_its_own_words(own_model: Path
 
     refused = pytest.raises(ConfigError, match=r"rank 1: .*config\.json")
     with TransferEngine(cluster_token="x") as transfer, refused:
-        async with loaded_replica(ranks_of(own_model, 2), transfer.allocate, Spoiling(None)):
+        async with running_replica(ranks_of(own_model, 2), transfer.allocate, Spoiling(None)):
             pass

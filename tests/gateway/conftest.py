@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.config import GatewayConfig
-from gateway.server import serve
-from gateway.text.tokenizer import Tokenizer, load_tokenizer
-from protocol.grammar import Grammars
+from moonserve.gateway.config import GatewayConfig
+from moonserve.gateway.server import serve
+from moonserve.gateway.tokenizer import Tokenizer, load_tokenizer
+from moonserve.protocol.grammar import GrammarCache
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
 from tests.services import serving
 
@@ -24,12 +24,12 @@ MODEL = Path(__file__).parents[2] / "models" / "demo"
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
 TEXT: dict[str, Any] = {"prompt": "hello", "max_tokens": 6}
-GRAMMARS = Grammars(MODEL, vocab_size=4096, eos_token_ids=[1, 4])
+GRAMMARS = GrammarCache(MODEL, vocab_size=4096, eos_token_ids=[1, 4])
 
 
 def follows(grammar: str, text: str, tokenizer: Tokenizer) -> bool:
     """True if the text is an answer in the form that the grammar describes."""
-    matcher = GRAMMARS.start(grammar)
+    matcher = GRAMMARS.new_matcher(grammar)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -94,7 +94,7 @@ async def events(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -
 
 
 @dataclasses.dataclass(slots=True)
-class Said:
+class ReplyContent:
     """Content of one choice, joined from the chunks in which it arrived."""
 
     text: str = ""
@@ -107,11 +107,11 @@ class Said:
     reason: str | None = None
 
 
-def said(replies: Iterable[dict[str, Any]]) -> dict[int, Said]:
+def content_by_choice(replies: Iterable[dict[str, Any]]) -> dict[int, ReplyContent]:
     """Returns the content per choice, from the chunks of a stream or from one whole reply."""
-    found: dict[int, Said] = {}
+    found: dict[int, ReplyContent] = {}
     for choice in (choice for reply in replies for choice in reply["choices"]):
-        one = found.setdefault(choice["index"], Said())
+        one = found.setdefault(choice["index"], ReplyContent())
         delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
         one.text += delta.get("content") or ""
         for call in delta.get("tool_calls", ()):

@@ -14,15 +14,14 @@ from typing import Any
 
 import grpc.aio
 
-from protocol.errors import MoonserveError
-from protocol.held_tasks import HeldTasks
-from protocol.ids import GatewayId, RequestId
-from protocol.keys import unpack_tokens
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protocol.request import Logprobs, PrefillReport, Token, finish_reason
-from protocol.rpc import RpcServer
-from protocol.streams import GatewayStreams
-from protocol.wire import sampling_from_wire
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.kv_blocks import unpack_tokens
+from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.process.event_loop import BackgroundTasks
+from moonserve.protocol.request import GatewayId, Logprobs, PrefillReport, RequestId, Token, finish_reason
+from moonserve.protocol.rpc.grpc_transport import RpcServer
+from moonserve.protocol.rpc.wire import sampling_from_wire
+from moonserve.worker.token_streams import GatewayStreams
 from tests.patience import PATIENCE_S
 from tests.scores import scores_of
 
@@ -44,7 +43,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.streams = GatewayStreams(lambda gateway_id: None, grace_s=60.0)
         self.server = RpcServer(CLUSTER_TOKEN)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
-        self.server.add_lean("Worker", self)
+        self.server.add_socket_service("Worker", self)
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Context) -> worker_pb2.WorkerStatus:
         return worker_pb2.WorkerStatus()
@@ -161,10 +160,10 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     async def start(self) -> None:
         """Starts the conductor and two workers of each role."""
         self.changed = asyncio.Event()
-        self._tasks = HeldTasks()
+        self._tasks = BackgroundTasks()
         self.server = RpcServer(CLUSTER_TOKEN)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, self.server.grpc)
-        self.server.add_lean("Conductor", self)
+        self.server.add_socket_service("Conductor", self)
         self.address = await self.server.start("127.0.0.1", 0)
         for role, name in (PREFILL, "prefill"), (DECODE, "decode"):
             for number in range(2):

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.generation.events import Piece
-from gateway.http.errors import ApiError
-from gateway.openai.chunks import CompletionChunks, Heading, Wants
-from gateway.openai.models import DetokenizeBody, TokenizeBody
-from gateway.openai.responses.schema import ResponsesBody
-from gateway.openai.schema import BodyParser, ChatBody, CompletionBody, validated
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import load_tokenizer
-from protocol.errors import ConfigError, InvalidRequest
+from moonserve.gateway.chat_template import ChatTemplate
+from moonserve.gateway.errors import ApiError
+from moonserve.gateway.generation.events import Piece
+from moonserve.gateway.openai.reply_format import CompletionFormat, ReplyHeader, ReplyOptions
+from moonserve.gateway.openai.request_schema import BodyParser, ChatBody, CompletionBody, validated
+from moonserve.gateway.openai.responses_api_schema import ResponsesBody
+from moonserve.gateway.served_model import DetokenizeBody, TokenizeBody
+from moonserve.gateway.tokenizer import load_tokenizer
+from moonserve.protocol.errors import ConfigError, InvalidRequest
 from tests.gateway.conftest import MODEL
 
 TOKENIZER = load_tokenizer(MODEL)
@@ -62,7 +62,7 @@ _raw = _bodies.map(lambda body: json.dumps(body).encode("utf-8", "surrogatepass"
 
 
 @given(st.sampled_from(BODIES), _raw | st.binary(max_size=60))
-def test_any_bytes_are_a_body_or_400(cls: Any, raw: bytes) -> None:
+def test_any_bytes_parse_or_get_400(cls: Any, raw: bytes) -> None:
     assert status_of(cls, raw) in (200, 400)
 
 
@@ -79,9 +79,9 @@ _sources = st.lists(st.sampled_from(_parts), max_size=8).map("".join)
 
 
 @given(_sources, _messages)
-def test_any_template_gives_text_or_says_no(source: str, messages: list[dict[str, Any]]) -> None:
+def test_any_template_renders_or_raises_invalid_request(source: str, messages: list[dict[str, Any]]) -> None:
     """The model's own template and any other either render to text or are refused."""
-    for render in (TOKENIZER.template.render, lambda told: ChatTemplate(source, {}).render(told)):
+    for render in (TOKENIZER.template.render, lambda messages: ChatTemplate(source, {}).render(messages)):
         try:
             outcome = render(messages)
         except (ConfigError, InvalidRequest) as error:
@@ -91,15 +91,15 @@ def test_any_template_gives_text_or_says_no(source: str, messages: list[dict[str
 
 @pytest.mark.parametrize("usage", [False, True])
 @given(texts=st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5))
-def test_events_are_framed_whatever_they_say(usage: bool, texts: list[str]) -> None:
+def test_any_text_is_framed_as_one_event(usage: bool, texts: list[str]) -> None:
     """Every event is one ASCII line for any line splitter and holds one JSON object."""
-    wants = Wants(usage=usage, token_ids=False, logprobs=False)
-    heading = Heading(id="cmpl-\u2028\n", created=1, model="m\r\n\r\n")
-    chunks = CompletionChunks(heading, wants, TOKENIZER, [()], [texts[0]])
+    options = ReplyOptions(usage=usage, token_ids=False, logprobs=False)
+    header = ReplyHeader(id="cmpl-\u2028\n", created=1, model="m\r\n\r\n")
+    chunks = CompletionFormat(header, options, TOKENIZER, [()], [texts[0]])
     sent = chunks.first() + "".join(chunks.piece(Piece(index=0, text=text, tokens=())) for text in texts)
     assert sent.isascii()
     events = sent.split("\n\n")
     assert events.pop() == ""
     assert all(event.splitlines() == [event] for event in events)
-    said = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
-    assert said == [texts[0], *texts]
+    received = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert received == [texts[0], *texts]

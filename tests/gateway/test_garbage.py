@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from protocol.pb import conductor_pb2
+from moonserve.protocol.pb import conductor_pb2
 from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH
 from tests.gateway.scripted_cluster import ScriptedCluster
 
@@ -23,7 +23,7 @@ def garbage() -> Counter[str]:
     gc.set_debug(0)
     found = Counter(f"{type(each).__module__}.{type(each).__name__}" for each in gc.garbage)
     gc.garbage.clear()
-    return Counter({k: v for k, v in found.items() if k.startswith(("gateway", "uvicorn"))})
+    return Counter({k: v for k, v in found.items() if k.startswith(("moonserve.gateway", "uvicorn"))})
 
 
 REJECTED = conductor_pb2.PlaceReply(overloaded=conductor_pb2.Overloaded(reason="busy", retry_after_s=1.0))
@@ -37,7 +37,7 @@ SCENARIOS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-async def test_nothing_is_left_in_cycles(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
+async def test_requests_leave_no_reference_cycles(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:
     async def ask_all() -> None:
         for path, body, status in SCENARIOS:
             cluster.place_replies = [REJECTED] if status == 429 else []

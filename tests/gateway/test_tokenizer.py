@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from gateway.generation.detokenize import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Tokenizer, _converted, load_tokenizer
-from protocol.errors import ConfigError, InvalidRequest
+from moonserve.gateway.chat_template import ChatTemplate
+from moonserve.gateway.generation.detokenizer import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
+from moonserve.gateway.tokenizer import Tokenizer, _converted, load_tokenizer
+from moonserve.protocol.errors import ConfigError, InvalidRequest
 from tests.gateway.conftest import MODEL
 
 REFERENCE = AutoTokenizer.from_pretrained(MODEL)
@@ -40,14 +40,14 @@ TEMPLATES = {
 
 
 @given(st.text(max_size=60), st.booleans())
-def test_texts_encode_and_decode_as_transformers_does(text: str, special: bool) -> None:
+def test_encode_and_decode_match_transformers(text: str, special: bool) -> None:
     ids = OURS.encode(text, add_special_tokens=special)
     assert ids == REFERENCE.encode(text, add_special_tokens=special)
     assert OURS.decode(ids) == REFERENCE.decode(ids)
 
 
 @pytest.mark.parametrize("generation_prompt", [True, False])
-def test_the_models_chat_template_renders_as_transformers_does(generation_prompt: bool) -> None:
+def test_chat_template_renders_as_in_transformers(generation_prompt: bool) -> None:
     text = OURS.template.render(MESSAGES, add_generation_prompt=generation_prompt)
     assert text == REFERENCE.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=generation_prompt)
     ids = REFERENCE.apply_chat_template(MESSAGES, add_generation_prompt=generation_prompt, return_dict=True)[
@@ -57,7 +57,7 @@ def test_the_models_chat_template_renders_as_transformers_does(generation_prompt
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_templates_may_use_means_the_same_as_in_transformers(name: str) -> None:
+def test_template_functions_match_transformers(name: str) -> None:
     ours = ChatTemplate(TEMPLATES[name], {"bos_token": "<|bos|>"})
     theirs = REFERENCE.apply_chat_template(
         MESSAGES, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True, enable_thinking="yes"
@@ -77,12 +77,12 @@ def test_what_templates_may_use_means_the_same_as_in_transformers(name: str) -> 
         "{{ messages | map(attribute='content') | sum }}",
     ],
 )
-def test_a_template_that_fails_or_reaches_out_is_the_clients_error(source: str) -> None:
+def test_failing_or_escaping_template_raises_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest):
         ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
+def test_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(MODEL / name, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(
@@ -94,7 +94,7 @@ def test_a_jinja_file_and_dict_tokens_are_read(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == {1}
 
 
-def test_a_folder_without_a_readable_tokenizer_or_template_is_a_configuration_error(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_or_template_raises_config_error(tmp_path: Path) -> None:
     """A folder without any template is accepted and refuses chats."""
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
     with pytest.raises(InvalidRequest, match="no chat template"):
@@ -111,7 +111,7 @@ def test_a_folder_without_a_readable_tokenizer_or_template_is_a_configuration_er
             load_tokenizer(folder)
 
 
-def test_what_transformers_converts_gives_the_same_text() -> None:
+def test_converted_tokenizer_gives_the_same_text() -> None:
     converted = Tokenizer(_converted(MODEL), None, frozenset())
     text = "naïve 日本 text"
     ids = converted.encode(text)
@@ -120,7 +120,7 @@ def test_what_transformers_converts_gives_the_same_text() -> None:
     assert "".join(map(decoder.push, ids)) + decoder.finish() == text
 
 
-def test_a_tokens_bytes_are_exact_even_within_a_character() -> None:
+def test_token_bytes_are_exact_within_a_character() -> None:
     ids = OURS.encode("日本", add_special_tokens=False)
     assert b"".join(map(OURS.token_bytes, ids)).decode() == "日本"
     assert OURS.longest_token >= 10
@@ -152,7 +152,7 @@ def test_byte_level_deltas_join_to_the_full_decode_of_any_tokens(ids: list[int],
 
 
 @given(TEXTS)
-def test_deltas_join_to_the_text_and_none_holds_a_part_of_a_character(text: str) -> None:
+def test_deltas_join_to_the_text_and_hold_whole_characters(text: str) -> None:
     ids = OURS.encode(text, add_special_tokens=False)
     for decoder in (OURS.decoder(), window_decoder()):
         deltas = list(map(decoder.push, ids))
@@ -160,7 +160,7 @@ def test_deltas_join_to_the_text_and_none_holds_a_part_of_a_character(text: str)
         assert "".join(deltas) + decoder.finish() == text
 
 
-def test_a_window_of_broken_bytes_stays_short() -> None:
+def test_window_of_invalid_bytes_stays_short() -> None:
     """Decoding stays linear for a model that produces only broken characters."""
     lengths: list[int] = []
 
@@ -177,7 +177,7 @@ def test_a_window_of_broken_bytes_stays_short() -> None:
 
 @given(st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 @example(["a", "b"], ["b", "ab"])
-def test_stop_strings_cut_wherever_token_borders_fall_and_no_beginning_of_one_is_emitted(
+def test_stop_strings_match_across_token_borders_and_are_not_emitted_in_part(
     deltas: list[str], stops: list[str]
 ) -> None:
     matcher, emitted = StopMatcher(stops), ""
@@ -190,7 +190,7 @@ def test_stop_strings_cut_wherever_token_borders_fall_and_no_beginning_of_one_is
 
 @given(ANY_TOKENS, st.lists(st.sampled_from(["e", "the", " a", "\n", "ab"]), max_size=3), st.booleans())
 @example(OURS.encode("at the end"), ["the"], True)
-def test_output_is_the_full_decode_cut_at_the_first_stop(ids: list[int], stops: list[str], includes_stop: bool) -> None:
+def test_output_is_the_full_text_cut_at_the_first_stop(ids: list[int], stops: list[str], includes_stop: bool) -> None:
     """The text ends before the first stop string, or after it if the output includes stops."""
     stops = stops[:1] if includes_stop else stops
     output = TextOutput(OURS.decoder(), stops, includes_stop=includes_stop)
@@ -205,12 +205,12 @@ def test_output_is_the_full_decode_cut_at_the_first_stop(ids: list[int], stops: 
     assert (emitted, output.stopped) == (expected, stopped)
 
 
-def test_stop_strings_do_not_count_before_min_tokens() -> None:
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
     ids = OURS.encode(" to be or not to be", add_special_tokens=False)
     output = TextOutput(OURS.decoder(), [" be"], min_tokens=len(ids) - 1)
     text = "".join(map(output.push, ids)) + output.finish()
     assert text == " to be or not to"
 
 
-def test_tokens_beyond_the_tokenizer_have_no_text() -> None:
+def test_token_ids_beyond_the_tokenizer_have_no_text() -> None:
     assert OURS.decoder().push(OURS.size) == ""

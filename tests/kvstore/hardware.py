@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvstore.allocator import ALIGNMENT, padded
-from kvstore.disk.base import DiskObject, Place
+from moonserve.kvstore.disk.base import DiskObject, Place
+from moonserve.kvstore.state.allocator import ALIGNMENT, padded
 
 NOTHING = 0
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.config import StoreConfig
-from kvstore.directory.config import DirectoryConfig
-from kvstore.node import available_bytes
-from protocol.config import load
-from protocol.errors import ConfigError
+from moonserve.kvstore.config import StoreConfig
+from moonserve.kvstore.directory.config import DirectoryConfig
+from moonserve.kvstore.node.process import available_memory_bytes
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import load_config
 from tests.patience import PATIENCE_S
 
 
@@ -30,9 +30,9 @@ from tests.patience import PATIENCE_S
         ["--ssd-sync-interval-s", "-1"],
     ],
 )
-def test_nonsense_is_refused(flags: list[str]) -> None:
+def test_invalid_settings_are_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match=flags[0]):
-        load(StoreConfig, ["--instance-id", "s", *flags], prog="kvstore", environ={})
+        load_config(StoreConfig, ["--instance-id", "s", *flags], prog="kvstore", environ={})
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_directory_is_not_told_to_follow_itself(registry: str, is_own: bool) -
     own = ("--instance-id", "directory", "--port", "7100")
     environ = {"MOONSERVE_CLUSTER_TOKEN": "token", "MOONSERVE_REGISTRY": registry}
     with pytest.raises(ConfigError, match="MOONSERVE_REGISTRY") if is_own else contextlib.nullcontext():
-        assert load(DirectoryConfig, own, prog="directory", environ=environ).registry == registry
+        assert load_config(DirectoryConfig, own, prog="directory", environ=environ).registry == registry
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_a_directory_is_not_told_to_follow_itself(registry: str, is_own: bool) -
         (None, None, None),
     ],
 )
-def test_the_smaller_of_the_machines_and_the_groups_counts(
+def test_available_memory_is_the_smaller_of_machine_and_control_group(
     tmp_path: Path, meminfo: str | None, limit: str | None, expected: int | None
 ) -> None:
     if meminfo is not None and limit is not None:
         (tmp_path / "meminfo").write_text(meminfo)
         (tmp_path / "limit").write_text(limit)
-    assert available_bytes(tmp_path / "meminfo", tmp_path / "limit") == expected
+    assert available_memory_bytes(tmp_path / "meminfo", tmp_path / "limit") == expected
 
 
 def test_a_node_with_more_memory_than_there_is_ends_before_it_takes_any() -> None:

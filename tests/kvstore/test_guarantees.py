@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "store-guarantees.md"
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
-def test_every_promise_names_tests_that_exist() -> None:
+def test_every_guarantee_names_existing_tests() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     promises = [row for row in rows if not row.startswith(("| **", "| promise"))]
     assert len(promises) > 50

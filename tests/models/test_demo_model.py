@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from models import data, demo_model_path
-from models.tokenizer import BOS, EOS, IM_END, IM_START, PAD, SPECIAL_IDS, VOCABULARY_SIZE
+from moonserve.models import demo_model_path, training_data
+from moonserve.models.tokenizer import BOS, EOS, IM_END, IM_START, PAD, SPECIAL_IDS, VOCABULARY_SIZE
 
 AWKWARD_TEXTS = (
     "",
@@ -40,13 +40,13 @@ def test_decoding_an_encoding_gives_the_text_back(tokenizer: Tokenizer, text: st
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_the_vocabulary_has_the_configured_size_and_a_prompt_begins_with_bos(tokenizer: Tokenizer) -> None:
+def test_vocabulary_has_the_configured_size_and_prompts_begin_with_bos(tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() == VOCABULARY_SIZE == read_json("config.json")["vocab_size"]
     assert tokenizer.encode("import os").ids[0] == SPECIAL_IDS[BOS]
     assert tokenizer.decode(list(SPECIAL_IDS.values()), skip_special_tokens=True) == ""
 
 
-def test_python_costs_at_most_one_token_per_3_3_bytes_and_one_per_line_break(tokenizer: Tokenizer) -> None:
+def test_python_takes_at_most_one_token_per_3_3_bytes_and_one_per_line_break(tokenizer: Tokenizer) -> None:
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -91,8 +91,8 @@ def test_the_chat_template_renders_roles_and_the_generation_prompt() -> None:
 # -- corpus and samples
 
 
-def test_the_shipped_record_names_the_rules_in_force_which_leave_out_tests_and_tables(tmp_path: Path) -> None:
-    assert read_json("corpus.json")["rules"] == data.describe({}, {})["rules"]
+def test_training_record_names_the_current_corpus_rules(tmp_path: Path) -> None:
+    assert read_json("corpus.json")["rules"] == training_data.describe_corpus({}, {})["rules"]
     kept = ["alpha.py", "package/__init__.py", "package/module.py", "zlast.py"]
     left_out = (
         *("package/test/module.py", "package/test_module.py", "site-packages/vendor.py"),
@@ -102,9 +102,9 @@ def test_the_shipped_record_names_the_rules_in_force_which_leave_out_tests_and_t
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(f"NAME = {path!r}\n", encoding="utf-8")
     (tmp_path / "empty.py").write_text("\n", encoding="utf-8")
-    files = data.read_files(tmp_path)
+    files = training_data.read_files(tmp_path)
     assert list(files) == kept
-    training, validation = data.split({f"module_{number}.py": "" for number in range(10_000)})
+    training, validation = training_data.split_files({f"module_{number}.py": "" for number in range(10_000)})
     assert len(training) + len(validation) == 10_000
     assert 150 <= len(validation) <= 250  # about 2 %
 
@@ -126,18 +126,20 @@ class A:
 """
 
 
-def test_functions_are_cut_out_whole_and_samples_depend_on_the_random_state_alone() -> None:
-    (function,) = data.find_functions([SOURCE])
+def test_samples_are_whole_functions_and_depend_only_on_the_random_state() -> None:
+    (function,) = training_data.find_functions([SOURCE])
     assert function.signature == "area(self, width, height=2)"
     assert function.docstring == "Return the area.\n\nBoth are in metres."
     body = "    if width < 0:\n        raise ValueError\n\n    return width * height\n"
     assert function.bare_source == f"def area(self, width, height=2):\n{body}"
     assert function.source.startswith("def area(self, width, height=2):\n    '''Return")
     assert function.source.endswith(body)
-    first, second = ([data.make_chat(function, rng) for _ in range(20)] for rng in (random.Random(7), random.Random(7)))
+    first, second = (
+        [training_data.make_chat(function, rng) for _ in range(20)] for rng in (random.Random(7), random.Random(7))
+    )
     assert first == second
     rng = random.Random(7)
     for _ in range(50):
-        prompt, continuation = data.make_snippet(function, rng)
+        prompt, continuation = training_data.make_snippet(function, rng)
         assert prompt
         assert prompt + continuation == function.source

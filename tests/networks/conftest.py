@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.networks.hosts import why_not
+from benchmarks.networks.hosts import missing_requirement
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _namespaces() -> None:
-    if (reason := why_not()) is not None:
+    if (reason := missing_requirement()) is not None:
         pytest.skip(reason)

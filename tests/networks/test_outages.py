@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.networks.cluster import DECODE, FRONT, HostsCluster, hosts_cluster
 from benchmarks.networks.hosts import Link
-from benchmarks.networks.outages import Outage, degraded, known_answers, play
+from benchmarks.networks.outages import Outage, degraded, known_answers, run_outage
 from tests.thoroughness import seconds
 
 pytestmark = pytest.mark.e2e
@@ -35,15 +35,15 @@ def known(cluster: HostsCluster) -> Mapping[str, str]:
 
 
 @pytest.mark.parametrize("outage", [CUT_OFF, ONE_WAY], ids=lambda outage: outage.title)
-def test_no_token_is_wrong_and_the_cluster_comes_back(
+def test_outages_change_no_token_and_the_cluster_recovers(
     cluster: HostsCluster, known: Mapping[str, str], outage: Outage
 ) -> None:
-    report = play(cluster, outage, known, OUTAGE_S)  # raises unless the cluster serves again
+    report = run_outage(cluster, outage, known, OUTAGE_S)  # raises unless the cluster serves again
     assert report.outcomes["wrong"] == 0
     assert report.outcomes["cut"] == 0, "each request ends in an answer or in an error"
     assert sum(report.outcomes.values()) > 0
 
 
-def test_packets_that_are_lost_and_late_change_no_token(cluster: HostsCluster, known: Mapping[str, str]) -> None:
+def test_lost_and_late_packets_change_no_token(cluster: HostsCluster, known: Mapping[str, str]) -> None:
     link = Link(delay_s=0.01, loss=0.02, bytes_per_s=12.5e6)
     assert degraded(cluster, link, known) == {"right": len(known)}

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from engine.batch import Sampled
-from engine.block_pool import BlockPool
-from prefill_worker import actions as act
-from prefill_worker import events as ev
-from prefill_worker.ledger import Limits
-from prefill_worker.state import PrefillState
-from protocol.ids import GatewayId, LeaseId, RequestId
-from protocol.keys import block_keys, root_key
-from protocol.profile import PrefillProfile
-from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.model.batch import Sampled
+from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.decisions.shared_state import Limits
+from moonserve.prefill_worker.state import PrefillState
+from moonserve.protocol.kv_blocks import block_keys, root_key
+from moonserve.protocol.request import (
+    Endpoint,
+    GatewayId,
+    LeaseId,
+    Placement,
+    PrefixSource,
+    Request,
+    RequestId,
+    SamplingParams,
+)
+from moonserve.protocol.step_time import PrefillProfile
+from moonserve.worker.events import Action, Event
 from tests.scores import pretend
-from worker.events import Action, Event
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000
@@ -82,14 +89,14 @@ def make_state(
     profile: PrefillProfile = PROFILE,
     **limits: Any,
 ) -> PrefillState:
-    pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: state.evicted(key))
+    pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: state.on_evicted(key))
     fixed = {"block_size": BLOCK_SIZE, "block_bytes": BLOCK_BYTES, "max_num_batched_tokens": budget, "max_num_seqs": 8}
     bounds = Limits(**{**fixed, "max_model_len": 1000, "max_prefetch_blocks": 8, **limits})
     state = PrefillState(pool, bounds, lease_prefix="lease", profile=profile, home_store=home)
     return state
 
 
-def granted(action: act.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGranted:
+def granted(action: ev.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGranted:
     """Returns the decode worker's grant of a reservation: block i lands in its block 100 + i."""
     num_blocks = -(-action.num_tokens // BLOCK_SIZE)
     return ev.LandingGranted(
@@ -107,7 +114,7 @@ def granted(action: act.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGra
     )
 
 
-def step_done(step: act.RunStep, *, token_id: int = 42) -> ev.StepDone:
+def step_done(step: ev.RunStep, *, token_id: int = 42) -> ev.StepDone:
     """Returns the result of a step. Each sampling slice yields `token_id`; the checksum of block i is 1000 + i."""
     for plan in step.plans:
         pretend(plan.slice)
@@ -144,7 +151,7 @@ def kinds(actions: Iterable[Action]) -> list[type]:
 
 def spans(actions: Iterable[Action]) -> list[tuple[str, int, int]]:
     """Returns (request, start, end) of each slice in the RunStep actions among `actions`."""
-    slices = [plan.slice for step in all_of(actions, act.RunStep) for plan in step.plans]
+    slices = [plan.slice for step in all_of(actions, ev.RunStep) for plan in step.plans]
     return [(piece.request_id, piece.start, piece.end) for piece in slices]
 
 
@@ -180,23 +187,23 @@ class Walk:
 
     def grant(self, actions: Iterable[Action], *, num_cached: int = 0, at: float | None = None) -> Sequence[Action]:
         """Handles the decode worker's grant of the one reservation among `actions`."""
-        return self.handle(granted(only(actions, act.ReserveLanding), num_cached=num_cached), at)
+        return self.handle(granted(only(actions, ev.ReserveLanding), num_cached=num_cached), at)
 
-    def start(self, name: str = "r", num_tokens: int = 6, *, num_cached: int = 0, **options: Any) -> act.RunStep:
+    def start(self, name: str = "r", num_tokens: int = 6, *, num_cached: int = 0, **options: Any) -> ev.RunStep:
         """Submits a request, grants its landing and returns its first step."""
         submission = self.submit(name, num_tokens, **options)
-        return only(self.grant(submission, num_cached=num_cached), act.RunStep)
+        return only(self.grant(submission, num_cached=num_cached), ev.RunStep)
 
-    def done(self, step: act.RunStep, at: float | None = None, *, token_id: int = 42) -> Sequence[Action]:
+    def done(self, step: ev.RunStep, at: float | None = None, *, token_id: int = 42) -> Sequence[Action]:
         return self.handle(step_done(step, token_id=token_id), at)
 
     def written(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
         return self.handle(ev.WritesDone(request_id=RequestId(name)), at)
 
-    def commit(self, name: str = "r", num_tokens: int = 6) -> act.CommitHandoff:
+    def commit(self, name: str = "r", num_tokens: int = 6) -> ev.CommitHandoff:
         """Takes a request from its submission to its commit. The prompt is computed in one step."""
         self.done(self.start(name, num_tokens))
-        return only(self.written(name), act.CommitHandoff)
+        return only(self.written(name), ev.CommitHandoff)
 
     def accept(self, name: str = "r", at: float | None = None) -> Sequence[Action]:
         return self.handle(ev.HandoffAccepted(request_id=RequestId(name)), at)

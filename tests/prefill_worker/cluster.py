@@ -10,32 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode_worker.service import DecodeService
-from engine.batch import Sampled, Slice
-from engine.block_pool import BlockPool
-from engine.engine import Engine
-from engine.runtime import EngineThread
-from engine.staging import staging_of
-from kvstore.client.blocks import BlockStores
-from kvstore.client.objects import ReadLease
-from kvstore.client.spots import Spots
-from kvstore.config import StoreConfig
-from kvstore.node import serve as serve_store
-from prefill_worker.actions import CommitHandoff
-from prefill_worker.landing_client import LandingClient
-from prefill_worker.ledger import Limits
-from prefill_worker.service import PrefillService
-from prefill_worker.servicer import PrefillServicer
-from prefill_worker.state import PrefillState
-from protocol.ids import LeaseId
-from protocol.keys import BlockKey
-from protocol.pb import worker_pb2, worker_pb2_grpc
-from protocol.profile import PrefillProfile
-from protocol.request import Endpoint, PrefixSource, Request
-from protocol.rpc import Channels, RpcServer
+from moonserve.decode_worker.service import DecodeService
+from moonserve.engine.engine import Engine, EngineThread, staging_of
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.model.batch import Sampled, Slice
+from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
+from moonserve.kvstore.client.node_access.objects import ReadLease
+from moonserve.kvstore.config import StoreConfig
+from moonserve.kvstore.node.process import serve as serve_store
+from moonserve.prefill_worker.decisions.events import CommitHandoff
+from moonserve.prefill_worker.decisions.shared_state import Limits
+from moonserve.prefill_worker.decode_client import DecodeClient
+from moonserve.prefill_worker.service import PrefillService
+from moonserve.prefill_worker.state import PrefillState
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
+from moonserve.protocol.request import Endpoint, LeaseId, PrefixSource, Request
+from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
+from moonserve.protocol.step_time import PrefillProfile
+from moonserve.transfer import FaultPlan, ScatterTransfer, TransferEngine
+from moonserve.transfer.memory.scatter import LOCAL
+from moonserve.worker.process import KvMemory
+from moonserve.worker.service import PrefillServicer
 from tests.channels import PatientChannels
 from tests.decode_worker.world import prompt_of
-from tests.kvstore.nodes import exists
+from tests.kvstore.node.nodes import exists
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.services import serving
@@ -53,9 +53,6 @@ from tests.worker.parts import (
     status_of,
     submit,
 )
-from transfer import FaultPlan, ScatterTransfer, TransferEngine
-from transfer.scatter import LOCAL
-from worker.memory import KvMemory
 
 LANDING_TTL_S = 30.0
 # A slow engine, so that reading a stored prefix is always faster than computing it.
@@ -163,7 +160,7 @@ async def cluster(
         staging = stack.enter_context(closing(staging_of(thread.engine)))
         engine = GatedEngine(thread)
         landings = GatedLandings(channels, fingerprint=thread.engine.fingerprint, ttl_s=LANDING_TTL_S)
-        pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda key: state.evicted(key))
+        pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda key: state.on_evicted(key))
         bounds = Limits(
             block_size=BLOCK_SIZE,
             block_bytes=layout.block_bytes,
@@ -187,7 +184,7 @@ async def cluster(
         server = RpcServer(TOKEN)
         servicer = PrefillServicer(service, block_size=BLOCK_SIZE, vocab_size=260)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.grpc)
-        server.add_lean("Worker", servicer)
+        server.add_socket_service("Worker", servicer)
         stack.push_async_callback(server.stop, 0)
         address = await server.start("127.0.0.1", 0)
         prefill, ears = endpoint_of("prefill-0", address, transfer.address), Ears()
@@ -246,7 +243,9 @@ class GatedStores(BlockStores):
         if turn in self.damaged_turns:
             transfer.local.buffer[transfer.rows[-1, LOCAL]] ^= 0xFF
 
-    async def read(self, store: Endpoint, keys: Sequence[BlockKey], spots: Spots, *, deadline_s: float) -> list[int]:
+    async def read(
+        self, store: Endpoint, keys: Sequence[BlockKey], spots: BufferSlots, *, deadline_s: float
+    ) -> list[int]:
         await self.gate.pass_through()
         return await super().read(store, keys, spots, deadline_s=PATIENCE_S)
 
@@ -257,7 +256,7 @@ class GatedStores(BlockStores):
         return await super().lease(store, keys, ttl_s=PATIENCE_S, timeout_s=timeout_s)
 
 
-class GatedLandings(LandingClient):
+class GatedLandings(DecodeClient):
     """Landing client whose commits a test can hold and whose renewals it can await."""
 
     def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:

@@ -10,19 +10,18 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefill_worker import actions as act
-from prefill_worker import events as ev
-from prefill_worker.state import PrefillState
-from protocol.errors import PeerLost
-from protocol.ids import GatewayId, RequestId
-from protocol.request import Endpoint, Token
+from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.state import PrefillState
+from moonserve.protocol.errors import PeerLost
+from moonserve.protocol.request import Endpoint, GatewayId, RequestId, Token
+from moonserve.worker.events import Action, Event
 from tests.prefill_worker.builders import HOME, endpoint, granted, make_request, make_state, step_done, submitted
 from tests.thoroughness import examples
 
 GATEWAYS = ("gateway-0", "gateway-1")
 LOST = PeerLost("gone")
 
-Answer = Callable[[str], ev.Event]
+Answer = Callable[[str], Event]
 """Returns the event that ends an operation: "good" for success, "odd" for an anomaly, "bad" for failure."""
 
 
@@ -47,7 +46,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.first_tokens: dict[str, Token] = {}
         self.under_way: list[tuple[str, Answer]] = []
         self.steps: list[int] = []
-        self.reserving: dict[str, act.ReserveLanding] = {}
+        self.reserving: dict[str, ev.ReserveLanding] = {}
         self.loading: dict[str, Load] = {}  # layered loads in flight
         self.early: dict[int, Load] = {}  # by sampled token: the load behind which its step ran
         self.state: PrefillState = make_state()
@@ -70,27 +69,27 @@ class PrefillWorkers(RuleBasedStateMachine):
             max_put_blocks=puts, max_pending_puts=2 * puts, max_model_len=40, num_layers=3, **limits
         )
 
-    def post(self, event: ev.Event) -> None:
+    def post(self, event: Event) -> None:
         for action in self.state.handle(event, self.now):
             self.perform(action)
 
-    def perform(self, action: act.Action) -> None:
+    def perform(self, action: Action) -> None:
         match action:
-            case act.ReserveLanding():
+            case ev.ReserveLanding():
                 self.reserving[action.request_id] = action
                 self.wait(action.request_id, self.answer_reserve(action))
-            case act.LoadPrefix():
+            case ev.LoadPrefix():
                 self.wait(action.request_id, self.answer_load(action))
-            case act.SendBlocks():
+            case ev.SendBlocks():
                 self.wait(action.request_id, self.answer_writes(action.request_id))
-            case act.RunStep():
+            case ev.RunStep():
                 self.check_step(action)
                 self.wait("step", self.answer_step(action))
-            case act.CommitHandoff():
+            case ev.CommitHandoff():
                 self.wait(action.request.request_id, self.answer_commit(action))
-            case act.PutBlocks():
+            case ev.PutBlocks():
                 self.wait("put", self.answer_put(action))
-            case act.SendFirstToken():
+            case ev.SendFirstToken():
                 name = action.token.request_id
                 assert name in self.live, "a token after the end"
                 assert name not in self.first_tokens, "a second first token"
@@ -99,17 +98,17 @@ class PrefillWorkers(RuleBasedStateMachine):
                 self.first_tokens[name] = action.token
                 if action.token.finish_reason:
                     self.live.remove(name)
-            case act.Fail():
+            case ev.Fail():
                 assert action.request_id in self.live, "a failure after the end"
                 self.live.remove(action.request_id)
-            case act.WithdrawReservation() | act.ReleaseLanding() | act.PrefetchPrefix() | act.SkipPrefix():
+            case ev.WithdrawReservation() | ev.ReleaseLanding() | ev.PrefetchPrefix() | ev.SkipPrefix():
                 pass
 
     def wait(self, name: str, answer: Answer) -> None:
         self.under_way.append((name, answer))
 
-    def check_step(self, step: act.RunStep) -> None:
-        plans, limits = step.plans, self.state._ledger.limits
+    def check_step(self, step: ev.RunStep) -> None:
+        plans, limits = step.plans, self.state._shared.limits
         assert sum(p.slice.num_tokens for p in plans) <= limits.max_num_batched_tokens
         assert len({p.slice.request_id for p in plans}) == len(plans)
         self.steps.append(step.step_id)
@@ -118,12 +117,12 @@ class PrefillWorkers(RuleBasedStateMachine):
 
     # -- answers
 
-    def answer_reserve(self, action: act.ReserveLanding) -> Answer:
+    def answer_reserve(self, action: ev.ReserveLanding) -> Answer:
         refused = ev.LandingRefused(request_id=action.request_id, error=LOST)
         num_full = action.num_tokens // 4
         return lambda how: granted(action, num_cached=num_full if how == "odd" else 0) if how != "bad" else refused
 
-    def answer_load(self, action: act.LoadPrefix) -> Answer:
+    def answer_load(self, action: ev.LoadPrefix) -> Answer:
         num_keys = sum(len(part.keys) for part in action.parts)
         load = Load(num_blocks=num_keys)
         if action.choice.layers_at_once is not None:
@@ -134,7 +133,7 @@ class PrefillWorkers(RuleBasedStateMachine):
             store = action.parts[0].store
             return (ev.PartRead(store=store, num_bytes=1000, seconds=seconds, failed=failed),)
 
-        def answer(how: str) -> ev.Event:
+        def answer(how: str) -> Event:
             self.loading.pop(action.request_id, None)
             load.is_good = how == "good"
             if how == "bad":
@@ -154,14 +153,14 @@ class PrefillWorkers(RuleBasedStateMachine):
             ev.WritesFailed(request_id=name, error=LOST) if how == "bad" else ev.WritesDone(request_id=name)
         )
 
-    def answer_step(self, action: act.RunStep) -> Answer:
+    def answer_step(self, action: ev.RunStep) -> Answer:
         behind: Load | None = None
         if action.max_wait_s is not None:
             assert len(action.plans) == 1, "others wait for this one's prefix"
             behind = self.loading[action.plans[0].slice.request_id]
             assert behind.num_layers > 0
 
-        def answer(how: str) -> ev.Event:
+        def answer(how: str) -> Event:
             for plan in action.plans:
                 if plan.landing is not None:
                     name = plan.slice.request_id
@@ -179,24 +178,24 @@ class PrefillWorkers(RuleBasedStateMachine):
 
         return answer
 
-    def answer_commit(self, action: act.CommitHandoff) -> Answer:
+    def answer_commit(self, action: ev.CommitHandoff) -> Answer:
         name = action.request.request_id
 
-        def answer(how: str) -> ev.Event:
+        def answer(how: str) -> Event:
             if how == "bad":
                 return ev.HandoffFailed(request_id=name, error=LOST)
             num_blocks = -(-len(action.request.token_ids) // 4)
             if how == "odd" and action.checksums:
                 first_sent = num_blocks - len(action.checksums)
                 return ev.HandoffCorrupt(request_id=name, indexes=(first_sent,))
-            if self.state._ledger.sequences[name].phase == "committing":
+            if self.state._shared.sequences[name].phase == "committing":
                 self.live.remove(name)
             return ev.HandoffAccepted(request_id=name)
 
         return answer
 
-    def answer_put(self, action: act.PutBlocks) -> Answer:
-        def answer(how: str) -> ev.Event:
+    def answer_put(self, action: ev.PutBlocks) -> Answer:
+        def answer(how: str) -> Event:
             if how == "bad":
                 return ev.PutFailed(put_id=action.put_id, error=LOST)
             corrupt = (action.items[0].key,) if how == "odd" else ()

@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvstore.store_speed import FORGET_AFTER_S
-from prefill_worker import actions as act
-from prefill_worker import events as ev
-from prefill_worker.load_or_compute import Layers, LoadChoice, PrefixLoads, choose
-from prefill_worker.worker import PrefixLoadCollector
-from protocol.errors import PeerLost
-from protocol.ids import RequestId
-from protocol.profile import PrefillProfile
-from protocol.request import Endpoint
+from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.decisions.load_or_compute import LayerTurns, LoadChoice, PrefixLoads, choose
+from moonserve.prefill_worker.worker import PrefixLoadCollector
+from moonserve.protocol.errors import PeerLost
+from moonserve.protocol.request import Endpoint, RequestId
+from moonserve.protocol.step_time import PrefillProfile
+from moonserve.worker.events import Action
+from moonserve.worker.store_speed import FORGET_AFTER_S
 from tests.prefill_worker.builders import BLOCK_BYTES, HOME, Walk, all_of, endpoint, kinds, make_request, only
-from worker.events import Action
 
 FAR = endpoint("store-1")
 NUM_TOKENS = 9  # two blocks of four can be read
@@ -47,7 +45,7 @@ def test_the_leading_parts_are_read_that_make_the_prompt_ready_soonest(
     assert (choice.num_parts, choice.num_skipped) == (num_parts, len(part_s) - num_parts)
 
 
-def loads_of(layers: Layers, reads: str = "auto") -> PrefixLoads:
+def loads_of(layers: LayerTurns, reads: str = "auto") -> PrefixLoads:
     return PrefixLoads(
         PrefillProfile(c0=0.0, c1=0.001, c2=0.0),
         layers,
@@ -70,17 +68,17 @@ def chosen(loads: PrefixLoads, num_blocks: int = 200, busy_s: float = 0.0) -> Lo
     )
 
 
-def test_what_is_not_there_and_what_fails_at_once_say_nothing_about_speed() -> None:
-    loads = loads_of(Layers(1))
+def test_missing_blocks_and_immediate_failures_do_not_change_the_speed() -> None:
+    loads = loads_of(LayerTurns(1))
     choice = chosen(loads)
     for seconds, num_bytes, failed in ((5.0, 0, False), (1e-5, 2000, True)):
         read = ev.PartRead(store=HOME, num_bytes=num_bytes, seconds=seconds, failed=failed)
-        loads.ended([read], choice, HOME.host, 0.0)
+        loads.record_reads([read], choice, HOME.host, 0.0)
     assert not loads.speeds()
     stalled = ev.PartRead(store=HOME, num_bytes=2000, seconds=5.0, failed=True)
-    loads.ended([stalled], choice, HOME.host, 0.0)
+    loads.record_reads([stalled], choice, HOME.host, 0.0)
     assert loads.speeds()[HOME.instance_id].seconds(2000) > 0.01
-    figures = loads.figures()[HOME.instance_id]
+    figures = loads.read_stats()[HOME.instance_id]
     assert (figures.reads, figures.failures, figures.num_bytes) == (3, 2, 0)
     assert figures.seconds == 10.00001
 
@@ -97,14 +95,14 @@ class Requests:
         self.num_sent += 1
         name, sources = f"r{self.num_sent}", [(store, 0, 2)]
         actions = self.walk.submit(name, NUM_TOKENS, first=1000 * self.num_sent, sources=sources, max_tokens=1, at=now)
-        was_read = bool(all_of(actions, act.LoadPrefix))
+        was_read = bool(all_of(actions, ev.LoadPrefix))
         if was_read:
             read = ev.PartRead(store=store, num_bytes=2 * BLOCK_BYTES, seconds=read_s)
             loaded = ev.PrefixLoaded(request_id=RequestId(name), checksums=(1, 2), reads=(read,))
             actions = self.walk.handle(loaded)
         else:
-            only(actions, act.SkipPrefix)
-        while steps := all_of(actions, act.RunStep):
+            only(actions, ev.SkipPrefix)
+        while steps := all_of(actions, ev.RunStep):
             actions = self.walk.done(steps[0])
         return was_read
 
@@ -130,7 +128,7 @@ def test_a_request_behind_others_reads_what_it_would_compute_on_an_idle_engine()
         pass
     requests.walk.submit("long", 40, max_tokens=1, at=2.0)
     behind = requests.walk.submit("behind", 9, first=50, max_tokens=1, sources=[(HOME, 0, 2)])
-    choice = only(behind, act.LoadPrefix).choice
+    choice = only(behind, ev.LoadPrefix).choice
     assert choice.totals_s[1] < choice.totals_s[0]
 
 
@@ -149,12 +147,9 @@ def test_prometheus_sees_reads_predictions_and_skips_by_store() -> None:
     assert 'moonserve_prefix_load_latency_seconds{store="store-0"}' in text
 
 
-# -- layered loads
-
-
-def test_reading_layer_by_layer_gains_what_computing_hides_of_it() -> None:
+def test_layered_reading_gains_the_time_hidden_by_computing() -> None:
     """The gain is the time of reading first less that of the formula in `load_or_compute`'s docstring."""
-    layers = Layers(12)
+    layers = LayerTurns(12)
     at_once = layers.at_once(96 << 20)
     assert at_once == 1
     assert layers.gain_s(1, 0.36, 0.6, 0.0) == pytest.approx(0.36 * 11 / 12), "computing is longer"
@@ -179,21 +174,21 @@ def test_the_gain_is_that_of_a_pipeline_of_turns(
     for turn in range(1, num_turns + 1):
         ends_s = max(ends_s, read_s * turn / num_turns) + first_s / num_turns
     serial_s = max(busy_s, read_s) + first_s
-    gain_s = Layers(num_turns).gain_s(1, read_s, first_s, busy_s)
+    gain_s = LayerTurns(num_turns).gain_s(1, read_s, first_s, busy_s)
     assert serial_s - ends_s == pytest.approx(gain_s, abs=1e-9 + 1e-9 * serial_s)
 
 
 def test_small_prefixes_are_read_in_few_turns_or_at_once() -> None:
-    assert Layers(12).at_once(12 << 20) == 2
-    assert Layers(12).at_once(1 << 20) == 12
-    assert Layers(12).gain_s(12, 1.0, 1.0, 0.0) == 0.0
-    assert Layers(12, "never").at_once(1 << 30) == 12
-    assert Layers(12, "always").at_once(1) == 1
+    assert LayerTurns(12).at_once(12 << 20) == 2
+    assert LayerTurns(12).at_once(1 << 20) == 12
+    assert LayerTurns(12).gain_s(12, 1.0, 1.0, 0.0) == 0.0
+    assert LayerTurns(12, "never").at_once(1 << 30) == 12
+    assert LayerTurns(12, "always").at_once(1) == 1
 
 
 @pytest.mark.parametrize(("num_blocks", "busy_s", "expected"), [(200, 0.0, 1), (200, 10.0, None), (2, 0.0, None)])
-def test_what_gains_nothing_is_read_at_once(num_blocks: int, busy_s: float, expected: int | None) -> None:
-    choice = chosen(loads_of(Layers(8)), num_blocks, busy_s)
+def test_prefix_without_gain_is_read_at_once(num_blocks: int, busy_s: float, expected: int | None) -> None:
+    choice = chosen(loads_of(LayerTurns(8)), num_blocks, busy_s)
     assert (choice.num_parts, choice.layers_at_once) == (1, expected)
 
 
@@ -201,15 +196,12 @@ def test_what_gains_nothing_is_read_at_once(num_blocks: int, busy_s: float, expe
     ("reads", "seconds", "num_parts"),
     [("auto", 100.0, 0), ("always", 100.0, 1), ("auto", 0.001, 1), ("never", 0.001, 0)],
 )
-def test_what_is_slow_to_read_is_computed_unless_told_otherwise(reads: str, seconds: float, num_parts: int) -> None:
-    loads = loads_of(Layers(1), reads)
+def test_slow_prefix_is_computed_unless_reads_are_forced(reads: str, seconds: float, num_parts: int) -> None:
+    loads = loads_of(LayerTurns(1), reads)
     for _ in range(20):
         read = ev.PartRead(store=HOME, num_bytes=200 << 20, seconds=seconds)
-        loads.ended([read], chosen(loads), HOME.host, 0.0)
+        loads.record_reads([read], chosen(loads), HOME.host, 0.0)
     assert chosen(loads).num_parts == num_parts
-
-
-# -- prefetch: stores read prefixes of the first waiting requests from disk, within a limit
 
 
 def busy(*, max_prefetch_blocks: int = 8, policy: str = "fcfs") -> Walk:
@@ -220,7 +212,7 @@ def busy(*, max_prefetch_blocks: int = 8, policy: str = "fcfs") -> Walk:
 
 
 def fetched(actions: Sequence[Action]) -> list[str]:
-    return [action.request_id for action in all_of(actions, act.PrefetchPrefix)]
+    return [action.request_id for action in all_of(actions, ev.PrefetchPrefix)]
 
 
 def come(walk: Walk, number: int, *, num_blocks: int = 2, priority: int = 0) -> Sequence[Action]:
@@ -234,25 +226,25 @@ def test_a_waiting_request_has_its_prefix_fetched_from_all_its_stores() -> None:
     walk, far = busy(), endpoint("store-1")
     keys = make_request("r", range(100, 113)).block_keys
     assert walk.submit("r", 13, first=100, sources=[(HOME, 0, 2), (far, 2, 1)]) == [
-        act.PrefetchPrefix(
+        ev.PrefetchPrefix(
             request_id=RequestId("r"),
-            parts=(act.PrefetchPart(store=HOME, keys=keys[:2]), act.PrefetchPart(store=far, keys=keys[2:3])),
+            parts=(ev.PrefetchPart(store=HOME, keys=keys[:2]), ev.PrefetchPart(store=far, keys=keys[2:3])),
         )
     ]
     assert walk.state.counters["prefetched_blocks"] == 3
 
 
-def test_what_is_read_at_once_or_lies_in_no_store_is_not_fetched() -> None:
-    assert kinds(come(Walk(), 1)) == [act.ReserveLanding, act.LoadPrefix]
+def test_prefix_read_at_once_or_stored_nowhere_is_not_prefetched() -> None:
+    assert kinds(come(Walk(), 1)) == [ev.ReserveLanding, ev.LoadPrefix]
     assert busy().submit("r", 9) == []
 
 
-def test_what_the_device_caches_is_not_fetched() -> None:
+def test_cached_blocks_are_not_prefetched() -> None:
     walk = Walk(num_blocks=4, home=None)
     walk.done(walk.start("first", 5))
-    prefetch = only(walk.submit("r", 13, sources=[(HOME, 0, 3)]), act.PrefetchPrefix)
+    prefetch = only(walk.submit("r", 13, sources=[(HOME, 0, 3)]), ev.PrefetchPrefix)
     keys = make_request("r", range(13)).block_keys
-    assert prefetch.parts == (act.PrefetchPart(store=HOME, keys=keys[1:3]),)
+    assert prefetch.parts == (ev.PrefetchPart(store=HOME, keys=keys[1:3]),)
 
 
 @pytest.mark.parametrize(("max_blocks", "num_asked"), [(0, 0), (4, 2), (8, 4)])
@@ -272,13 +264,13 @@ def test_an_admitted_request_makes_room_for_the_next() -> None:
     assert not fetched(walk.cancel("running"))  # it still holds its blocks
     withdrawn = ev.LandingRefused(request_id=RequestId("running"), error=PeerLost("withdrawn"))
     actions = walk.handle(withdrawn)
-    assert [load.request_id for load in all_of(actions, act.LoadPrefix)] == ["r1"]
+    assert [load.request_id for load in all_of(actions, ev.LoadPrefix)] == ["r1"]
     assert fetched(actions) == ["r2"]
 
 
 def test_a_prefix_larger_than_the_limit_is_fetched_up_to_it_and_alone() -> None:
     walk = busy(max_prefetch_blocks=2)
-    prefetch = only(come(walk, 1, num_blocks=3), act.PrefetchPrefix)
+    prefetch = only(come(walk, 1, num_blocks=3), ev.PrefetchPrefix)
     assert [len(part.keys) for part in prefetch.parts] == [2]
     assert come(walk, 2, num_blocks=1) == []
 

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import load_model_config
-from engine.engine import Engine
-from prefill_worker.pipeline.stage import HiddenInbox, HiddenOutbox
-from protocol.errors import IntegrityError, PeerLost, error_classes
-from protocol.rpc import Channels
+from moonserve.engine.engine import Engine
+from moonserve.engine.model.config import load_model_config
+from moonserve.prefill_worker.pipeline_stage import HiddenInbox, HiddenOutbox
+from moonserve.protocol.errors import IntegrityError, PeerLost, error_classes
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.transfer import TransferEngine
+from moonserve.transfer.config import TransferTimeout
 from tests.engine.steps import random_prompt
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.cluster import Placed
@@ -26,8 +28,6 @@ from tests.processes import running
 from tests.random_models import make_model
 from tests.stopping import stop
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, decoding, endpoint_of, listening
-from transfer import TransferEngine
-from transfer.config import Patience
 
 CHUNK = 24
 MAX_TOKENS = 6
@@ -129,16 +129,18 @@ def stages(longest_wait_s: float = PATIENCE_S) -> Iterator[tuple[HiddenOutbox, H
     """Yields the outbox and inbox between two stages, with two slots of up to eight rows of 16 bytes."""
     with TransferEngine(cluster_token=TOKEN) as maker, TransferEngine(cluster_token=TOKEN) as taker:
         outbox = HiddenOutbox(maker, row_bytes=16, slot_rows=8, num_slots=2)
-        inbox = HiddenInbox(taker, outbox.source, row_bytes=16, patience=Patience(), longest_wait_s=longest_wait_s)
+        inbox = HiddenInbox(
+            taker, outbox.source, row_bytes=16, patience=TransferTimeout(), longest_wait_s=longest_wait_s
+        )
         yield outbox, inbox
 
 
-def test_hidden_states_that_are_not_what_their_maker_had_are_refused() -> None:
+def test_corrupt_hidden_states_are_refused() -> None:
     """Any change after the maker has published them is detected."""
     with stages() as (outbox, inbox):
         for step in (1, 2, 3):
             outbox.rows(step)[: 5 * 16] = bytes([step]) * (5 * 16)
-            outbox.leave(step, 5)
+            outbox.publish(step, 5)
             assert bytes(inbox.fetch(step, 5)) == bytes([step]) * 80
         outbox.rows(3)[79] ^= 1
         with pytest.raises(IntegrityError, match="corrupt"):
@@ -148,27 +150,27 @@ def test_hidden_states_that_are_not_what_their_maker_had_are_refused() -> None:
 def test_a_stage_waits_for_the_hidden_states_of_its_step() -> None:
     """Hidden states of the earlier step in the same slot are not taken for them."""
     with stages() as (outbox, inbox), ThreadPoolExecutor(1) as other:
-        outbox.leave(1, 8)
+        outbox.publish(1, 8)
         waiting = other.submit(lambda: bytes(inbox.fetch(3, 2)))
         outbox.rows(3)[:32] = b"x" * 32
-        outbox.leave(3, 2)
+        outbox.publish(3, 2)
         assert waiting.result(PATIENCE_S) == b"x" * 32
 
 
 def test_a_stage_whose_predecessor_failed_does_not_wait() -> None:
     with stages() as (outbox, inbox):
-        outbox.leave_nothing(1)
+        outbox.publish_failure(1)
         with pytest.raises(IntegrityError, match="no hidden states"):
             inbox.fetch(1, 5)
 
 
-def test_a_stage_does_not_wait_for_ever() -> None:
+def test_stage_waits_for_a_bounded_time() -> None:
     with stages(longest_wait_s=0.0) as (_, inbox), pytest.raises(PeerLost):
         inbox.fetch(1, 5)
 
 
 @pytest.mark.slow
-async def test_a_lost_stage_fails_what_is_under_way_and_ends_the_group(model_path: Path) -> None:
+async def test_lost_stage_fails_requests_in_flight_and_ends_the_group(model_path: Path) -> None:
     """A request that waits for the stage fails with a retryable error. The leader exits, so that its supervisor can
     restart the whole group."""
     async with group(model_path, size=2) as made:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import InvalidRequest
-from protocol.pb import worker_pb2_grpc
-from protocol.request import Endpoint
-from protocol.wire import submission_to_wire
+from moonserve.protocol.errors import InvalidRequest
+from moonserve.protocol.pb import worker_pb2_grpc
+from moonserve.protocol.request import Endpoint
+from moonserve.protocol.rpc.wire import submission_to_wire
 from tests.decode_worker.world import prompt_of
 from tests.engine.steps import random_prompt
-from tests.kvstore.nodes import stats_of
+from tests.kvstore.node.nodes import stats_of
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_placement
 from tests.prefill_worker.cluster import (
@@ -80,7 +80,7 @@ async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(
     model_path: Path, in_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_thread:
-        monkeypatch.setattr("decode_worker.verify.INLINE_BYTES", 0)
+        monkeypatch.setattr("moonserve.decode_worker.block_verifier.INLINE_BYTES", 0)
     async with cluster(model_path) as c:
         c.faults.corrupt_writes = 1
         await c.submit("r", prompt_of(45), max_tokens=6)
@@ -91,7 +91,7 @@ async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(
         await c.assert_drained()
 
 
-async def test_a_block_that_went_bad_in_the_device_cache_is_not_blessed(model_path: Path) -> None:
+async def test_corrupt_cached_block_keeps_its_writers_checksum(model_path: Path) -> None:
     """A cached block is handed off with its writer's checksum, not with a new one."""
     async with cluster(model_path) as c:
         prompt = prompt_of(3 * BLOCK_SIZE + 2)
@@ -117,7 +117,7 @@ async def test_a_block_that_went_bad_in_the_device_cache_is_not_blessed(model_pa
         pytest.param(0, 0, 600.0, False, "peer_lost", id="nobody there"),
     ],
 )
-async def test_what_cannot_be_handed_off_fails_and_frees_its_blocks(
+async def test_failed_handoff_fails_the_request_and_frees_its_blocks(
     model_path: Path, corrupt: int, dropped: int, timeout_s: float, reachable: bool, code: str
 ) -> None:
     async with cluster(model_path) as c:
@@ -197,9 +197,6 @@ async def test_a_request_is_cancelled_wherever_it_is_held(model_path: Path, phas
             assert c.engine.num_tokens == 20, "the step under way, and no other"
 
 
-# -- stores
-
-
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
     model_path: Path, tmp_path: Path, waits: bool
@@ -231,13 +228,10 @@ async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
             counters = (await reader.status()).counters
             assert counters["store_hit_blocks"] == NUM_STORED
             assert counters["prefetched_blocks"] == (NUM_STORED if waits else 0)
-            read = reader.service.state.prefix_loads.figures()[store.instance_id]
+            read = reader.service.state.prefix_loads.read_stats()[store.instance_id]
             assert read.num_bytes == NUM_STORED * layout_of(model_path).block_bytes
             assert read.seconds > 0
             await reader.assert_drained()
-
-
-# -- prefill and decode workers of different tensor-parallel sizes
 
 
 MAX_TOKENS = 8

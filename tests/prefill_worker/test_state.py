@@ -6,14 +6,12 @@ from collections import abc
 
 import pytest
 
-from prefill_worker import actions as act
-from prefill_worker import events as ev
-from prefill_worker.sequence import IllegalTransition, Phase, Sequence
-from protocol.errors import PeerLost
-from protocol.ids import LeaseId, RequestId
-from protocol.keys import BlockKey
-from protocol.profile import PrefillProfile
-from protocol.request import FinishReason
+from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.decisions.sequence import IllegalTransition, Phase, Sequence
+from moonserve.protocol.errors import PeerLost
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.request import FinishReason, LeaseId, RequestId
+from moonserve.protocol.step_time import PrefillProfile
 from tests.prefill_worker.builders import HOME, Walk, all_of, endpoint, kinds, make_placement, make_request, only, spans
 
 # c0 equals the time of five tokens.
@@ -24,23 +22,23 @@ R = RequestId("r")
 def test_a_request_goes_through_all_phases_and_leaves_no_block_held() -> None:
     walk = Walk(home=None)
     submission = walk.submit()
-    reserve = only(submission, act.ReserveLanding)
+    reserve = only(submission, ev.ReserveLanding)
     assert (reserve.num_tokens, reserve.block_keys) == (6, make_request("r", range(6)).block_keys)
 
     actions = walk.grant(submission, at=1.0)
-    assert kinds(actions) == [act.RunStep]
-    step = only(actions, act.RunStep)
+    assert kinds(actions) == [ev.RunStep]
+    step = only(actions, ev.RunStep)
     [plan] = step.plans
     assert (plan.slice.start, plan.slice.end, plan.send_from) == (0, 6, 0)
     assert plan.complete == (0, 1)
     assert plan.slice.samples
 
-    first = only(walk.done(step, 3.0), act.SendFirstToken)
+    first = only(walk.done(step, 3.0), ev.SendFirstToken)
     assert (first.token.index, first.token.token_id, first.token.finish_reason) == (0, 42, None)
     report = first.report
     assert (report.queue_s, report.load_s, report.compute_s) == (0.0, 1.0, 2.0)
 
-    commit = only(walk.written(at=4.0), act.CommitHandoff)
+    commit = only(walk.written(at=4.0), ev.CommitHandoff)
     assert commit.checksums == (1000, 1001)
     assert commit.timeout_s == 596.0
     assert walk.accept() == []
@@ -51,7 +49,7 @@ def test_a_request_goes_through_all_phases_and_leaves_no_block_held() -> None:
 def test_a_long_prompt_runs_in_chunks_that_send_only_their_own_tokens() -> None:
     walk = Walk(budget=6)
     step = walk.start(num_tokens=10)
-    again = only(walk.done(step), act.RunStep)
+    again = only(walk.done(step), ev.RunStep)
     [first], [second] = step.plans, again.plans
     assert spans([step, again]) == [("r", 0, 6), ("r", 6, 10)]
     assert (first.complete, first.slice.samples) == ((0,), False)
@@ -67,12 +65,12 @@ def test_a_long_prompt_runs_in_chunks_that_send_only_their_own_tokens() -> None:
         ([2, 6], "b"),  # a delay of 6 · c1 is more than the c0 = 5 · c1 of a separate step
     ],
 )
-def test_short_prompts_share_a_step_where_that_is_less_waiting_in_all(lengths: list[int], in_step: str) -> None:
+def test_short_prompts_share_a_step_where_total_waiting_is_less(lengths: list[int], in_step: str) -> None:
     walk = Walk(budget=8, num_blocks=64, profile=PROFILE)
     first = walk.start("a", 4)
     for name, length in zip("bcd", lengths, strict=False):
         assert walk.grant(walk.submit(name, length, first=50)) == []  # one step at a time
-    plans = only(walk.done(first), act.RunStep).plans
+    plans = only(walk.done(first), ev.RunStep).plans
     assert [plan.slice.request_id for plan in plans] == list(in_step)
     assert all(plan.slice.samples for plan in plans)
 
@@ -83,21 +81,21 @@ def test_a_prompt_reports_its_share_of_a_shared_step_and_the_rest_as_queueing() 
     first = walk.start("a", 4)
     for name, length in (("b", 2), ("c", 3)):
         walk.grant(walk.submit(name, length, first=50, at=0.0), at=1.0)
-    step = only(walk.done(first, 2.0), act.RunStep)
-    reports = [action.report for action in all_of(walk.done(step, 5.0), act.SendFirstToken)]
+    step = only(walk.done(first, 2.0), ev.RunStep)
+    reports = [action.report for action in all_of(walk.done(step, 5.0), ev.SendFirstToken)]
     shares = [pytest.approx(3.0 * own / 15) for own in (7, 8)]
     assert [report.compute_s for report in reports] == shares
     for report in reports:
         assert report.queue_s + report.load_s + report.compute_s == pytest.approx(5.0)
 
 
-def test_only_so_many_requests_are_prepared_ahead_while_a_step_runs() -> None:
-    """While a step runs, requests reserve and load until there are `lookahead` of them with a step's tokens in all."""
-    walk = Walk(num_blocks=64, lookahead=2, budget=8)
+def test_number_of_requests_prepared_ahead_is_bounded() -> None:
+    """While a step runs, requests reserve and load until `prepare_ahead` of them have a step's tokens in all."""
+    walk = Walk(num_blocks=64, prepare_ahead=2, budget=8)
     walk.start("a")
     prepared = [kinds(walk.submit(name, 8, first=50, sources=[(HOME, 0, 2)])) for name in "bcd"]
-    assert prepared[:2] == [[act.ReserveLanding, act.LoadPrefix]] * 2
-    assert prepared[2] == [act.PrefetchPrefix]
+    assert prepared[:2] == [[ev.ReserveLanding, ev.LoadPrefix]] * 2
+    assert prepared[2] == [ev.PrefetchPrefix]
     assert (walk.state.num_waiting, walk.state.num_running) == (3, 1)
 
 
@@ -105,18 +103,18 @@ def test_prefix_blocks_come_from_the_stores_that_the_placement_names() -> None:
     walk, far = Walk(), endpoint("store-1")
     # Three blocks are usable, since the last token must be computed.
     actions = walk.submit("r", 16, sources=[(HOME, 0, 2), (far, 2, 2)])
-    load = only(actions, act.LoadPrefix)
+    load = only(actions, ev.LoadPrefix)
     assert [(part.store, len(part.keys)) for part in load.parts] == [(HOME, 2), (far, 1)]
 
     walk.grant(actions)
     actions = walk.handle(ev.PrefixLoaded(request_id=R, checksums=(5, 6)))
-    send, step = only(actions, act.SendBlocks), only(actions, act.RunStep)
+    send, step = only(actions, ev.SendBlocks), only(actions, ev.RunStep)
     assert send.pairs == tuple(zip(load.parts[0].blocks, (100, 101), strict=True))
     assert (step.plans[0].slice.start, step.plans[0].send_from) == (8, 8)
     assert walk.state.counters["store_hit_blocks"] == 2
-    assert only(walk.done(step), act.SendFirstToken).report.cached_tokens == 8
+    assert only(walk.done(step), ev.SendFirstToken).report.cached_tokens == 8
     assert not walk.written()
-    assert only(walk.written(), act.CommitHandoff).checksums == (5, 6, 1002, 1003)
+    assert only(walk.written(), ev.CommitHandoff).checksums == (5, 6, 1002, 1003)
 
 
 def test_a_failed_load_means_computing_and_not_failing() -> None:
@@ -131,11 +129,11 @@ def test_a_second_request_reuses_the_device_cache_and_keeps_the_writers_checksum
     walk.commit("a", 8)
     walk.accept("a")
     actions = walk.grant(walk.submit("b", 8))
-    assert kinds(actions) == [act.SendBlocks, act.RunStep]
+    assert kinds(actions) == [ev.SendBlocks, ev.RunStep]
     assert spans(actions) == [("b", 4, 8)]
-    walk.done(only(actions, act.RunStep))
+    walk.done(only(actions, ev.RunStep))
     walk.written("b")
-    assert only(walk.written("b"), act.CommitHandoff).checksums == (1000, 1001)
+    assert only(walk.written("b"), ev.CommitHandoff).checksums == (1000, 1001)
 
 
 def test_blocks_computed_while_a_request_waited_are_found_before_it_runs() -> None:
@@ -144,7 +142,7 @@ def test_blocks_computed_while_a_request_waited_are_found_before_it_runs() -> No
     walk.grant(walk.submit("b", 9))
     actions = walk.done(step)
     assert spans(actions) == [("b", 8, 9)]
-    assert only(actions, act.SendBlocks).pairs == ((0, 100), (1, 101))
+    assert only(actions, ev.SendBlocks).pairs == ((0, 100), (1, 101))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_cached"), [(10, 1), (8, 2)])
@@ -159,34 +157,34 @@ def test_blocks_that_the_target_already_has_are_not_sent(num_tokens: int, num_ca
         assert plan.send_from == 4
         actions = walk.written()
     assert (plan.landing is None) == (num_tokens == 8)
-    commit = only(actions, act.CommitHandoff)
+    commit = only(actions, ev.CommitHandoff)
     assert commit.checksums == tuple(range(1000 + num_cached, 1000 + -(-num_tokens // 4)))
 
 
 def test_a_request_for_one_token_never_reserves() -> None:
     walk = Walk(home=None)
-    step = only(walk.submit(max_tokens=1), act.RunStep)
+    step = only(walk.submit(max_tokens=1), ev.RunStep)
     assert step.plans[0].landing is None
     actions = walk.done(step)
-    assert kinds(actions) == [act.SendFirstToken]
-    assert only(actions, act.SendFirstToken).token.finish_reason is FinishReason.LENGTH
+    assert kinds(actions) == [ev.SendFirstToken]
+    assert only(actions, ev.SendFirstToken).token.finish_reason is FinishReason.LENGTH
     walk.assert_drained()
 
 
 def test_a_request_that_stops_with_its_first_token_gives_its_landing_back_after_the_writes() -> None:
     walk = Walk(home=None)
     step = walk.start(stop_token_ids=frozenset({42}))
-    first = only(walk.done(step), act.SendFirstToken)
+    first = only(walk.done(step), ev.SendFirstToken)
     assert first.token.finish_reason is FinishReason.STOP
     assert walk.state.num_held_blocks == 2  # still read by the writes
-    assert only(walk.written(), act.ReleaseLanding).lease_id == "lease-1"
+    assert only(walk.written(), ev.ReleaseLanding).lease_id == "lease-1"
     walk.assert_drained()
 
 
 def test_a_continued_request_numbers_its_token_after_those_already_sent() -> None:
     walk = Walk(home=None, budget=16)
-    step = only(walk.submit("r", 9, num_emitted=3, max_tokens=4), act.RunStep)
-    token = only(walk.done(step), act.SendFirstToken).token
+    step = only(walk.submit("r", 9, num_emitted=3, max_tokens=4), ev.RunStep)
+    token = only(walk.done(step), ev.SendFirstToken).token
     assert (token.index, token.finish_reason) == (3, FinishReason.LENGTH)
     walk.assert_drained()
 
@@ -194,18 +192,18 @@ def test_a_continued_request_numbers_its_token_after_those_already_sent() -> Non
 @pytest.mark.parametrize(("num_tokens", "word"), [(80, "blocks"), (101, "tokens")])
 def test_a_prompt_that_can_never_fit_is_refused_clearly(num_tokens: int, word: str) -> None:
     walk = Walk(num_blocks=16, max_model_len=100)
-    error = only(walk.submit("r", num_tokens), act.Fail).error
+    error = only(walk.submit("r", num_tokens), ev.Fail).error
     assert error.code == "invalid_request"
     assert word in error.message
     walk.assert_drained()
 
 
 def test_priority_policy_runs_the_lower_number_first() -> None:
-    walk = Walk(num_blocks=4, policy="priority", lookahead=1, budget=16)
+    walk = Walk(num_blocks=4, policy="priority", prepare_ahead=1, budget=16)
     walk.commit("a", 16)
     walk.submit("late", 8, priority=5)
     walk.submit("soon", 8, priority=1)
-    reserved = all_of(walk.accept("a"), act.ReserveLanding)
+    reserved = all_of(walk.accept("a"), ev.ReserveLanding)
     assert [action.request_id for action in reserved] == ["soon", "late"]
 
 
@@ -213,15 +211,15 @@ def test_full_blocks_go_to_the_home_store_after_the_handoff_and_only_once() -> N
     walk = Walk()
     walk.handle(ev.StoreFound(store=HOME))
     walk.commit(num_tokens=8)
-    put = only(walk.accept(), act.PutBlocks)
+    put = only(walk.accept(), ev.PutBlocks)
     keys = make_request("r", range(8)).block_keys
     items = [(item.key, item.parent, item.checksum) for item in put.items]
     assert items == [(keys[0], None, 1000), (keys[1], keys[0], 1001)]
     assert walk.state.num_held_blocks == 2
     walk.handle(ev.PutDone(put_id=put.put_id, num_refused=0, corrupt=()))
     walk.assert_drained()
-    step = only(walk.submit("s", 8, max_tokens=1), act.RunStep)
-    assert act.PutBlocks not in kinds(walk.done(step))
+    step = only(walk.submit("s", 8, max_tokens=1), ev.RunStep)
+    assert ev.PutBlocks not in kinds(walk.done(step))
 
 
 def test_blocks_that_came_from_the_home_store_are_not_put_back() -> None:
@@ -229,28 +227,28 @@ def test_blocks_that_came_from_the_home_store_are_not_put_back() -> None:
     walk.handle(ev.StoreFound(store=HOME))
     walk.submit("r", 9, sources=[(HOME, 0, 1)], max_tokens=1)
     loaded = ev.PrefixLoaded(request_id=R, checksums=(5,))
-    put = only(walk.done(only(walk.handle(loaded), act.RunStep)), act.PutBlocks)
+    put = only(walk.done(only(walk.handle(loaded), ev.RunStep)), ev.PutBlocks)
     assert [item.key for item in put.items] == [make_request("r", range(9)).block_keys[1]]
 
 
-def test_puts_are_bounded_and_what_is_too_much_is_dropped_and_counted() -> None:
+def test_puts_are_bounded_and_excess_is_dropped_and_counted() -> None:
     walk = Walk(max_put_blocks=1, max_pending_puts=2)
     for name, first in (("r", 0), ("s", 50)):
-        walk.done(only(walk.submit(name, 8, first=first, max_tokens=1), act.RunStep))
+        walk.done(only(walk.submit(name, 8, first=first, max_tokens=1), ev.RunStep))
     assert walk.state.counters["put_dropped_blocks"] == 2
-    put = only(walk.handle(ev.StoreFound(store=HOME)), act.PutBlocks)
+    put = only(walk.handle(ev.StoreFound(store=HOME)), ev.PutBlocks)
     assert len(put.items) == 1
     assert walk.handle(ev.PutFailed(put_id=put.put_id, error=PeerLost("gone"))) == []
     assert walk.state.needs_home_store
     restarted = ev.StoreFound(store=endpoint("store-0", epoch=2))
-    put = only(walk.handle(restarted), act.PutBlocks)
+    put = only(walk.handle(restarted), ev.PutBlocks)
     walk.handle(ev.PutDone(put_id=put.put_id, num_refused=0, corrupt=(put.items[0].key,)))
     assert walk.state.counters["integrity_failures"] == 1
     assert walk.state.counters["put_dropped_blocks"] == 3
     walk.assert_drained()
 
 
-def test_only_what_others_share_is_hot_and_what_was_evicted_begins_anew() -> None:
+def test_only_shared_blocks_are_hot_and_eviction_resets_the_count() -> None:
     """A block's use count is lost when the block is evicted, so that counts need no memory of their own."""
     walk = Walk(num_blocks=3, store_writes="hot")
     walk.handle(ev.StoreFound(store=HOME))
@@ -270,11 +268,11 @@ def put_behind(walk: Walk, name: str, tokens: abc.Sequence[int]) -> list[BlockKe
     actions = list(walk.request(make_request(name, tokens, max_tokens=1)))
     while actions:
         action = actions.pop(0)
-        if isinstance(action, act.PutBlocks):
+        if isinstance(action, ev.PutBlocks):
             keys += [item.key for item in action.items]
             done = ev.PutDone(put_id=action.put_id, num_refused=0, corrupt=())
             actions += walk.handle(done)
-        elif isinstance(action, act.RunStep):
+        elif isinstance(action, ev.RunStep):
             actions += walk.done(action)
     return keys
 

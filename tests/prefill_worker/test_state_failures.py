@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from prefill_worker import actions as act
-from prefill_worker import events as ev
-from protocol.errors import Cancelled, Incompatible, PeerLost, StaleLease
-from protocol.ids import GatewayId, LeaseId, RequestId
+from moonserve.prefill_worker.decisions import events as ev
+from moonserve.protocol.errors import Cancelled, Incompatible, PeerLost, StaleLease
+from moonserve.protocol.request import GatewayId, LeaseId, RequestId
+from moonserve.worker.events import Action, Event
 from tests.prefill_worker.builders import HOME, Walk, granted, kinds, only, spans
-from worker.events import Action, Event
 
 R = RequestId("r")
 LOST = PeerLost("gone")
@@ -26,15 +25,15 @@ LOST = PeerLost("gone")
         (Walk.commit, ev.HandoffFailed(request_id=R, error=LOST), "peer_lost"),
     ],
 )
-def test_what_a_decode_worker_refuses_fails_the_request_for_another_placement(
+def test_refusal_by_the_decode_worker_fails_the_request_as_retryable(
     reach: Callable[[Walk], object], event: Event, code: str
 ) -> None:
     walk = Walk(home=None)
     reach(walk)
     actions = walk.handle(event)
-    failed = only(actions, act.Fail).error
+    failed = only(actions, ev.Fail).error
     assert (failed.code, failed.retryable) == (code, True)
-    assert only(actions, act.ReleaseLanding).lease_id == "lease-1"
+    assert only(actions, ev.ReleaseLanding).lease_id == "lease-1"
     walk.assert_drained()
 
 
@@ -43,7 +42,7 @@ def test_a_cancellation_that_the_decode_worker_heard_first_is_one_here_too() -> 
     walk = Walk()
     walk.submit()
     gone = ev.LandingRefused(request_id=R, error=Cancelled("the client left"))
-    assert act.Fail not in kinds(walk.handle(gone))
+    assert ev.Fail not in kinds(walk.handle(gone))
     assert walk.state.counters["cancelled_reserving"] == 1
     walk.cancel()
     walk.assert_drained()
@@ -51,12 +50,12 @@ def test_a_cancellation_that_the_decode_worker_heard_first_is_one_here_too() -> 
 
 def test_a_failed_write_fails_the_request_and_keeps_its_blocks_until_the_others_end() -> None:
     walk = Walk(budget=6)
-    step = only(walk.done(walk.start(num_tokens=10)), act.RunStep)
+    step = only(walk.done(walk.start(num_tokens=10)), ev.RunStep)
     failed = walk.handle(ev.WritesFailed(request_id=R, error=LOST))
-    assert only(failed, act.Fail).error.retryable
+    assert only(failed, ev.Fail).error.retryable
     walk.done(step)
     assert walk.state.num_held_blocks == 3
-    assert kinds(walk.written()) == [act.ReleaseLanding]
+    assert kinds(walk.written()) == [ev.ReleaseLanding]
     walk.assert_drained()
 
 
@@ -64,7 +63,7 @@ def test_a_lost_lease_fails_the_request() -> None:
     walk = Walk()
     step = walk.start()
     lost = ev.LandingLost(request_id=R, lease_id=LeaseId("lease-1"), error=StaleLease("expired"))
-    assert only(walk.handle(lost), act.Fail).error.retryable
+    assert only(walk.handle(lost), ev.Fail).error.retryable
     walk.done(step)
     walk.written()
     walk.assert_drained()
@@ -73,14 +72,14 @@ def test_a_lost_lease_fails_the_request() -> None:
 def test_corrupt_blocks_are_dropped_recomputed_and_sent_again_without_a_second_first_token() -> None:
     walk = Walk(budget=16, home=None)
     walk.commit(num_tokens=10)
-    step = only(walk.corrupt(1), act.RunStep)
+    step = only(walk.corrupt(1), ev.RunStep)
     [plan] = step.plans
     assert (plan.slice.start, plan.slice.end, plan.send_from) == (4, 10, 4)
     assert not plan.slice.samples
     assert walk.state.counters["integrity_failures"] == 1
     assert walk.state.counters["recomputed_blocks"] == 2
     assert walk.done(step) == []
-    assert only(walk.written(), act.CommitHandoff).checksums == (1000, 1001, 1002)
+    assert only(walk.written(), ev.CommitHandoff).checksums == (1000, 1001, 1002)
     walk.accept()
     walk.assert_drained()
 
@@ -100,11 +99,11 @@ def test_three_corrupt_handoffs_fail_the_request() -> None:
     walk = Walk(home=None)
     walk.commit()
     for _ in range(2):
-        walk.done(only(walk.corrupt(0), act.RunStep))
+        walk.done(only(walk.corrupt(0), ev.RunStep))
         walk.written()
     actions = walk.corrupt(0)
-    assert only(actions, act.Fail).error.code == "integrity"
-    assert kinds(actions) == [act.Fail, act.ReleaseLanding]
+    assert only(actions, ev.Fail).error.code == "integrity"
+    assert kinds(actions) == [ev.Fail, ev.ReleaseLanding]
     walk.assert_drained()
 
 
@@ -114,7 +113,7 @@ def test_a_request_over_its_time_limit_fails_but_for_a_commit_under_way() -> Non
     step = walk.start()
     assert walk.state.wake_at == 600.0
     assert walk.handle(ev.Tick(), 599.0) == []
-    assert only(walk.handle(ev.Tick(), 600.0), act.Fail).error.code == "deadline"
+    assert only(walk.handle(ev.Tick(), 600.0), ev.Fail).error.code == "deadline"
     walk.done(step)
     walk.written()
     assert walk.state.wake_at is None
@@ -122,7 +121,7 @@ def test_a_request_over_its_time_limit_fails_but_for_a_commit_under_way() -> Non
     walk = Walk()
     walk.commit()
     assert walk.handle(ev.Tick(), 600.0) == []
-    assert only(walk.corrupt(0, at=601.0), act.Fail).error.code == "deadline"
+    assert only(walk.corrupt(0, at=601.0), ev.Fail).error.code == "deadline"
 
 
 def test_a_lost_gateway_ends_its_requests_and_no_others() -> None:
@@ -133,9 +132,6 @@ def test_a_lost_gateway_ends_its_requests_and_no_others() -> None:
     walk.done(step)
     walk.written("mine")
     assert (walk.state.num_waiting, walk.state.num_running) == (1, 0)
-
-
-# -- cancellation
 
 
 def queued(walk: Walk) -> list[Event]:
@@ -150,7 +146,7 @@ def reserving(walk: Walk) -> list[Event]:
 
 
 def reserving_after_all(walk: Walk) -> list[Event]:
-    return [granted(only(walk.submit(), act.ReserveLanding))]
+    return [granted(only(walk.submit(), ev.ReserveLanding))]
 
 
 def loading(walk: Walk) -> list[Event]:
@@ -180,15 +176,15 @@ def committing(answer: Event) -> Callable[[Walk], list[Event]]:
 @pytest.mark.parametrize(
     ("phase", "reach", "told", "released"),
     [
-        ("queued", queued, [act.Fail], []),
-        ("reserving", reserving, [act.Fail, act.WithdrawReservation], [act.ReleaseLanding]),
-        ("reserving", reserving_after_all, [act.Fail, act.WithdrawReservation], [act.ReleaseLanding]),
-        ("loading", loading, [act.Fail], [act.ReleaseLanding]),
-        ("running", running, [act.Fail], [act.ReleaseLanding]),
-        ("sending", sending, [act.Fail], [act.ReleaseLanding]),
-        ("committing", committing(ev.HandoffAccepted(request_id=R)), [act.Fail], []),
+        ("queued", queued, [ev.Fail], []),
+        ("reserving", reserving, [ev.Fail, ev.WithdrawReservation], [ev.ReleaseLanding]),
+        ("reserving", reserving_after_all, [ev.Fail, ev.WithdrawReservation], [ev.ReleaseLanding]),
+        ("loading", loading, [ev.Fail], [ev.ReleaseLanding]),
+        ("running", running, [ev.Fail], [ev.ReleaseLanding]),
+        ("sending", sending, [ev.Fail], [ev.ReleaseLanding]),
+        ("committing", committing(ev.HandoffAccepted(request_id=R)), [ev.Fail], []),
         *(
-            ("committing", committing(answer), [act.Fail], [act.ReleaseLanding])
+            ("committing", committing(answer), [ev.Fail], [ev.ReleaseLanding])
             for answer in (ev.HandoffCorrupt(request_id=R, indexes=(0,)), ev.HandoffFailed(request_id=R, error=LOST))
         ),
     ],
@@ -212,9 +208,9 @@ def test_a_cancelled_request_lets_go_when_the_last_operation_has_ended(
 def test_a_cancellation_that_overtakes_its_request_stops_it_within_a_minute() -> None:
     walk = Walk()
     walk.cancel("r", at=0.0)
-    assert only(walk.submit("r", at=59.0), act.Fail).error.code == "cancelled"
+    assert only(walk.submit("r", at=59.0), ev.Fail).error.code == "cancelled"
     walk.cancel("s", at=100.0)
-    assert kinds(walk.submit("s", at=161.0)) == [act.ReserveLanding]
+    assert kinds(walk.submit("s", at=161.0)) == [ev.ReserveLanding]
 
 
 def test_a_late_cancellation_of_an_ended_request_does_not_stop_its_next_attempt() -> None:
@@ -222,7 +218,7 @@ def test_a_late_cancellation_of_an_ended_request_does_not_stop_its_next_attempt(
     walk.commit()
     walk.accept()
     walk.cancel()
-    assert kinds(walk.submit("r", 8)) == [act.ReserveLanding]
+    assert kinds(walk.submit("r", 8)) == [ev.ReserveLanding]
 
 
 def test_a_request_that_comes_back_before_its_earlier_attempt_closed_waits_for_that() -> None:
@@ -232,8 +228,8 @@ def test_a_request_that_comes_back_before_its_earlier_attempt_closed_waits_for_t
     assert walk.submit("r", 8) == []
     walk.done(step)
     actions = walk.written()
-    assert kinds(actions) == [act.ReleaseLanding, act.ReserveLanding]
-    assert only(actions, act.ReserveLanding).lease_id == "lease-2"
+    assert kinds(actions) == [ev.ReleaseLanding, ev.ReserveLanding]
+    assert only(actions, ev.ReserveLanding).lease_id == "lease-2"
 
 
 def test_a_repeated_submission_changes_nothing() -> None:

@@ -7,15 +7,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch import MAX_SCORED_TOKENS, Sampled
-from prefill_worker import actions as act
-from prefill_worker import events as ev
-from prefill_worker.ledger import RequestQueue
-from prefill_worker.pipeline.wire import done_to_wire, plan_from_wire, plan_to_wire, sampled_from_wire
-from prefill_worker.sequence import Sequence
-from protocol.errors import PeerLost
-from protocol.ids import LeaseId
-from protocol.request import Request
+from moonserve.engine.model.batch import MAX_SCORED_TOKENS, Sampled
+from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.decisions.sequence import Sequence
+from moonserve.prefill_worker.decisions.shared_state import RequestQueue
+from moonserve.prefill_worker.pipeline_stage import done_to_wire, plan_from_wire, plan_to_wire, sampled_from_wire
+from moonserve.protocol.errors import PeerLost
+from moonserve.protocol.request import LeaseId, Request
 from tests.prefill_worker.builders import (
     BLOCK_SIZE,
     HOME,
@@ -33,12 +31,12 @@ from tests.scores import is_whole, pretend
 def test_consecutive_chunks_of_a_prompt_are_under_way_together() -> None:
     """Chunk i + 1 begins while chunk i is at a later stage. At most one chunk per stage is in flight."""
     walk = Walk(num_stages=2)
-    first, second = all_of(walk.submit("r", 20, max_tokens=1), act.RunStep)
-    third = only(walk.done(first, 1.0), act.RunStep)
+    first, second = all_of(walk.submit("r", 20, max_tokens=1), ev.RunStep)
+    third = only(walk.done(first, 1.0), ev.RunStep)
     assert spans([first, second, third]) == [("r", 0, 8), ("r", 8, 16), ("r", 16, 20)]
     assert [step.plans[0].slice.samples for step in (first, second, third)] == [False, False, True]
     assert not walk.done(second, 2.0)
-    sent = only(walk.done(third, 3.0), act.SendFirstToken)
+    sent = only(walk.done(third, 3.0), ev.SendFirstToken)
     assert sent.report.compute_s == 3.0, "time that two steps share counts once"
     walk.assert_drained()
 
@@ -53,7 +51,7 @@ def test_the_next_prompt_follows_behind_the_last_chunk() -> None:
 def test_a_prompt_that_would_be_one_step_is_shared_by_the_stages() -> None:
     """Without other prompts, a prompt is cut into one chunk per stage, unless the chunks would be too small."""
     walk = Walk(num_stages=2, budget=128, num_blocks=64)
-    steps = all_of(walk.submit("r", 101, max_tokens=1), act.RunStep)
+    steps = all_of(walk.submit("r", 101, max_tokens=1), ev.RunStep)
     assert spans(steps) == [("r", 0, 51), ("r", 51, 101)]
     for step in steps:
         walk.done(step)
@@ -64,19 +62,19 @@ def test_prompts_that_wait_keep_the_stages_busy_uncut() -> None:
     """Waiting prompts are not cut: two whole prompts at two stages end sooner than four halves."""
     walk = Walk(num_stages=2, budget=128, num_blocks=64)
     waiting = [walk.submit("q", 90, first=200), walk.submit("r", 100)]
-    filler = all_of(walk.submit("s", 40, first=300, max_tokens=1), act.RunStep)
+    filler = all_of(walk.submit("s", 40, first=300, max_tokens=1), ev.RunStep)
     assert spans(filler) == [("s", 0, 20), ("s", 20, 40)]
     for submission in waiting:
-        assert not all_of(walk.grant(submission), act.RunStep)
+        assert not all_of(walk.grant(submission), ev.RunStep)
     assert spans(walk.done(filler[0])) == [("q", 0, 90)]
 
 
 def test_what_is_computed_behind_a_failed_chunk_is_never_shared() -> None:
     """Blocks of a later chunk in flight are not published: it read blocks whose content is undefined."""
     walk = Walk(num_stages=2)
-    first, second = all_of(walk.grant(walk.submit("q", 20)), act.RunStep)
+    first, second = all_of(walk.grant(walk.submit("q", 20)), ev.RunStep)
     failed = ev.StepFailed(error=PeerLost("a stage is gone"), step_id=first.step_id)
-    assert act.Fail in kinds(walk.handle(failed))
+    assert ev.Fail in kinds(walk.handle(failed))
     walk.done(second)
     for _ in range(2):
         walk.written("q")
@@ -87,7 +85,7 @@ def test_what_is_computed_behind_a_failed_chunk_is_never_shared() -> None:
 def test_blocks_stay_held_until_all_of_a_cancelled_prompts_steps_are_done() -> None:
     """Blocks stay held while any step of the prompt is in flight, since a later stage may still write them."""
     walk = Walk(num_stages=2)
-    first, second = all_of(walk.submit("r", 20, max_tokens=1), act.RunStep)
+    first, second = all_of(walk.submit("r", 20, max_tokens=1), ev.RunStep)
     walk.cancel()
     walk.done(first)
     assert walk.state.num_held_blocks == 5
@@ -98,11 +96,11 @@ def test_blocks_stay_held_until_all_of_a_cancelled_prompts_steps_are_done() -> N
 def test_a_group_computes_what_stores_hold() -> None:
     """A pipeline group reads no stored blocks: they have all layers, and no stage has all layers."""
     actions = Walk(num_stages=2).submit("r", 20, sources=[(HOME, 0, 4)], max_tokens=1)
-    assert kinds(actions) == [act.RunStep, act.RunStep]
+    assert kinds(actions) == [ev.RunStep, ev.RunStep]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 20.0)), max_size=30))
-def test_nobody_is_passed_by_what_arrives_later_than_its_rank(arrivals: list[tuple[float, float]]) -> None:
+def test_later_arrivals_beyond_the_rank_do_not_overtake(arrivals: list[tuple[float, float]]) -> None:
     """A request runs before all that arrive later than its arrival plus its rank. `arrivals` has gaps and ranks."""
     queue, now = RequestQueue(), 0.0
     came: dict[str, tuple[float, float]] = {}
@@ -127,14 +125,14 @@ def test_nobody_is_passed_by_what_arrives_later_than_its_rank(arrivals: list[tup
         assert all(other <= arrived_at + rank for other, _ in order[:place])
 
 
-def test_what_a_request_overtakes_does_not_keep_it_from_being_prepared() -> None:
-    """With a lookahead of two, a third long request waits, but one of better rank is prepared at once."""
-    walk = Walk(lookahead=2, budget=4, num_blocks=64, home=None)
+def test_better_rank_is_prepared_beyond_the_limit() -> None:
+    """With two requests prepared ahead, a third long request waits, but one of better rank is prepared at once."""
+    walk = Walk(prepare_ahead=2, budget=4, num_blocks=64, home=None)
     prepared = [
-        bool(all_of(walk.submit(f"long{n}", 16, first=100 * n, rank=100.0), act.ReserveLanding)) for n in range(3)
+        bool(all_of(walk.submit(f"long{n}", 16, first=100 * n, rank=100.0), ev.ReserveLanding)) for n in range(3)
     ]
     assert prepared == [True, True, False]
-    short = only(walk.submit("short", 4, first=900, rank=1.0, at=5.0), act.ReserveLanding)
+    short = only(walk.submit("short", 4, first=900, rank=1.0, at=5.0), ev.ReserveLanding)
     assert short.request_id == "short"
 
 
@@ -143,7 +141,7 @@ def test_a_request_of_lower_rank_runs_before_the_rest_of_one_that_runs() -> None
     walk = Walk(budget=4, num_blocks=64, home=None)
     step = walk.start("long", 16, rank=100.0)
     walk.grant(walk.submit("short", 4, first=900, at=1.0))
-    step = only(walk.done(step), act.RunStep)
+    step = only(walk.done(step), ev.RunStep)
     assert spans([step]) == [("short", 0, 4)]
     assert spans(walk.done(step)) == [("long", 4, 8)]
 
@@ -153,8 +151,8 @@ def scored(length: int, num_emitted: int = 0) -> Request:
     return replace(request, sampling=replace(request.sampling, num_prompt_logprobs=2))
 
 
-def first_step(walk: Walk, request: Request) -> act.RunStep:
-    return only(walk.grant(walk.request(request)), act.RunStep)
+def first_step(walk: Walk, request: Request) -> ev.RunStep:
+    return only(walk.grant(walk.request(request)), ev.RunStep)
 
 
 def with_cached_prompt() -> Walk:
@@ -169,38 +167,38 @@ def with_cached_prompt() -> Walk:
 def test_neither_cached_nor_stored_blocks_are_used() -> None:
     walk = with_cached_prompt()
     actions = walk.request(scored(10), sources=[(HOME, 0, 2)])
-    assert act.LoadPrefix not in kinds(actions)
-    step = only(walk.grant(actions), act.RunStep)
+    assert ev.LoadPrefix not in kinds(actions)
+    step = only(walk.grant(actions), ev.RunStep)
     assert spans([step]) == [("r", 0, 10)]
-    report = only(walk.done(step), act.SendFirstToken).report
+    report = only(walk.done(step), ev.SendFirstToken).report
     assert is_whole(report.prompt_logprobs, 10)
     assert report.cached_tokens == 0
 
 
-def test_who_goes_on_after_a_loss_has_them_already() -> None:
+def test_continued_request_computes_no_scores_again() -> None:
     walk = with_cached_prompt()
     step = first_step(walk, scored(10, num_emitted=2))
     assert step.plans[0].slice.start == 2 * BLOCK_SIZE
     assert step.plans[0].slice.scores is None
-    assert only(walk.done(step), act.SendFirstToken).report.prompt_logprobs is None
+    assert only(walk.done(step), ev.SendFirstToken).report.prompt_logprobs is None
 
 
 def test_a_step_holds_a_bounded_number_of_scored_tokens() -> None:
-    walk = Walk(home=None, budget=4 * MAX_SCORED_TOKENS, num_blocks=400, lookahead=4)
+    walk = Walk(home=None, budget=4 * MAX_SCORED_TOKENS, num_blocks=400, prepare_ahead=4)
     length = MAX_SCORED_TOKENS + 10
     step = first_step(walk, scored(length))
-    again = only(walk.done(step), act.RunStep)
+    again = only(walk.done(step), ev.RunStep)
     assert spans([step, again]) == [("r", 0, MAX_SCORED_TOKENS), ("r", MAX_SCORED_TOKENS, length)]
-    assert is_whole(only(walk.done(again), act.SendFirstToken).report.prompt_logprobs, length)
+    assert is_whole(only(walk.done(again), ev.SendFirstToken).report.prompt_logprobs, length)
 
 
 def test_corrupt_blocks_are_recomputed_without_scoring_again() -> None:
     walk = Walk(home=None, budget=16)
     walk.done(first_step(walk, scored(10)))
-    only(walk.written(), act.CommitHandoff)
-    again = only(walk.corrupt(1), act.RunStep)
+    only(walk.written(), ev.CommitHandoff)
+    again = only(walk.corrupt(1), ev.RunStep)
     assert again.plans[0].slice.scores is None
-    assert act.SendFirstToken not in kinds(walk.done(again))
+    assert ev.SendFirstToken not in kinds(walk.done(again))
     walk.written()
     walk.accept()
     walk.assert_drained()
@@ -224,6 +222,6 @@ def test_the_last_stage_of_a_pipeline_scores_for_its_leader() -> None:
         assert is_whole(plan.slice.scores.result(), min(plan.slice.end + 1, 10))
         if back[0] is not None:
             break
-        step = only(walk.done(step), act.RunStep)
+        step = only(walk.done(step), ev.RunStep)
     middle = done_to_wire(there, [None], [()], is_last=False)
     assert not middle.slices[0].HasField("prompt_logprobs")

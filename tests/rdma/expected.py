@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from models import demo_model_path
+from moonserve.models import demo_model_path
 
 PROMPT = "import os\n\ndef list_files(path):\n" * 4
 NUM_TOKENS = 8

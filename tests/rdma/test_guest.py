@@ -30,7 +30,7 @@ UNAVAILABLE = why_unavailable()
 @pytest.mark.slow
 @pytest.mark.skipif(UNAVAILABLE is not None, reason=f"no guest with Soft-RoCE: {UNAVAILABLE}")
 @pytest.mark.timeout(GUEST_TIMEOUT_S + 60)
-def test_all_that_verbs_promise_holds_in_the_guest(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_the_rdma_tests_pass_in_the_guest(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     said: list[str] = []
 
     def say(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc.aio
 
-from protocol.rpc import Channels, _guard_stream, _guard_unary
+from moonserve.protocol.rpc.grpc_transport import Channels, _guard_stream, _guard_unary
 from tests.simulation.loop import OUTSIDE, Life
 from tests.simulation.network import TOO_LATE, UNAVAILABLE, Connection, Context, Network, Server, rpc_error
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from gateway.generation.events import Choice, Wish
-from protocol.errors import Cancelled, MoonserveError
-from protocol.request import SamplingParams
+from moonserve.gateway.generation.events import Choice, GenerationRequest
+from moonserve.protocol.errors import Cancelled, MoonserveError
+from moonserve.protocol.request import SamplingParams
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import VOCABULARY, undisturbed
 from tests.simulation.processes.head import Front
@@ -53,15 +53,15 @@ class Asked:
         leaves_after = rng.randint(0, 4) if rng.random() < 0.1 else None
         return cls(f"r{number}", prompt, sampling, leaves_after)
 
-    def wish(self, arrived_at: float) -> Wish:
+    def wish(self, arrived_at: float) -> GenerationRequest:
         choice = Choice(index=0, token_ids=self.prompt, sampling=self.sampling)
-        return Wish(request_id=self.request_id, choices=(choice,), arrived_at=arrived_at)
+        return GenerationRequest(request_id=self.request_id, choices=(choice,), arrived_at=arrived_at)
 
     async def run(self, front: Front, loop: VirtualLoop) -> None:
         """Runs the request in the gateway's life, as its HTTP server does."""
         self.asked_at = loop.time()
         try:
-            answer = front.gateway.ask(self.wish(self.asked_at))
+            answer = front.gateway.generate(self.wish(self.asked_at))
             while not answer.is_complete:
                 if self.leaves_after is not None and len(self.tokens) >= self.leaves_after:
                     answer.cancel(Cancelled("the client left"))

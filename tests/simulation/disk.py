@@ -10,9 +10,8 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvstore.disk.base import DiskObject, DiskRead, DiskUsage, DiskWrite, Health, HealthChanged, Moved, Place
-from protocol.checksum import checksum
-from protocol.keys import BlockKey
+from moonserve.kvstore.disk.base import DiskObject, DiskRead, DiskUsage, DiskWrite, Health, HealthChanged, Moved, Place
+from moonserve.protocol.kv_blocks import BlockKey, checksum
 from tests.kvstore.hardware import Disk
 
 PIECE = 8  # objects per batch of recovery

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvstore.removals import CLOCK_DRIFT
+from moonserve.kvstore.state.removals import CLOCK_DRIFT
 
 
 class Life:

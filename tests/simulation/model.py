@@ -12,9 +12,9 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from engine.batch import Sampled, Slice
-from protocol.layout import KvLayout
-from protocol.request import SamplingParams, finish_reason
+from moonserve.engine.model.batch import Sampled, Slice
+from moonserve.protocol.kv_blocks import KvLayout
+from moonserve.protocol.request import SamplingParams, finish_reason
 
 VOCABULARY = 64
 LAYOUT = KvLayout(num_layers=1, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -74,7 +74,7 @@ class _Sequence:
 
 
 class Engine:
-    """Replacement of `engine.runtime.EngineThread` that computes this model in a worker's KV memory."""
+    """Replacement of `engine.engine.EngineThread` that computes this model in a worker's KV memory."""
 
     def __init__(
         self,
@@ -114,15 +114,16 @@ class Engine:
     async def end(self, slices: Sequence[Slice]) -> list[Sampled | None]:
         """Computes after a delay too long for the decode worker to compute inline, where no virtual time would pass."""
         await asyncio.sleep(self._rng.uniform(0.025, 0.06))
-        return self.execute_here(slices)
+        return self.execute_inline(slices)
 
-    def execute_here(self, slices: Sequence[Slice]) -> list[Sampled | None]:
+    def execute_inline(self, slices: Sequence[Slice]) -> list[Sampled | None]:
         if self._rng.random() < self._failures():
             self._lost = {piece.request_id for piece in slices}
             raise RuntimeError("the device fell off the bus")
         lost, self._lost = self._lost, set()
         sampled = [
-            _garbage(piece) if piece.follows and piece.request_id in lost else self._sample(piece) for piece in slices
+            _garbage(piece) if piece.token_from_previous_step and piece.request_id in lost else self._sample(piece)
+            for piece in slices
         ]
         self._last = {each.request_id: each.token_id for each in sampled if each is not None}
         return sampled

@@ -18,7 +18,7 @@ import grpc.aio
 from tests.simulation.loop import OUTSIDE, Life, VirtualLoop
 
 KEEPALIVE_S = 15.0
-"""Time until keepalive breaks a silent connection, with the options of `protocol.rpc`."""
+"""Time until keepalive breaks a silent connection, with the options of `protocol.rpc.grpc_transport`."""
 Deliver = Callable[[], None]
 
 

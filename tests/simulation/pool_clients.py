@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.allocator import ALIGNMENT
-from kvstore.client.blocks import BlockStores
-from kvstore.native.layout import HEADER, RETIRED_AT, SLOT, Fields, entry_of
-from protocol.checksum import checksum
-from protocol.errors import DeadlineExceeded, MoonserveError, PeerError
-from protocol.ids import new_id
-from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
-from protocol.wire import endpoint_to_wire
+from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.kvstore.index_layout import HEADER, RETIRED_AT, SLOT, SlotFields, entry_of
+from moonserve.kvstore.state.allocator import ALIGNMENT
+from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, PeerError
+from moonserve.protocol.kv_blocks import BlockKey, checksum
+from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from moonserve.protocol.request import new_id
+from moonserve.protocol.rpc.wire import endpoint_to_wire
+from moonserve.transfer import Op, RemoteSegment, ScatterTransfer
 from tests.simulation.calls import SimulatedChannels
 from tests.simulation.loop import Life
 from tests.simulation.processes.stores import PoolNode
 from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.truth import SMALLEST
-from transfer import Op, RemoteSegment, ScatterTransfer
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -206,7 +205,7 @@ class PoolClient:
         memory = index.memory
         slots = memory[HEADER.size : index.geometry.nbytes]
 
-        def look() -> Fields | None:
+        def look() -> SlotFields | None:
             found = next((f for f in SLOT.iter_unpack(slots) if f[0] == key and f[2]), None)
             return None if memory[RETIRED_AT] else found
 

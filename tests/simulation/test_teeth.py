@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from decode_worker.service import DecodeService
-from decode_worker.verify import BlockVerifier
-from gateway.generation.arrivals import Arrivals
-from kvstore.event_log import EventLog
-from kvstore.remembering import Remembering
-from kvstore.verification import Landings
+from moonserve.decode_worker.block_verifier import BlockVerifier
+from moonserve.decode_worker.service import DecodeService
+from moonserve.gateway.generation.ordered_tokens import OrderedTokens
+from moonserve.kvstore.node.event_log import EventLog
+from moonserve.kvstore.node.removal_store import RemovalStore
+from moonserve.kvstore.node.verification import PutVerifier
 from tests.simulation.terms import Terms
 from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.world import World
@@ -40,7 +40,7 @@ def first_problem(*, of_pools: bool) -> str:
     return ""
 
 
-async def deaf(self: Remembering, heard: object) -> int:
+async def deaf(self: RemovalStore, heard: object) -> int:
     return 0
 
 
@@ -48,11 +48,11 @@ async def deaf(self: Remembering, heard: object) -> int:
     ("owner", "name", "broken", "problem", "of_pools"),
     [
         (BlockVerifier, "corrupt", lambda self, blocks: (), "wrong KV", False),
-        (Arrivals, "in_order", lambda self, tokens: list(tokens), "", False),
+        (OrderedTokens, "in_order", lambda self, tokens: list(tokens), "", False),
         (SimulatedTransfer, "close_window", lambda self, window_id: None, "", False),
         (DecodeService, "_send_failure", lambda self, action: None, "", False),
-        (Landings, "corrupt", lambda self, landed: (), "has other bytes", True),
-        (Remembering, "learn", deaf, "", True),
+        (PutVerifier, "corrupt_keys", lambda self, landed: (), "has other bytes", True),
+        (RemovalStore, "learn", deaf, "", True),
         (EventLog, "removed", lambda self, key: None, "the directory says", True),
     ],
     ids=[
@@ -65,7 +65,7 @@ async def deaf(self: Remembering, heard: object) -> int:
         "a pool node whose events say no removal",
     ],
 )
-def test_what_is_broken_is_found(
+def test_the_simulation_finds_a_planted_bug(
     owner: type, name: str, broken: Any, problem: str, of_pools: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, broken)

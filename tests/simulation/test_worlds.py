@@ -46,17 +46,17 @@ def first_worlds() -> str:
     return simulate("--seeds", str(max(25, examples(60))))
 
 
-def test_every_request_ends_once_with_the_right_tokens_and_nothing_stays_behind(first_worlds: str) -> None:
+def test_every_request_ends_once_with_the_right_tokens_and_leaves_nothing(first_worlds: str) -> None:
     assert "'finished': " in first_worlds
 
 
-def test_a_pool_gives_what_was_committed_or_a_miss(first_worlds: str) -> None:
+def test_a_pool_returns_committed_data_or_a_miss(first_worlds: str) -> None:
     """The pool worlds, which verify every value they read, have met all outcomes in MET."""
     missed = [met for met in MET if f"'{met}': " not in first_worlds]
     assert not missed
 
 
-def test_where_nothing_befalls_a_cluster_every_request_is_served() -> None:
+def test_a_cluster_without_faults_serves_every_request() -> None:
     simulate("--seeds", "5", "--calm")
 
 
@@ -66,5 +66,5 @@ def test_equal_seeds_have_equal_histories() -> None:
 
 
 @pytest.mark.parametrize("seed", sorted(FOUND))
-def test_a_seed_that_found_a_bug_stays_good(seed: int) -> None:
+def test_seeds_that_found_bugs_pass(seed: int) -> None:
     simulate("--seed", str(seed))

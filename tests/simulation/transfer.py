@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from protocol.errors import MoonserveError, PeerLost
+from moonserve.protocol.errors import MoonserveError, PeerLost
+from moonserve.transfer import Batch, Op, ScatterTransfer, Segment
+from moonserve.transfer.memory.segments import SegmentTable
+from moonserve.transfer.memory.write_windows import WindowTable
 from tests.simulation.loop import Life
 from tests.simulation.network import Network
-from transfer import Batch, Op, ScatterTransfer, Segment
-from transfer.segments import SegmentTable
-from transfer.windows import WindowTable
 
 PATIENT_POLL_S = 0.05
 

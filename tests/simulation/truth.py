@@ -9,9 +9,8 @@ import itertools
 import struct
 from collections.abc import Callable, Iterable
 
-from kvstore.stored import Announcements, StoredObject, Tier
-from protocol.checksum import checksum
-from protocol.keys import KEY_BYTES, BlockKey
+from moonserve.kvstore.state.objects import ObjectListener, StoredObject, Tier
+from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey, checksum
 
 _BEGIN = struct.Struct(f"<{KEY_BYTES}sQ")
 SMALLEST = _BEGIN.size
@@ -67,7 +66,7 @@ class Shown:
     """Checks the `stored.Announcements` of one life of a node and passes them on to its event log."""
 
     def __init__(
-        self, node: str, truth: Truth, find: Callable[[BlockKey], StoredObject | None], log: Announcements
+        self, node: str, truth: Truth, find: Callable[[BlockKey], StoredObject | None], log: ObjectListener
     ) -> None:
         self._log = log
         self.expected: dict[BlockKey, tuple[int, int, Tier]] = {}

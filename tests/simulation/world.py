@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvstore.allocator import ALIGNMENT
-from kvstore.removal_file import Stamp
-from protocol.errors import StaleLease
+from moonserve.kvstore.node.removal_store import Timestamp
+from moonserve.kvstore.state.allocator import ALIGNMENT
+from moonserve.protocol.errors import StaleLease
 from tests.simulation.clients import FINISHED, Asked
 from tests.simulation.disk import Medium
 from tests.simulation.faults import Faults
@@ -286,7 +286,7 @@ class World:
     def _pool_problems(self) -> list[str]:
         """Returns differences between the directory and the nodes, and objects that are left after a global removal."""
         nodes = self.pool_nodes()
-        removals = [each for node in nodes for each in node.service.remembering.removals.all()]
+        removals = [each for node in nodes for each in node.service.removal_store.removals.all()]
         known = {(each.key, each.removal_id) for each in removals}
         left = [f"{n.life!r}: {o}" for n in nodes for o in self.truth.leftovers(known, n.state.catalog.objects())]
         if not self._directory().knows(nodes):
@@ -343,10 +343,10 @@ class World:
         if not isinstance(error, StaleLease):  # `_ended` handles it
             self.problem(f"{message}: {error!r}")
 
-    def _stamp(self) -> Stamp:
-        """Returns the current `Stamp`. All processes of a world are on one machine, which never reboots."""
+    def _stamp(self) -> Timestamp:
+        """Returns the current `Timestamp`. All processes of a world are on one machine, which never reboots."""
         now = self.loop.time()
-        return Stamp(boot="simulated", boot_s=now, wall_s=now)
+        return Timestamp(boot="simulated", boot_s=now, wall_s=now)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -357,7 +357,7 @@ class World:
             with (
                 mock.patch.object(secrets, "token_hex", lambda n: f"{self.rng.getrandbits(8 * n):0{2 * n}x}"),
                 mock.patch.object(secrets, "randbits", self.rng.getrandbits),
-                mock.patch.object(Stamp, "now", self._stamp),
+                mock.patch.object(Timestamp, "now", self._stamp),
             ):
                 yield
         finally:

@@ -6,9 +6,8 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from traces.synthesis.command import write_trace
-from traces.synthesis.threads import requests_of
-from traces.synthesis.workload import ArrivalSpec, Constant, LogNormal, WorkloadSpec
+from moonserve.traces.workload.generator import ArrivalSpec, Constant, LogNormal, WorkloadSpec, requests_of
+from moonserve.traces.workload.synthesize import write_trace
 
 SESSIONS = WorkloadSpec(
     arrivals=ArrivalSpec(rate=2, process="constant"),
@@ -30,7 +29,7 @@ def write_sessions(path: Path, num_requests: int = 40) -> Path:
     return path
 
 
-# The specification that `synthesize` builds from the options in tests/traces/synthesis/test_workload.py.
+# The specification that `synthesize` builds from the options in tests/traces/workload/test_generator.py.
 SMALL = WorkloadSpec(
     arrivals=ArrivalSpec(rate=5, process="gamma", burstiness=2),
     input_tokens=LogNormal(3000, 1),

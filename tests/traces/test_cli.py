@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moonserve.__main__ import TRACES_VERBS as VERBS
 from moonserve.__main__ import main
-from protocol.config import EXIT_CONFIG
+from moonserve.protocol.process.config import EXIT_CONFIG
 from tests.traces.made import write_sessions
-from traces.cli import VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS)

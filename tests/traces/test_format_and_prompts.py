@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
-from traces.format import TraceRecord, read_checked, read_trace
-from traces.prompts import PromptBuilder, ideal_cached_tokens
+from moonserve.protocol.errors import ConfigError
+from moonserve.traces.format import TraceRecord, read_checked, read_trace
+from moonserve.traces.workload.prompts import PromptBuilder, ideal_cached_tokens
 
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
@@ -90,7 +90,7 @@ def test_a_broken_line_is_named(line: str, complaint: str, tmp_path: Path) -> No
         ({"input_length": 1025}, "input_length 1025 needs 3 hash ids"),
     ],
 )
-def test_who_measures_is_told_what_breaks_the_format(changes: dict[str, int], complaint: str, tmp_path: Path) -> None:
+def test_read_checked_names_violations_of_the_format(changes: dict[str, int], complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD | changes)}\n")
     assert len(read_trace(path)) == 2

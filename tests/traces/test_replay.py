@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from protocol.errors import ConfigError
-from traces.fetch import FetchConfig, fetch, git_object_id
-from traces.format import TraceRecord
-from traces.prompts import PromptBuilder
-from traces.replay import ReplayConfig, _paced, main, replay
+from moonserve.protocol.errors import ConfigError
+from moonserve.traces.format import TraceRecord
+from moonserve.traces.replay import ReplayConfig, _due_prompts, main, replay
+from moonserve.traces.workload.fetch import FetchConfig, fetch, git_object_id
+from moonserve.traces.workload.prompts import PromptBuilder
 
 Serve = Callable[[web.Application], Awaitable[str]]
 
@@ -89,7 +89,7 @@ async def test_a_replay_sends_every_request_with_exact_lengths(serve: Serve, tra
     assert report["ideal_hit_ratio"] > report["hit_ratio"] > 0
 
 
-async def test_a_record_that_says_whose_it_is_is_sent_as_theirs(serve: Serve, tmp_path: Path) -> None:
+async def test_a_record_is_sent_with_its_tenant_and_priority(serve: Serve, tmp_path: Path) -> None:
     """A request has the tenant and priority of its record; if the record has none, neither has the request."""
     plain = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
     path = write(tmp_path / "trace.jsonl", plain, {**plain, "tenant": "alice", "priority": -2})
@@ -108,7 +108,7 @@ async def test_requests_of_one_instant_are_sent_in_the_order_of_the_trace() -> N
     ]
     began_at = time.monotonic()
     paced = []
-    async for index, prompt in _paced(records, builder, began_at):
+    async for index, prompt in _due_prompts(records, builder, began_at):
         assert time.monotonic() >= began_at + records[index].arrived_s
         assert prompt == builder.prompt(records[index])
         paced.append(index)

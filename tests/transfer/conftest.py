@@ -10,21 +10,22 @@ from typing import Any
 
 import pytest
 
+from moonserve.transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from moonserve.transfer.engine import _TRANSPORTS
+from moonserve.transfer.rdma.device import discover_ports
+from moonserve.transfer.rdma.transport import RdmaTransport
 from tests.authority import Authority, Files
 from tests.patience import PATIENCE_S
-from tests.transfer.fake_fabric import Wire
-from tests.transfer.fates import Fates
+from tests.transfer.fault_injection import FaultInjector
 from tests.transfer.peer_process import TOKEN as TOKEN
 from tests.transfer.peer_process import PeerInProcess as PeerInProcess
+from tests.transfer.rdma.fake_fabric import Wire
 from tests.transfer.stage import Stage
-from transfer import FaultPlan, Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions, registry
-from transfer.rdma.device import discover
-from transfer.rdma.transport import RdmaTransport
 
 RAILS = ("127.0.0.1", "127.0.0.2")
 ALL = ("shm", "tcp", "tls", "rdma")
 """tls is tcp inside TLS. rdma runs on in-memory fake devices if the machine has no usable port (the guest has one)."""
-HAS_RDMA = find_spec("pyverbs") is not None and any(port.usable for port in discover())
+HAS_RDMA = find_spec("pyverbs") is not None and any(port.usable for port in discover_ports())
 Make = Callable[..., TransferEngine]
 MakePair = Callable[..., "Pair"]
 
@@ -53,7 +54,7 @@ class Pair:
     def run(self, *transfers: Transfer, deadline_s: float = PATIENCE_S) -> None:
         run(self.near, *transfers, deadline_s=deadline_s)
 
-    def run_here(self, *transfers: Transfer) -> None:
+    def run_inline(self, *transfers: Transfer) -> None:
         """Runs the transfers in the caller's thread if the transport can."""
         self.near.run(transfers, deadline_s=PATIENCE_S)
 
@@ -66,7 +67,7 @@ def run(engine: TransferEngine, *transfers: Any, deadline_s: float = PATIENCE_S)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises the handshake timeout: on a busy machine a peer may be slow."""
-    monkeypatch.setattr("transfer.tcp.acceptor._HANDSHAKE_S", PATIENCE_S)
+    monkeypatch.setattr("moonserve.transfer.tcp.target._HANDSHAKE_S", PATIENCE_S)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,7 +86,7 @@ def files(authority: Authority) -> Files:
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     """Runs every rdma engine of the test on in-memory devices. Fails if one of their resources is not closed."""
     wire = Wire()
-    monkeypatch.setitem(registry._TRANSPORTS, "rdma", partial(RdmaTransport, lambda: wire))
+    monkeypatch.setitem(_TRANSPORTS, "rdma", partial(RdmaTransport, lambda: wire))
     yield wire
     assert not wire.regions
     assert not wire.pairs
@@ -156,6 +157,6 @@ def peer(transport: str, request: pytest.FixtureRequest) -> Iterator[PeerInProce
 
 
 @pytest.fixture
-def fates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fates]:
-    yield (fates := Fates(monkeypatch))
-    assert not fates.open_sessions
+def injector(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultInjector]:
+    yield (injector := FaultInjector(monkeypatch))
+    assert not injector.open_sessions

@@ -11,10 +11,10 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+from moonserve.transfer import RemoteSegment, Segment, TransferEngine, TransferOptions
+from moonserve.transfer.tcp import target
 from tests.patience import PATIENCE_S
 from tests.stopping import stop
-from transfer import RemoteSegment, Segment, TransferEngine, TransferOptions
-from transfer.tcp import acceptor
 
 TOKEN = "token of the test cluster"
 FORKS = multiprocessing.get_context("forkserver")
@@ -78,7 +78,7 @@ class _Peer:
 
 
 def _serve(pipe: Connection, options: dict[str, Any]) -> None:
-    acceptor._HANDSHAKE_S = PATIENCE_S  # on a busy machine a peer may be slow
+    target._HANDSHAKE_S = PATIENCE_S  # on a busy machine a peer may be slow
     peer = _Peer(options)
     while True:
         command, *arguments = pipe.recv()  # raises EOFError when the test process is gone

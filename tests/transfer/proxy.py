@@ -26,7 +26,7 @@ class Towards(StrEnum):
 
 
 @dataclass
-class Trouble:
+class LinkFault:
     """Fault that strikes when any one connection has carried `at` bytes. It strikes `times` times in total.
 
     If `every` is set, the next fault comes that many bytes later.
@@ -46,11 +46,11 @@ class Proxy:
         """True: forwards and receives nothing, in either direction."""
         self.bytes_s: float | None = None
         """Rate limit in bytes per second, in each direction."""
-        self.flip: Trouble | None = None
+        self.flip: LinkFault | None = None
         """Inverts the byte at this position."""
-        self.reset: Trouble | None = None
+        self.reset: LinkFault | None = None
         """Cuts every connection with RST at both ends."""
-        self.hold: Trouble | None = None
+        self.hold: LinkFault | None = None
         """Makes the proxy silent from this position on."""
         self.mangle: Callable[[bytearray], bytearray] | None = None
         """Replaces each piece of data on its way to the initiator."""
@@ -165,14 +165,14 @@ class Proxy:
         if self._due(self.hold, towards, done, len(data)) is not None:
             self.silent = True
 
-    def _due(self, trouble: Trouble | None, towards: Towards, done: int, count: int) -> int | None:
+    def _due(self, fault: LinkFault | None, towards: Towards, done: int, count: int) -> int | None:
         with self._lock:
-            if trouble is None or not trouble.times or trouble.towards is not towards:
+            if fault is None or not fault.times or fault.towards is not towards:
                 return None
-            if not done <= trouble.at < done + count:
+            if not done <= fault.at < done + count:
                 return None
-            at, trouble.times = trouble.at, trouble.times - 1
-            trouble.at += trouble.every
+            at, fault.times = fault.at, fault.times - 1
+            fault.at += fault.every
             return at - done
 
 

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import xxhash
 
-from protocol.errors import MoonserveError, PeerLost
+from moonserve.protocol.errors import MoonserveError, PeerLost
+from moonserve.transfer import Op, RemoteSegment, Transfer, TransferEngine
+from moonserve.transfer.paths.peer_address import parse_address
+from moonserve.transfer.paths.traffic_stats import Incident
+from moonserve.transfer.tcp import handshake
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
+from moonserve.transfer.transport_interface import Credentials
 from tests.patience import PATIENCE_S
 from tests.transfer.peer_process import TOKEN, PeerInProcess
 from tests.transfer.proxy import Proxy
-from transfer import Op, RemoteSegment, Transfer, TransferEngine
-from transfer.address import parse
-from transfer.base import Credentials
-from transfer.stats import Incident
-from transfer.tcp import handshake
-from transfer.tcp.connection import Connection
-from transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode
 
 NBYTES = 4 << 20
 GUARD = 4096
@@ -66,7 +66,7 @@ class Stage(contextlib.ExitStack):
 
     def proxies(self) -> tuple[list[Proxy], str]:
         """Puts a proxy in front of each rail of `far`. Returns the proxies and the address that leads through them."""
-        address = parse(self.far.address)
+        address = parse_address(self.far.address)
         rails = address.rails["tcp"]
         proxies = [Proxy(rail.endpoint, rail.endpoint.partition(":")[0]) for rail in rails]
         for proxy in proxies:
@@ -135,7 +135,7 @@ class WritesTo:
 
 
 def dial(address: str) -> Connection:
-    ((name, (rail,)),) = parse(address).rails.items()
+    ((name, (rail,)),) = parse_address(address).rails.items()
     if name == "shm":
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect("\0" + rail.endpoint)
@@ -150,7 +150,7 @@ def dial(address: str) -> Connection:
 def authenticated(address: str) -> Connection:
     connection = dial(address)
     credentials = Credentials(TOKEN.encode(), b"")
-    handshake.initiate(connection, credentials, parse(address).instance, checksums=True)
+    handshake.initiate(connection, credentials, parse_address(address).instance, checksums=True)
     return connection
 
 

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from protocol.errors import DeadlineExceeded, PeerLost
+from moonserve.protocol.errors import DeadlineExceeded, PeerLost
+from moonserve.transfer import Batch
 from tests.patience import PATIENCE_S
 from tests.transfer.conftest import Pair
-from transfer import Batch
 
 
-def test_waiting_longer_than_allowed_is_an_error_and_the_batch_goes_on() -> None:
+def test_a_wait_timeout_raises_and_the_batch_continues() -> None:
     released: list[bool] = []
     batch = Batch(2, 2, lambda: released.append(True))
     batch.settle_part({})
@@ -40,7 +40,7 @@ def test_all_waiting_threads_are_woken() -> None:
         assert not thread.is_alive()
 
 
-async def test_a_batch_can_be_awaited_by_many_and_again_and_raises_why_it_failed(pair: Pair) -> None:
+async def test_a_batch_can_be_awaited_repeatedly_and_raises_its_first_error(pair: Pair) -> None:
     batch = pair.near.submit([pair.read(0, 0, 4096)], deadline_s=PATIENCE_S)
 
     async def waiter() -> None:
@@ -71,7 +71,7 @@ async def test_cancelling_a_waiter_leaves_the_batch_and_other_waiters_alone() ->
     assert await asyncio.wait_for(patient, PATIENCE_S) == "done"
 
 
-def test_a_loop_that_was_closed_is_not_told() -> None:
+def test_a_closed_event_loop_is_not_notified() -> None:
     batch = Batch(1, 1, lambda: None)
     loop = asyncio.new_event_loop()
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
+from moonserve.protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
+from moonserve.transfer import Batch, Op, RemoteSegment, ScatterTransfer, Transfer
+from moonserve.transfer.memory import scatter
 from tests.patience import PATIENCE_S
 from tests.transfer.conftest import ALL, Make, MakePair, Pair
-from transfer import Batch, Op, RemoteSegment, ScatterTransfer, Transfer, scatter
 
 TRANSPORTS = ALL
 
@@ -26,7 +27,7 @@ def test_bytes_arrive_as_they_were_sent_and_come_back(make_pair: MakePair, size:
     """Bytes arrive unchanged if an engine thread carries them and if the caller's thread does."""
     pair = make_pair(2 * size + 2, registered=registered)
     before = bytes(pair.memory.buffer)
-    for run in (pair.run, pair.run_here):
+    for run in (pair.run, pair.run_inline):
         pair.local.buffer[:size] = content = random.Random(size).randbytes(size)
         pair.local.buffer[size:] = bytes(size + 2)
         run(pair.write(0, 1, size))
@@ -35,7 +36,7 @@ def test_bytes_arrive_as_they_were_sent_and_come_back(make_pair: MakePair, size:
         assert pair.local.buffer[size : 2 * size] == content
 
 
-def test_more_pieces_than_one_frame_holds_land_each_in_its_place(pair: Pair) -> None:
+def test_more_rows_than_one_frame_holds_arrive_in_place(pair: Pair) -> None:
     rng = random.Random(2)
     places = rng.sample(range(8192), 5000)
     rows = [(place * 128, i * 200, rng.randint(0, 128)) for i, place in enumerate(places)]
@@ -53,7 +54,7 @@ def test_more_pieces_than_one_frame_holds_land_each_in_its_place(pair: Pair) -> 
         assert pair.local.buffer[start : start + length] == expected[at : at + length]
 
 
-def test_a_batch_may_read_and_write_and_go_to_several_peers(pair: Pair, make_engine: Make) -> None:
+def test_a_batch_reads_and_writes_at_several_peers(pair: Pair, make_engine: Make) -> None:
     other = make_engine()
     memory = other.allocate(4096, readable=True)
     memory.buffer[:] = b"o" * 4096
@@ -95,7 +96,7 @@ def test_batches_of_many_threads_do_not_disturb_each_other(pair: Pair) -> None:
     assert not failures
 
 
-def test_nothing_to_do_is_done_at_once(pair: Pair) -> None:
+def test_an_empty_batch_is_done_immediately(pair: Pair) -> None:
     batch = pair.near.submit([], deadline_s=1)
     assert batch.done
     batch.wait(0)
@@ -126,10 +127,10 @@ def refused_by_the_peer(pair: Pair) -> list[tuple[Transfer, type[MoonserveError]
     ]
 
 
-def test_the_peer_refuses_what_it_has_not_granted_and_the_session_lives_on(pair: Pair) -> None:
+def test_a_refused_transfer_leaves_the_session_usable(pair: Pair) -> None:
     before = bytes(pair.memory.buffer)
     for transfer, error in refused_by_the_peer(pair):
-        for run in (pair.run, pair.run_here):
+        for run in (pair.run, pair.run_inline):
             with pytest.raises(error):
                 run(transfer)
         assert pair.memory.buffer == before
@@ -166,11 +167,11 @@ def test_each_transfer_of_a_batch_has_its_own_error(pair: Pair) -> None:
     assert kinds == [ok, StaleLease, *[InvalidRequest] * len(wrong), ok]
     for each in wrong:
         with pytest.raises(InvalidRequest):
-            pair.run_here(each)
+            pair.run_inline(each)
     assert not pair.local.num_users
 
 
-def test_opening_a_peer_lists_what_it_lets_others_read_until_it_is_gone(pair: Pair) -> None:
+def test_open_lists_the_peers_readable_segments(pair: Pair) -> None:
     named = pair.far.allocate(4096, readable=True, name="kv")
     pair.far.allocate(4096)  # not readable, so it must not be listed
     opened = pair.near.open(pair.far.address)
@@ -185,7 +186,7 @@ def test_opening_a_peer_lists_what_it_lets_others_read_until_it_is_gone(pair: Pa
         pair.near.open(pair.far.address, deadline_s=PATIENCE_S)
 
 
-def test_callbacks_hear_of_the_end_once_and_a_failing_one_harms_nobody(pair: Pair) -> None:
+def test_callbacks_run_once_and_a_failing_one_does_not_affect_others(pair: Pair) -> None:
     heard: list[Batch] = []
     both = threading.Event()
 

@@ -13,17 +13,17 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.errors import IntegrityError, MoonserveError, PeerLost
+from moonserve.protocol.errors import IntegrityError, MoonserveError, PeerLost
+from moonserve.transfer import Op
+from moonserve.transfer.paths.traffic_stats import Incident
+from moonserve.transfer.tcp import handshake
+from moonserve.transfer.tcp.frames import HEADER_BYTES, Code, Kind
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.thoroughness import examples
 from tests.transfer.conftest import Make, PeerInProcess, run
 from tests.transfer.fuzz.mutations import mutated
-from tests.transfer.proxy import Proxy, Towards, Trouble
+from tests.transfer.proxy import LinkFault, Proxy, Towards
 from tests.transfer.stage import NBYTES, Stage, WritesTo, code_of_answer, request_of
-from transfer import Op
-from transfer.stats import Incident
-from transfer.tcp import handshake
-from transfer.tcp.frames import HEADER_BYTES, Code, Kind
 
 TRANSPORTS = ["tcp"]
 
@@ -41,18 +41,18 @@ near_and_far = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 
 @both_ways
-def test_what_a_reset_has_cut_off_is_sent_again(stage: Stage, op: Op) -> None:
+def test_slices_cut_off_by_a_reset_are_sent_again(stage: Stage, op: Op) -> None:
     """Slices cut off by a reset are sent again. For a WRITE, the first connection is fenced before."""
     proxy, address = stage.proxy()
-    proxy.reset = Trouble(CARRIED[op], at=1 << 20)
+    proxy.reset = LinkFault(CARRIED[op], at=1 << 20)
     stage.run(stage.transfer(op, address))
     stage.require_arrived()
     assert stage.count(Incident.RETRY) > 0
 
 
-def test_a_connection_that_is_always_reset_is_given_up_after_the_second(stage: Stage) -> None:
+def test_a_batch_fails_after_two_reset_connections(stage: Stage) -> None:
     proxy, address = stage.proxy()
-    proxy.reset = Trouble(Towards.INITIATOR, at=300_000, times=1000)
+    proxy.reset = LinkFault(Towards.INITIATOR, at=300_000, times=1000)
     stage.run(stage.transfer(Op.READ, address), error=PeerLost, deadline_s=NEVER_S)
     assert proxy.num_connections == 2
 
@@ -97,7 +97,7 @@ def slow_down(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("harm", [Proxy.silence, slow_down])
-def test_nothing_of_a_read_arrives_after_its_deadline(stage: Stage, harm: Callable[[Proxy], None]) -> None:
+def test_a_read_stores_nothing_after_its_deadline(stage: Stage, harm: Callable[[Proxy], None]) -> None:
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.READ, address))
     harm(proxy)
@@ -110,10 +110,10 @@ def test_nothing_of_a_read_arrives_after_its_deadline(stage: Stage, harm: Callab
     assert stage.local.buffer == left
 
 
-def test_a_write_after_one_that_was_lost_in_silence_fences_its_connection(stage: Stage) -> None:
+def test_a_write_fences_the_connection_of_an_earlier_silent_one(stage: Stage) -> None:
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.WRITE, address))
-    proxy.hold = Trouble(Towards.TARGET, at=NBYTES + NBYTES // 2)
+    proxy.hold = LinkFault(Towards.TARGET, at=NBYTES + NBYTES // 2)
     stage.run_until_the_deadline(stage.transfer(Op.WRITE, address))
     proxy.hold = None  # a slow sender may not have reached its position
     proxy.silent = False
@@ -136,7 +136,7 @@ def test_a_half_open_connection_ends_at_the_deadline(stage: Stage) -> None:
 # Peers that are slow
 
 
-def test_closing_a_window_waits_for_no_slow_writer_and_nothing_is_stored_after(stage: Stage) -> None:
+def test_closing_a_window_does_not_wait_for_a_slow_writer_and_nothing_is_stored_later(stage: Stage) -> None:
     proxy, address = stage.proxy()
     slow_down(proxy)
     stage.run_until_the_deadline(stage.transfer(Op.WRITE, address))
@@ -149,7 +149,7 @@ def test_closing_a_window_waits_for_no_slow_writer_and_nothing_is_stored_after(s
 
 
 @near_and_far
-def test_an_initiator_that_takes_no_answer_holds_up_nobody(stage: Stage) -> None:
+def test_an_initiator_that_reads_no_replies_blocks_no_other(stage: Stage) -> None:
     connection = stage.stranger()
     connection.send(request_of(Kind.READ, stage, rows=[(0, 0, NBYTES)]))
     stage.run(stage.transfer(Op.READ))
@@ -158,7 +158,7 @@ def test_an_initiator_that_takes_no_answer_holds_up_nobody(stage: Stage) -> None
 
 
 @near_and_far
-def test_an_initiator_that_stops_in_a_frame_holds_up_nobody_and_its_rest_is_stale(stage: Stage) -> None:
+def test_an_initiator_that_stops_inside_a_frame_blocks_no_other_and_its_rest_is_stale(stage: Stage) -> None:
     connection = stage.stranger()
     connection.send(request_of(Kind.WRITE, stage, rows=[(0, 0, NBYTES)], nbytes=NBYTES))
     connection.send(bytes(100_000))
@@ -174,9 +174,9 @@ def test_an_initiator_that_stops_in_a_frame_holds_up_nobody_and_its_rest_is_stal
 
 
 @both_ways
-def test_a_slice_with_a_flipped_byte_is_noticed_counted_and_sent_again(stage: Stage, op: Op) -> None:
+def test_a_slice_with_a_flipped_byte_is_detected_counted_and_sent_again(stage: Stage, op: Op) -> None:
     proxy, address = stage.proxy()
-    proxy.flip = Trouble(CARRIED[op], at=1 << 20)
+    proxy.flip = LinkFault(CARRIED[op], at=1 << 20)
     stage.run(stage.transfer(op, address))
     stage.require_arrived()
     assert stage.count(Incident.CORRUPT) == stage.count(Incident.RETRY) == 1
@@ -186,31 +186,31 @@ def test_a_request_with_a_flipped_byte_in_its_rows_ends_the_connection(stage: St
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.READ, address, 4096))  # passes the handshake and one request
     at = HANDSHAKE_TO_TARGET + READ_FRAME + HEADER_BYTES
-    proxy.flip = Trouble(Towards.TARGET, at=at)
+    proxy.flip = LinkFault(Towards.TARGET, at=at)
     stage.run(stage.transfer(Op.READ, address, 65536))
     stage.require_arrived()
     assert stage.count(Incident.BREAK) == 1
 
 
-def test_a_reply_with_any_byte_of_its_header_flipped_is_noticed(stage: Stage) -> None:
+def test_a_flipped_byte_in_a_reply_header_is_detected(stage: Stage) -> None:
     for offset in range(HEADER_BYTES):
         proxy, address = stage.proxy()
-        proxy.flip = Trouble(Towards.INITIATOR, at=HANDSHAKE_TO_INITIATOR + offset)
+        proxy.flip = LinkFault(Towards.INITIATOR, at=HANDSHAKE_TO_INITIATOR + offset)
         stage.run(stage.transfer(Op.READ, address, 65536))
         stage.require_arrived()
 
 
-def test_a_link_that_damages_every_slice_is_given_up_after_three(stage: Stage) -> None:
+def test_a_slice_fails_after_three_corrupt_attempts(stage: Stage) -> None:
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.READ, address, 4096))
     at = HANDSHAKE_TO_INITIATOR + 2 * HEADER_BYTES + 4096 + 100
-    proxy.flip = Trouble(Towards.INITIATOR, at=at, times=3, every=HEADER_BYTES + 65536)
+    proxy.flip = LinkFault(Towards.INITIATOR, at=at, times=3, every=HEADER_BYTES + 65536)
     stage.run(stage.transfer(Op.READ, address, 65536), error=IntegrityError)
     assert stage.count(Incident.CORRUPT) == 3
 
 
 @pytest.mark.slow
-def test_whatever_a_link_makes_of_answers_nothing_wrong_counts_and_nothing_else_is_touched(stage: Stage) -> None:
+def test_mutated_replies_give_no_wrong_success_and_touch_no_other_memory(stage: Stage) -> None:
     proxy, address = stage.proxy()
     rng, chance = random.Random(5), random.Random(6)
 

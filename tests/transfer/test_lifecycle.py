@@ -23,14 +23,14 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import ConfigError, InvalidRequest, PeerLost
+from moonserve.protocol.errors import ConfigError, InvalidRequest, PeerLost
+from moonserve.transfer import Batch, Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
+from moonserve.transfer.config import TransferConfig, TransferTimeout
+from moonserve.transfer.paths.peer_address import parse_address
+from moonserve.transfer.paths.traffic_stats import EngineUsage
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.thoroughness import THOROUGH
 from tests.transfer.conftest import TOKEN, Make, Pair, PeerInProcess
-from transfer import Batch, Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
-from transfer.address import parse
-from transfer.config import Patience, TransferConfig
-from transfer.stats import EngineUsage
 
 TRANSPORTS = ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.slow)]
 
@@ -54,9 +54,7 @@ def started(*transports: str) -> TransferEngine:
 
 
 @pytest.mark.parametrize("are_missed", [False, True])
-def test_nothing_is_left_of_engines_that_were_closed_and_of_peers_that_were_lost(
-    pair: Pair, transport: str, are_missed: bool
-) -> None:
+def test_closed_engines_and_lost_peers_leak_nothing(pair: Pair, transport: str, are_missed: bool) -> None:
     def cycle() -> None:
         with engine_of(transport) as far:
             memory = far.allocate(4096, readable=True)
@@ -71,7 +69,7 @@ def test_nothing_is_left_of_engines_that_were_closed_and_of_peers_that_were_lost
             with pytest.raises(PeerLost):
                 pair.run(read)
         pair.near.forget(remote.address)
-        for peer in pair.near._peers.leaving:
+        for peer in pair.near._peers.ending:
             peer.join()
 
     cycle()
@@ -82,10 +80,10 @@ def test_nothing_is_left_of_engines_that_were_closed_and_of_peers_that_were_lost
     assert (census() if are_missed else held()) == before
 
 
-def test_an_idle_peer_that_is_gone_costs_no_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.lane.IDLE_S", 0.01)
+def test_the_thread_of_an_idle_lost_peer_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonserve.transfer.paths.lane.IDLE_S", 0.01)
     pair.run(pair.read(0, 0, 10))
-    (peer,) = pair.near._peers.met.values()
+    (peer,) = pair.near._peers.by_address.values()
     (lane,) = peer._lanes.values()
     assert lane.thread.is_alive()
     pair.far.close()
@@ -142,8 +140,8 @@ def test_a_segment_with_an_open_window_stays_and_after_that_peers_cannot_read_it
             pair.run(pair.read(0, 0, 10))
 
 
-def test_after_close_nobody_listens_views_live_on_and_closing_again_is_harmless(pair: Pair, transport: str) -> None:
-    endpoint, view = parse(pair.far.address).rails[transport][0].endpoint, pair.memory.buffer
+def test_close_ends_listening_keeps_views_and_is_idempotent(pair: Pair, transport: str) -> None:
+    endpoint, view = parse_address(pair.far.address).rails[transport][0].endpoint, pair.memory.buffer
     pair.far.close()
     pair.far.close()
     view[0] = 1
@@ -167,7 +165,7 @@ def test_after_close_nobody_listens_views_live_on_and_closing_again_is_harmless(
         ({"slice_bytes": -1}, "slice bytes must be at least 1"),
     ],
 )
-def test_what_cannot_be_started_or_meant_says_so(options: dict[str, Any], words: str) -> None:
+def test_invalid_options_are_refused_with_the_reason(options: dict[str, Any], words: str) -> None:
     before, chosen = census(), {"cluster_token": "t", "transports": ("tcp",), **options}
     with pytest.raises(ConfigError, match=words):
         TransferEngine(cluster_token=chosen.pop("cluster_token"), options=TransferOptions(**chosen)).start()
@@ -175,13 +173,13 @@ def test_what_cannot_be_started_or_meant_says_so(options: dict[str, Any], words:
 
 
 @pytest.mark.parametrize("wrong", [{"base_s": 0.0}, {"slowest_bytes_s": 0}])
-def test_a_patience_that_ends_at_once_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_timeout_of_zero_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="above 0"):
-        Patience(**wrong)
+        TransferTimeout(**wrong)
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
-def test_an_engine_is_started_once_and_takes_no_memory_that_it_cannot_use(pair: Pair) -> None:
+def test_an_engine_starts_once_and_refuses_unsuitable_memory(pair: Pair) -> None:
     with pytest.raises(ConfigError, match="already"):
         pair.near.start()
     views = memoryview(bytearray(10))[::2], torch.zeros(4, 4).T[:, 1:]
@@ -206,7 +204,7 @@ def test_tensors_arrays_and_mappings_can_be_registered(pair: Pair) -> None:
     assert bytes(tensor.view(torch.uint8).tolist()[:64]) == bytes(pair.memory.buffer[5:69])
 
 
-def test_a_peer_is_lost_for_as_long_as_there_is_no_descriptor_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_is_lost_while_no_descriptor_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -217,12 +215,12 @@ def test_a_peer_is_lost_for_as_long_as_there_is_no_descriptor_left(pair: Pair, m
     assert pair.near.open(pair.far.address, deadline_s=PATIENCE_S)
 
 
-def test_the_first_transport_that_gets_through_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.waiting._CONNECT_S", NEVER_S)  # the first transport may be slow
+def test_the_first_transport_that_connects_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonserve.transfer.paths.lane_queue._CONNECT_S", NEVER_S)  # the first transport may be slow
     with engine_of("shm", "tcp") as near, engine_of("tcp", "shm") as far:
         memory = far.allocate(100, readable=True)
         memory.buffer[:] = b"m" * 100
-        address = parse(far.address)
+        address = parse_address(far.address)
         # An abstract socket name of another network namespace: same host, but no listener.
         unreachable = far.address.replace(address.rails["shm"][0].endpoint, "moonserve-elsewhere")
         other_host = far.address.replace(address.host, "another-boot")
@@ -231,7 +229,7 @@ def test_the_first_transport_that_gets_through_is_used(monkeypatch: pytest.Monke
             read = Transfer(Op.READ, local, 0, RemoteSegment(where, memory.segment_id), 0, 100)
             near.submit([read], deadline_s=PATIENCE_S).wait(PATIENCE_S)
             assert local.buffer == memory.buffer
-            paths = near._peers.met[where]._lanes
+            paths = near._peers.by_address[where]._lanes
             assert [path.transport for path, lane in paths.items() if lane.connected] == [expected]
 
 
@@ -245,7 +243,7 @@ def test_idle_engines_use_no_processor_time(pair: Pair) -> None:
 TLS = {name: f"{name}.pem" for name in ("tls_certificate", "tls_key", "tls_authority")}
 
 
-def test_kv_has_the_processes_tls_unless_it_is_told_otherwise() -> None:
+def test_transfers_use_the_process_tls_files_unless_disabled() -> None:
     told = TransferConfig(**TLS).transfer_options("127.0.0.1").tls
     assert told is not None
     assert told.certificate == Path("tls_certificate.pem")
@@ -328,7 +326,7 @@ class Cycles:
 
     def leave(self, address: str) -> None:
         self.near.forget(address)
-        for peer in list(self.near._peers.leaving):
+        for peer in list(self.near._peers.ending):
             peer.join()
 
 
@@ -347,7 +345,7 @@ def read_of(local: Segment, remote: RemoteSegment, nbytes: int) -> Transfer:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 + CYCLES)
-def test_nothing_is_kept_of_peers_that_have_gone() -> None:
+def test_lost_peers_leave_no_state() -> None:
     cycles = Cycles()
     warm_up = min(CYCLES // 2, 6000)  # metrics keep the names of up to 4,096 peers
     for _ in range(warm_up):
@@ -362,6 +360,6 @@ def test_nothing_is_kept_of_peers_that_have_gone() -> None:
         assert now <= then + slack
     usage = cycles.near.usage()
     assert usage == EngineUsage(num_segments=1, segment_bytes=NBYTES, num_windows=0, num_served=0, num_endpoints=0)
-    assert not cycles.near._peers.met
+    assert not cycles.near._peers.by_address
     assert not cycles.local.num_users
     cycles.near.close()

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.errors import Incompatible, InvalidRequest, PeerLost
+from moonserve.protocol.errors import Incompatible, InvalidRequest, PeerLost
+from moonserve.transfer import FaultPlan, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from moonserve.transfer.paths.lane import Lane
+from moonserve.transfer.paths.peer_address import Rail, parse_address
+from moonserve.transfer.tcp import transport as tcp
 from tests.patience import NEVER_S, PATIENCE_S, until
 from tests.transfer.conftest import Make, Pair, PeerInProcess, run
 from tests.transfer.stage import WritesTo
-from transfer import FaultPlan, Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
-from transfer.address import Rail, parse
-from transfer.lane import Lane
-from transfer.tcp import transport as tcp
 
 TRANSPORTS = ["shm", "tcp", pytest.param("tls", marks=pytest.mark.slow)]
 
@@ -29,20 +29,20 @@ def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerIn
     assert to.local.buffer[4096:8192] == b"x" * 4096
 
 
-def test_opening_a_silent_peer_has_all_its_time(
+def test_open_waits_for_a_silent_peer_until_the_deadline(
     make_engine: Make, peer: PeerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An idle connection is not given up for silence: that is done only if a batch is in flight on it and another path
     is left. Here neither is the case, so `open` may use its whole time."""
     looks: list[Lane] = []
-    look_up = Lane.look_up
+    tick = Lane.tick
 
     def count(lane: Lane) -> None:
         looks.append(lane)
-        look_up(lane)
+        tick(lane)
 
-    monkeypatch.setattr(Lane, "look_up", count)
-    monkeypatch.setattr("transfer.tcp.session._SILENCE_S", 0.0)
+    monkeypatch.setattr(Lane, "tick", count)
+    monkeypatch.setattr("moonserve.transfer.tcp.session._SILENCE_S", 0.0)
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.transfer)
     peer.stop()
@@ -55,7 +55,7 @@ def test_opening_a_silent_peer_has_all_its_time(
 
 
 @pytest.mark.parametrize("transport", ["shm"])
-def test_what_ended_before_the_peer_fell_silent_stays_ended(make_engine: Make, peer: PeerInProcess) -> None:
+def test_slices_that_ended_before_the_silence_stay_ended(make_engine: Make, peer: PeerInProcess) -> None:
     """Completed parts stay completed. Mapped memory can be read while its owner is stopped; only the owner stores."""
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.read, to.transfer)
@@ -69,10 +69,10 @@ def test_what_ended_before_the_peer_fell_silent_stays_ended(make_engine: Make, p
 
 
 @pytest.mark.parametrize("transport", ["tcp"])  # names of Unix sockets are never reused
-def test_a_dead_peer_whose_port_is_given_to_who_dials_it_is_lost(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_connects_to_itself_is_a_lost_peer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP then connects the socket to itself, which would never reply or hang up. With 28,000 ports this happens once
     in about ten thousand deaths; here the port is forced."""
-    address = parse(pair.far.address)
+    address = parse_address(pair.far.address)
     (rail,) = address.rails["tcp"]
     with held_port() as port:
         host, number = port.getsockname()
@@ -82,7 +82,7 @@ def test_a_dead_peer_whose_port_is_given_to_who_dials_it_is_lost(pair: Pair, mon
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((host, number))
 
-        monkeypatch.setattr(tcp, "_leave_by", leave_by_it)
+        monkeypatch.setattr(tcp, "_bind_to_rail", leave_by_it)
         read = Transfer(Op.READ, pair.local, 0, RemoteSegment(str(dead), 1), 0, 10)
         with pytest.raises(PeerLost, match="itself"):
             pair.run(read, deadline_s=NEVER_S)
@@ -96,7 +96,7 @@ def held_port() -> socket.socket:
     return held
 
 
-def test_forgetting_a_peer_fails_its_batches_now_and_so_does_closing(make_engine: Make, peer: PeerInProcess) -> None:
+def test_forget_and_close_fail_batches_immediately(make_engine: Make, peer: PeerInProcess) -> None:
     to = WritesTo(make_engine(), peer)
     run(to.engine, to.transfer)
     for give_up in (lambda: to.engine.forget(to.remote.address), to.engine.close):
@@ -113,7 +113,7 @@ def test_forgetting_a_peer_fails_its_batches_now_and_so_does_closing(make_engine
         to.engine.submit([to.transfer], deadline_s=NEVER_S)
 
 
-def test_an_address_that_leads_nowhere_is_refused(pair: Pair, transport: str) -> None:
+def test_an_address_without_a_reachable_rail_is_refused(pair: Pair, transport: str) -> None:
     other = TransferOptions(transports=("tcp" if transport == "shm" else "shm",))
     with TransferEngine(cluster_token="t", options=other) as stranger:
         for address, error in (
@@ -126,7 +126,7 @@ def test_an_address_that_leads_nowhere_is_refused(pair: Pair, transport: str) ->
                 pair.run(Transfer(Op.READ, pair.local, 0, RemoteSegment(address, 1), 0, 10))
 
 
-def test_ordered_faults_happen_and_then_stop(make_engine: Make) -> None:
+def test_planned_faults_happen_the_given_number_of_times(make_engine: Make) -> None:
     """Checksums of the transfer do not detect bytes that bad memory corrupts. The checksums of blocks do."""
     near, far = make_engine(faults=FaultPlan(corrupt_writes=1, drop_connections=1)), make_engine()
     memory, local = far.allocate(100), near.allocate(100)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from protocol.errors import InvalidRequest
+from moonserve.protocol.errors import InvalidRequest
+from moonserve.transfer import Op, TransferEngine
+from moonserve.transfer.metrics import TransferCollector, copy_bytes_per_s
+from moonserve.transfer.paths.traffic_stats import MEASURED_FROM, BandwidthMeter, BandwidthTotals
 from tests.transfer.conftest import Pair
-from tests.transfer.fates import Fate, Fates
-from transfer import Op, TransferEngine
-from transfer.metrics import TransferCollector, local_bytes_per_s
-from transfer.stats import MEASURED_FROM, PeerMeter, Seen
+from tests.transfer.fault_injection import FaultInjector, Outcome
 
 MUCH = MEASURED_FROM
 
@@ -31,7 +31,9 @@ class Readings:
         return sum(found)
 
 
-def test_bytes_slices_seconds_and_what_went_wrong_are_counted_once(fates: Fates, pair: Pair, transport: str) -> None:
+def test_bytes_slices_seconds_and_incidents_are_counted_once(
+    injector: FaultInjector, pair: Pair, transport: str
+) -> None:
     readings = Readings(pair.near)
     pair.run(pair.read(0, 0, 1000), pair.write(5000, 5000, 300))
     (path,) = pair.near.stats
@@ -44,7 +46,7 @@ def test_bytes_slices_seconds_and_what_went_wrong_are_counted_once(fates: Fates,
     assert 0 < readings.of("seconds_sum", **labels) < 30
     assert readings.of("connects_total", **labels) == 1
     assert readings.of("failures_total") == readings.of("retries_total") == 0
-    fates.orders["slice"] = [Fate.CORRUPT]
+    injector.orders["slice"] = [Outcome.CORRUPT]
     pair.run(pair.write(0, 0, 4096))
     assert readings.of("integrity_failures_total") == readings.of("retries_total") == 1
     assert readings.of("bytes_total", op="write") == 4396
@@ -55,15 +57,15 @@ def test_bytes_slices_seconds_and_what_went_wrong_are_counted_once(fates: Fates,
     assert readings.of("bytes_in_flight") == readings.of("slices_in_flight") == 0
 
 
-def test_what_is_read_in_the_callers_thread_is_counted_once(pair: Pair) -> None:
+def test_an_inline_read_is_counted_once(pair: Pair) -> None:
     readings = Readings(pair.near)
     pair.run(pair.read(0, 0, 1000))
-    pair.run_here(pair.read(0, 0, 77))
+    pair.run_inline(pair.read(0, 0, 77))
     assert readings.of("bytes_total", op="read") == 1077
     assert readings.of("slices_total") == readings.of("seconds_count") == 2
 
 
-def test_what_an_engine_holds_is_shown(pair: Pair) -> None:
+def test_usage_shows_segments_windows_and_connections(pair: Pair) -> None:
     pair.run(pair.read(0, 0, 10))
     near, far = Readings(pair.near), Readings(pair.far)
     assert near.of("endpoints") == far.of("served_connections") == 1
@@ -81,42 +83,44 @@ class Clock:
         return self.now
 
 
-def under_way(meter: PeerMeter, clock: Clock, *moves: tuple[Op, int], seconds: float = 0.5) -> Seen:
+def under_way(meter: BandwidthMeter, clock: Clock, *moves: tuple[Op, int], seconds: float = 0.5) -> BandwidthTotals:
     """Moves the bytes at the same time. Returns what the meter has seen."""
     for _, nbytes in moves:
         meter.submitted(nbytes)
     clock.now += seconds
     for op, nbytes in moves:
         meter.arrived(op, nbytes, seconds)
-        meter.withdrawn(nbytes)
-    return meter.seen()
+        meter.left(nbytes)
+    return meter.totals()
 
 
-def test_what_is_under_way_together_counts_its_time_once_and_pauses_do_not_count() -> None:
+def test_overlapping_transfers_count_their_time_once_and_pauses_do_not_count() -> None:
     write, read, clock = (Op.WRITE, MUCH), (Op.READ, MUCH), Clock()
-    assert under_way(PeerMeter(clock), clock, write, write) == Seen(written_bytes=2 * MUCH, written_s=0.5)
-    assert under_way(PeerMeter(clock), clock, (Op.READ, MUCH - 1)) == Seen()
-    assert under_way(PeerMeter(clock), clock, write, read) == Seen()
-    meter = PeerMeter(clock)
+    assert under_way(BandwidthMeter(clock), clock, write, write) == BandwidthTotals(
+        written_bytes=2 * MUCH, written_s=0.5
+    )
+    assert under_way(BandwidthMeter(clock), clock, (Op.READ, MUCH - 1)) == BandwidthTotals()
+    assert under_way(BandwidthMeter(clock), clock, write, read) == BandwidthTotals()
+    meter = BandwidthMeter(clock)
     for _ in range(3):
         under_way(meter, clock, read)
         clock.now += 100.0
     meter.arrived(Op.READ, MUCH, 0.25)  # a read in the caller's thread reports its own time
     meter.arrived(Op.READ, MUCH - 1, 0.25)
-    assert meter.seen() == Seen(read_bytes=4 * MUCH, read_s=1.75)
+    assert meter.totals() == BandwidthTotals(read_bytes=4 * MUCH, read_s=1.75)
 
 
-def test_what_never_pauses_is_measured_all_the_same() -> None:
+def test_continuous_traffic_is_measured() -> None:
     clock = Clock()
-    meter = PeerMeter(clock)
+    meter = BandwidthMeter(clock)
     meter.submitted(MUCH)
     for _ in range(10):
         under_way(meter, clock, (Op.READ, MUCH))
-    assert 8 * MUCH <= meter.seen().read_bytes <= 10 * MUCH
-    assert meter.seen().read_bytes / meter.seen().read_s == MUCH / 0.5
+    assert 8 * MUCH <= meter.totals().read_bytes <= 10 * MUCH
+    assert meter.totals().read_bytes / meter.totals().read_s == MUCH / 0.5
 
 
-def test_the_local_rate_leaves_the_memory_as_it_is() -> None:
+def test_measuring_the_copy_rate_leaves_the_memory_unchanged() -> None:
     memory = bytearray(range(256)) * 64
-    assert local_bytes_per_s(memoryview(memory)) > 0
+    assert copy_bytes_per_s(memoryview(memory)) > 0
     assert memory == bytearray(range(256)) * 64

@@ -8,30 +8,27 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.generate import generate
-from decode_worker.keeping import KeepingCosts
-from decode_worker.limits import Limits
-from decode_worker.service import DecodeService
-from decode_worker.servicers import LandingServicer, LandingZone
-from decode_worker.state import DecodeState
-from engine.block_pool import BlockPool
-from engine.config import load_model_config
-from engine.engine import Engine
-from engine.runtime import EngineThread
-from engine.staging import staging_of
-from kvstore.client.blocks import BlockStores
-from protocol.layout import KvLayout
-from protocol.machine import host_identity
-from protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
-from protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
-from protocol.rpc import Channels, RpcServer
-from protocol.wire import submission_to_wire
+from benchmarks.harness.generate import generate
+from moonserve.decode_worker.decisions.limits_and_counters import Limits
+from moonserve.decode_worker.decisions.offloading import OffloadCosts
+from moonserve.decode_worker.service import DecodeService, LandingServicer, LandingZone
+from moonserve.decode_worker.state import DecodeState
+from moonserve.engine.engine import Engine, EngineThread, staging_of
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.model.config import load_model_config
+from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.protocol.kv_blocks import KvLayout
+from moonserve.protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.process.machine import host_identity
+from moonserve.protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
+from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
+from moonserve.protocol.rpc.wire import submission_to_wire
+from moonserve.transfer import TransferEngine
+from moonserve.worker.process import KvMemory
+from moonserve.worker.service import WorkerServicer
 from tests.engine.kernels.calls import kernels_folder
-from tests.engine.tensor_parallel.teams import team
+from tests.engine.tensor_parallel.threaded_ranks import threaded_ranks
 from tests.patience import PATIENCE_S
-from transfer import TransferEngine
-from worker.memory import KvMemory
-from worker.service import WorkerServicer
 
 TOKEN = "secret"
 BLOCK_SIZE = 8
@@ -162,7 +159,7 @@ def computing(
         if ranks == 1:
             engine = load_engine(path, num_blocks, memory, **options)
         else:
-            shared = team(path, ranks, block_size=BLOCK_SIZE, num_blocks=num_blocks, memory=memory)
+            shared = threaded_ranks(path, ranks, block_size=BLOCK_SIZE, num_blocks=num_blocks, memory=memory)
             engine = stack.enter_context(shared)
         yield stack.enter_context(closing(EngineThread(engine)))
 
@@ -175,14 +172,14 @@ async def decoding(
     ranks: int = 1,
     kv_dtype: str = "auto",
     device: str = "cpu",
-    keeping: KeepingCosts | None = None,
+    keeping: OffloadCosts | None = None,
     **limits: int | bool,
 ) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
     """Starts a decode worker's service and server in the test's own process."""
     layout = layout_of(path, kv_dtype)
     pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
     bounds = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 1000, **limits}
-    state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **bounds), keeping=keeping)
+    state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **bounds), offload_costs=keeping)
     server = RpcServer(TOKEN)
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN))
@@ -206,7 +203,7 @@ async def decoding(
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(service), server.grpc)
         landing = LandingServicer(service, zone)
         worker_pb2_grpc.add_LandingServicer_to_server(landing, server.grpc)
-        server.add_lean("Landing", landing)
+        server.add_socket_service("Landing", landing)
         address = await server.start("127.0.0.1", 0)
         try:
             yield endpoint_of("decode-0", address, transfer.address), service

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from conductor.config import ConductorConfig
-from conductor.service import serve as serve_conductor
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import serve as serve_decode
-from deploy.ports import free_port
-from engine.config import load_model_config
-from engine.pool_plan import plan_pool
-from kvstore.config import StoreConfig
-from kvstore.node import serve as serve_store
 from moonserve.__main__ import main
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import serve as serve_prefill
-from protocol.config import load
-from protocol.errors import ConfigError, NoWorker
-from protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protocol.rpc import Channels
-from protocol.wire import endpoint_from_wire
+from moonserve.conductor.config import ConductorConfig
+from moonserve.conductor.service import serve as serve_conductor
+from moonserve.decode_worker.config import DecodeConfig
+from moonserve.decode_worker.worker import serve as serve_decode
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.engine.kv_cache.pool_size import plan_pool
+from moonserve.engine.model.config import load_model_config
+from moonserve.kvstore.config import StoreConfig
+from moonserve.kvstore.node.process import serve as serve_store
+from moonserve.prefill_worker.config import PrefillConfig
+from moonserve.prefill_worker.worker import serve as serve_prefill
+from moonserve.protocol.errors import ConfigError, NoWorker
+from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.process.config import load_config
+from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.wire import endpoint_from_wire
 from tests.decode_worker.world import hold_steps
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
@@ -151,12 +151,12 @@ async def test_workers_join_serve_store_and_leave(model_path: Path) -> None:
         assert "moonserve_transfer_segments 1.0" in metrics
 
 
-async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
+async def test_draining_worker_refuses_new_requests_and_finishes_old_ones(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds for a prefill worker that is drained by command and resumed, and for a decode worker that is stopped."""
     steps = hold_steps(monkeypatch)
-    monkeypatch.setattr("worker.process.STOP_GRACE_S", PATIENCE_S)  # time to send the last token
+    monkeypatch.setattr("moonserve.worker.process.STOP_GRACE_S", PATIENCE_S)  # time to send the last token
     async with cluster(model_path) as c:
         await c.set_draining("prefill-0", True)
         with pytest.raises(NoWorker):
@@ -177,7 +177,7 @@ async def test_a_draining_worker_says_so_refuses_new_work_and_finishes_old(
         assert len(await c.ears.all_tokens("old")) == 6
 
 
-async def test_a_model_that_is_not_there_is_named() -> None:
+async def test_missing_model_is_named_in_the_error() -> None:
     config = DecodeConfig(instance_id="d", **options(Path("/does/not/exist")))
     with pytest.raises(ConfigError, match="/does/not/exist"):
         await serve_decode(config, ReportedLifecycle())
@@ -190,7 +190,7 @@ async def test_a_model_that_is_not_there_is_named() -> None:
         ("--home-store store-0", "--home-store needs --conductor"),
         (
             "--pipeline-parallel-size 2 --home-store s --conductor c:1",
-            "--home-store does not go with --pipeline-parallel-size",
+            "--home-store cannot be combined with --pipeline-parallel-size",
         ),
         ("--pipeline-parallel-size 0", "--pipeline-parallel-size must be at least 1"),
     ],
@@ -210,6 +210,6 @@ def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path) -> None:
 
 def test_without_chunked_prefill_a_step_takes_the_longest_prompt(model_path: Path) -> None:
     arguments = ["--instance-id", "p", "--model", str(model_path), "--no-enable-chunked-prefill"]
-    config = load(PrefillConfig, arguments, prog="prefill_worker", environ={})
+    config = load_config(PrefillConfig, arguments, prog="prefill_worker", environ={})
     plan = plan_pool(config, load_model_config(model_path))
     assert config.limits(plan).max_num_batched_tokens == plan.max_model_len == 1024

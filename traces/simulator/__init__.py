@@ -1,5 +1,2 @@
-"""A cluster in virtual time: the conductor's own state machine over modelled instances, network and memory.
-
-`spec` describes the cluster, `profiles` the speed of its machines, and `results` the results. `run` runs a simulation,
-`command` is the command line.
-"""
+"""Models of a cluster's machines, pool and network in virtual time, and what is simulated (spec.py) and measured
+(results.py)."""

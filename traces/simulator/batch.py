@@ -1,11 +1,11 @@
 """A continuous batch in closed form: which sequences take part in each step, and when steps end. Pure.
 
-It follows `decode_worker.schedule` step for step. A running sequence keeps its slot until it ends or is preempted.
-Blocks are allocated on demand, one before the step that needs it. When none is left, the worst-ranked holder gives back
-all its blocks and recomputes them later, in chunks next to the decoding sequences. Only the number of events differs:
-steps without a join, an end, prompt computation or lack of blocks form one segment. **A change during a step takes
-effect after it.** With `prompts_first`, a prompt is computed whole while decoding pauses, as in engines without chunked
-prefill. Does not know the origin of sequences.
+It follows `decode_worker.decisions.scheduler` step for step. A running sequence keeps its slot until it ends or is
+preempted. Blocks are allocated on demand, one before the step that needs it. When none is left, the worst-ranked holder
+gives back all its blocks and recomputes them later, in chunks next to the decoding sequences. Only the number of events
+differs: steps without a join, an end, prompt computation or lack of blocks form one segment. **A change during a step
+takes effect after it.** With `prompts_first`, a prompt is computed whole while decoding pauses, as in engines without
+chunked prefill. Does not know the origin of sequences.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.step_budget import StepBudget
-from traces.simulator.host import Slowdown
-from traces.simulator.segments import Run, Segment, Spread, gaps_of
-from traces.simulator.sequence import CountedBlocks, Finished, Outcome, Sampled, Sequence
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile, StepBudget
+from moonserve.traces.simulator.sequence import (
+    BlockPool,
+    Finished,
+    FirstToken,
+    GapSpread,
+    Segment,
+    SequenceOutcome,
+    SequenceState,
+    TokenRun,
+    gaps_of,
+)
+from moonserve.traces.simulator.shared_host import Slowdown
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: SequenceState) -> tuple[int, int]:
     return sequence.rank
 
 
@@ -32,13 +40,13 @@ class Batch:
         *,
         decode: DecodeProfile,
         prefill: PrefillProfile,
-        blocks: CountedBlocks,
+        blocks: BlockPool,
         block_size: int,
         max_num_seqs: int,
         max_batched_tokens: int,
         prompts_first: bool = False,
         slowdown: Callable[[int], Slowdown] | None = None,
-        spread: Spread = (),
+        spread: GapSpread = (),
         budget: StepBudget | None = None,
         num_landing: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -56,14 +64,14 @@ class Batch:
         self._spread = spread
         self._budget = budget
         self._num_landing = num_landing
-        self.running: list[Sequence] = []  # in order of admission
-        self.waiting: list[Sequence] = []  # by rank
+        self.running: list[SequenceState] = []  # in order of admission
+        self.waiting: list[SequenceState] = []  # by rank
         self.num_preemptions = 0
         self._done: list[Segment] = []
         self._segment: Segment | None = None  # in flight
         self._began_at = 0.0  # valid with a segment
-        self._sampling: list[Sequence] = []  # get a token from each step of the segment
-        self._chunks: list[tuple[Sequence, int]] = []  # prompt tokens computed in the segment
+        self._sampling: list[SequenceState] = []  # get a token from each step of the segment
+        self._chunks: list[tuple[SequenceState, int]] = []  # prompt tokens computed in the segment
 
     @property
     def wake_at(self) -> float | None:
@@ -87,7 +95,7 @@ class Batch:
     def num_holders(self) -> int:
         """Number of live holders of blocks. This many blocks stay free when others are admitted."""
         among = (*self.running, *self.waiting)
-        return self._num_landing() + sum(bool(s.num_blocks) and not s.gone for s in among)
+        return self._num_landing() + sum(bool(s.num_blocks) and not s.is_cancelled for s in among)
 
     @property
     def has_preempted(self) -> bool:
@@ -99,32 +107,32 @@ class Batch:
         grown = self._steps_done(now) * len(self._sampling)
         return sum(sequence.tokens for sequence in self.running) + grown
 
-    def gaps_so_far(self, sequence: Sequence, now: float) -> list[float]:
+    def gaps_so_far(self, sequence: SequenceState, now: float) -> list[float]:
         """Returns the times between a sequence's tokens so far, including the one before its first token here."""
         runs, segments = list(sequence.runs), self._done
         if sequence.run_from is not None:
             assert self._segment is not None
             partial = self._segment._replace(num_steps=self._steps_done(now))
             segments = [*self._done, partial]
-            runs.append(Run(sequence.run_waited_s, sequence.run_from, len(segments)))
+            runs.append(TokenRun(sequence.run_waited_s, sequence.run_from, len(segments)))
         return gaps_of(runs, segments, self._spread)
 
-    def add(self, sequence: Sequence, now: float) -> None:
+    def add(self, sequence: SequenceState, now: float) -> None:
         """Adds a sequence that has its prompt's blocks or none. It waits at least for the step in flight."""
         insort(self.waiting, sequence, key=_rank)
-        self.interrupt(now)
+        self.end_after_this_step(now)
 
-    def remove(self, sequence: Sequence, now: float) -> None:
+    def remove(self, sequence: SequenceState, now: float) -> None:
         """Removes a sequence that was added and has not finished."""
         if sequence in self._sampling or any(sequence is each for each, _ in self._chunks):
-            sequence.gone = True  # its blocks are freed after the step that uses them
+            sequence.is_cancelled = True  # its blocks are freed after the step that uses them
         else:
             among = self.waiting if sequence in self.waiting else self.running
             among.remove(sequence)
-            self._blocks.end(sequence)
-        self.interrupt(now)
+            self._blocks.release_sequence(sequence)
+        self.end_after_this_step(now)
 
-    def interrupt(self, now: float) -> None:
+    def end_after_this_step(self, now: float) -> None:
         """Ends the segment with the step in flight, since the next step may differ. Begins one if nothing runs."""
         if self._segment is None:
             self._begin(now)
@@ -132,7 +140,7 @@ class Batch:
         steps = min(self._steps_done(now) + 1, self._segment.num_steps)
         self._segment = self._segment._replace(num_steps=steps)
 
-    def take_grown(self, now: float) -> None:
+    def allocate_grown_blocks(self, now: float) -> None:
         """Takes the blocks that the segment's sequences have grown into by now, so that the free count is exact."""
         if self._segment is None:
             return
@@ -140,16 +148,16 @@ class Batch:
         for sequence in self._sampling:
             self._cover(sequence, sequence.tokens + done)
 
-    def shorten(self, now: float) -> None:
+    def end_before_blocks_run_out(self, now: float) -> None:
         """Ends the segment before the first step that would lack blocks, after others have taken some."""
         if self._segment is None or self._blocks_until(self._segment.num_steps) <= 0:
             return
         steps = min(self._steps_done(now) + 1, self._segment.num_steps)
         self._segment = self._segment._replace(num_steps=max(steps, self._steps_with_room(self._segment.num_steps)))
 
-    def advance(self, now: float) -> list[Outcome]:
+    def advance(self, now: float) -> list[SequenceOutcome]:
         """Returns the outcomes until `now`, in order."""
-        outcomes: list[Outcome] = []
+        outcomes: list[SequenceOutcome] = []
         while (at := self.wake_at) is not None and at <= now:
             self._end_segment(at, outcomes)
             self._begin(at)
@@ -157,49 +165,49 @@ class Batch:
 
     # -- end of a segment
 
-    def _end_segment(self, at: float, outcomes: list[Outcome]) -> None:
+    def _end_segment(self, at: float, outcomes: list[SequenceOutcome]) -> None:
         segment = self._segment
         assert segment is not None
         self._segment = None
         self._done.append(segment)
         for sequence, num_tokens in self._chunks:
-            sequence.missing -= num_tokens
+            sequence.num_uncomputed -= num_tokens
             if sequence.last_token_at is None:
                 sequence.prefill_s += segment.total_s
         self._chunks = []
         for sequence in self._sampling:
             self._sampled(sequence, segment.num_steps, at, outcomes)
         self._sampling = []
-        for sequence in [s for s in self.running if s.gone or not s.remaining]:
-            self._stop(sequence, at)
+        for sequence in [s for s in self.running if s.is_cancelled or not s.remaining]:
+            self._close_run(sequence, at)
             self.running.remove(sequence)
-            self._blocks.end(sequence)
-            if not sequence.gone:
+            self._blocks.release_sequence(sequence)
+            if not sequence.is_cancelled:
                 gaps_s = gaps_of(sequence.runs, self._done, self._spread)
                 outcomes.append(Finished(sequence, at, gaps_s))
 
-    def _sampled(self, sequence: Sequence, steps: int, at: float, outcomes: list[Outcome]) -> None:
+    def _sampled(self, sequence: SequenceState, steps: int, at: float, outcomes: list[SequenceOutcome]) -> None:
         """Adds `steps` tokens to a sequence."""
         self._cover(sequence, sequence.tokens + steps - 1)
-        if sequence.missing == 0 or sequence.last_token_at is None:
-            sequence.missing = 1  # the computation yields a token, whose own KV is not computed yet
-            self._blocks.computed(sequence)
+        if sequence.num_uncomputed == 0 or sequence.last_token_at is None:
+            sequence.num_uncomputed = 1  # the computation yields a token, whose own KV is not computed yet
+            self._blocks.prompt_computed(sequence)
         sequence.tokens += steps
         sequence.remaining -= steps
         if sequence.last_token_at is None:
             sequence.last_token_at = at
-            if not sequence.gone:
-                outcomes.append(Sampled(sequence, at))
+            if not sequence.is_cancelled:
+                outcomes.append(FirstToken(sequence, at))
 
-    def _cover(self, sequence: Sequence, num_tokens: int) -> None:
-        missing = -(-num_tokens // self._block_size) - sequence.num_blocks
-        if missing > 0:
-            self._blocks.grow(sequence, missing)
+    def _cover(self, sequence: SequenceState, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // self._block_size) - sequence.num_blocks
+        if num_blocks > 0:
+            self._blocks.grow(sequence, num_blocks)
 
-    def _stop(self, sequence: Sequence, at: float) -> None:
+    def _close_run(self, sequence: SequenceState, at: float) -> None:
         """Closes the sequence's run: it gets no tokens from the next segment."""
         if sequence.run_from is not None:
-            run = Run(sequence.run_waited_s, sequence.run_from, len(self._done))
+            run = TokenRun(sequence.run_waited_s, sequence.run_from, len(self._done))
             sequence.runs.append(run)
             sequence.run_from = None
             sequence.last_token_at = at
@@ -213,7 +221,7 @@ class Batch:
             if self.waiting:
                 self._admit()
                 gave_way |= self._grow(now)
-            if self._compose(now, self.num_preemptions > num_preemptions) or not gave_way:
+            if self._start_segment(now, self.num_preemptions > num_preemptions) or not gave_way:
                 return
 
     def _admit(self) -> None:
@@ -224,13 +232,13 @@ class Batch:
             if not sequence.num_blocks:
                 # A later sequence must not take the blocks that this one waits for.
                 num_blocks = -(-sequence.tokens // self._block_size)
-                may_restore = may_restore and self._blocks.restore(sequence, num_blocks, self.num_holders)
+                may_restore = may_restore and self._blocks.allocate_prompt(sequence, num_blocks, self.num_holders)
                 if not may_restore:
                     continue
             self.waiting.remove(sequence)
             self.running.append(sequence)
 
-    def _has_room(self, sequence: Sequence) -> bool:
+    def _has_room(self, sequence: SequenceState) -> bool:
         return sequence.tokens <= sequence.num_blocks * self._block_size
 
     def _grow(self, now: float) -> bool:
@@ -242,7 +250,7 @@ class Batch:
                 self._extend(sequence, now)
         return len(self.running) < before
 
-    def _extend(self, sequence: Sequence, now: float) -> None:
+    def _extend(self, sequence: SequenceState, now: float) -> None:
         """Allocates one more block, or preempts the sequence. The only holder waits until a landing ends."""
         while not self._blocks.free:
             holders = [s for s in (*self.running, *self.waiting) if s.num_blocks]
@@ -254,29 +262,29 @@ class Batch:
                 return
         self._blocks.grow(sequence, 1)
 
-    def _preempt(self, sequence: Sequence, now: float) -> None:
+    def _preempt(self, sequence: SequenceState, now: float) -> None:
         """Takes back a sequence's blocks. Its rank puts it before all later ones."""
         self.num_preemptions += 1
-        self._blocks.end(sequence)
+        self._blocks.release_sequence(sequence)
         if sequence in self.running:
-            self._stop(sequence, now)
+            self._close_run(sequence, now)
             self.running.remove(sequence)
             insort(self.waiting, sequence, key=_rank)
 
-    def _compose(self, now: float, gave_way: bool) -> bool:
+    def _start_segment(self, now: float, gave_way: bool) -> bool:
         """Starts the next segment. False if no sequence can take part."""
         ready = [sequence for sequence in self.running if self._has_room(sequence)]
-        behind = [sequence for sequence in ready if sequence.missing > 1]
+        behind = [sequence for sequence in ready if sequence.num_uncomputed > 1]
         if behind and self._prompts_first:
             segment = self._prompt_alone(min(behind, key=_rank))
         elif behind:
-            segment = self._chunks_beside(ready, behind)
+            segment = self._chunks_with_decode(ready, behind)
         elif ready:
             segment = self._decode_only(ready, gave_way)
         else:
             segment = None
         for sequence in self.running:
-            self._note(sequence, now)
+            self._update_run(sequence, now)
         for sequence in (*self._sampling, *(each for each, _ in self._chunks)):
             sequence.begun_at = now if sequence.begun_at is None else sequence.begun_at
         self._segment, self._began_at = segment and self._slowed(segment), now
@@ -289,21 +297,21 @@ class Batch:
         first_s, growth_s = segment.first_s * factor, segment.growth_s * factor
         return Segment(segment.num_steps, first_s, growth_s, num_others)
 
-    def _note(self, sequence: Sequence, now: float) -> None:
+    def _update_run(self, sequence: SequenceState, now: float) -> None:
         """Opens or closes a sequence's run, depending on its part in the segment that begins."""
         index = len(self._done)
         if sequence.sampled_in != index:
-            self._stop(sequence, now)
+            self._close_run(sequence, now)
         elif sequence.run_from is None and sequence.last_token_at is not None:
             sequence.run_from, sequence.run_waited_s = index, now - sequence.last_token_at
 
-    def _samples(self, sequences: list[Sequence]) -> None:
+    def _samples(self, sequences: list[SequenceState]) -> None:
         index = len(self._done)
         for sequence in sequences:
             sequence.sampled_in = index
         self._sampling = sequences
 
-    def _decode_only(self, ready: list[Sequence], gave_way: bool) -> Segment:
+    def _decode_only(self, ready: list[SequenceState], gave_way: bool) -> Segment:
         self._samples(ready)
         steps = min(sequence.remaining for sequence in ready)
         # A waiting sequence is reconsidered after each step if that may help. A first token ends a segment.
@@ -313,41 +321,42 @@ class Batch:
         growth_s = self._decode.c2 * len(ready)
         return Segment(self._steps_with_room(steps), self._step_s(ready), growth_s)
 
-    def _prompt_alone(self, sequence: Sequence) -> Segment:
-        self._chunks = [(sequence, sequence.missing)]
+    def _prompt_alone(self, sequence: SequenceState) -> Segment:
+        self._chunks = [(sequence, sequence.num_uncomputed)]
         self._samples([sequence])
-        seconds = self._prefill.seconds(sequence.tokens, sequence.tokens - sequence.missing)
+        seconds = self._prefill.seconds(sequence.tokens, sequence.tokens - sequence.num_uncomputed)
         return Segment(1, seconds, 0)
 
-    def _chunks_beside(self, ready: list[Sequence], behind: list[Sequence]) -> Segment:
+    def _chunks_with_decode(self, ready: list[SequenceState], behind: list[SequenceState]) -> Segment:
         """Returns a segment of one step. Decoding sequences come first; the best-ranked prompts get the rest."""
-        sampling = [sequence for sequence in ready if sequence.missing == 1]
+        sampling = [sequence for sequence in ready if sequence.num_uncomputed == 1]
         seconds = self._step_s(sampling) if sampling else 0  # an int keeps exact profiles exact
         behind = sorted(behind, key=_rank)
         for sequence, num_tokens in zip(behind, self._chunk_tokens(sampling, behind), strict=False):
-            start = sequence.tokens - sequence.missing
+            start = sequence.tokens - sequence.num_uncomputed
             seconds += self._prefill.seconds(start + num_tokens, start)
             self._chunks.append((sequence, num_tokens))
-            if num_tokens == sequence.missing:
+            if num_tokens == sequence.num_uncomputed:
                 sampling.append(sequence)
         self._samples(sampling)
         return Segment(1, seconds, 0)
 
-    def _chunk_tokens(self, decoding: list[Sequence], behind: list[Sequence]) -> list[int]:
-        """Returns the chunk sizes of the leading prompts of `behind`, by the rule of `decode_worker.schedule`."""
+    def _chunk_tokens(self, decoding: list[SequenceState], behind: list[SequenceState]) -> list[int]:
+        """Returns the chunk sizes of the leading prompts of `behind`, by the rule of
+        `decode_worker.decisions.scheduler`."""
         left = self._max_batched_tokens - len(decoding)
         if self._budget is not None:
             context = sum(sequence.tokens for sequence in decoding)
-            prompts = ((each.tokens - each.missing, each.missing) for each in behind)
+            prompts = ((each.tokens - each.num_uncomputed, each.num_uncomputed) for each in behind)
             return self._budget.chunks(len(decoding), context, prompts, left)
         chunks: list[int] = []
         for sequence in behind:
             if left > 0:
-                chunks.append(min(left, sequence.missing))
+                chunks.append(min(left, sequence.num_uncomputed))
                 left -= chunks[-1]
         return chunks
 
-    def _step_s(self, sequences: list[Sequence]) -> float:
+    def _step_s(self, sequences: list[SequenceState]) -> float:
         return self._decode.step_s(len(sequences), sum(s.tokens for s in sequences))
 
     # -- steps and blocks of the segment in flight
@@ -384,7 +393,7 @@ class Batch:
         assert len(running) == len(self.running) <= self._max_num_seqs
         assert self.waiting == sorted(self.waiting, key=_rank), "the waiting are out of order"
         assert all(sequence.num_blocks for sequence in self.running), "one runs without blocks"
-        assert all(sequence.remaining > 0 or sequence.gone for sequence in running | waiting)
+        assert all(sequence.remaining > 0 or sequence.is_cancelled for sequence in running | waiting)
         assert set(self._sampling) <= running
         if self._segment is not None:
             assert self._sampling or self._chunks

@@ -11,21 +11,21 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from protocol.errors import InvalidRequest
-from protocol.step_budget import StepBudget
-from traces.simulator.batch import Batch
-from traces.simulator.host import Slowdown
-from traces.simulator.sequence import CountedBlocks, Finished, Sampled, Sequence
-from traces.simulator.spec import ModelProfile
+from moonserve.protocol.errors import InvalidRequest
+from moonserve.protocol.step_time import StepBudget
+from moonserve.traces.simulator.batch import Batch
+from moonserve.traces.simulator.sequence import BlockPool, Finished, FirstToken, SequenceState
+from moonserve.traces.simulator.shared_host import Slowdown
+from moonserve.traces.simulator.spec import ModelProfile
 
 
-class Granted(NamedTuple):
+class LandingGranted(NamedTuple):
     """The blocks of a prompt are reserved; its KV or its prefix may be sent."""
 
     request_id: str
 
 
-DecodeOutcome = Granted | Sampled | Finished
+DecodeOutcome = LandingGranted | FirstToken | Finished
 
 
 class DecodeMachine:
@@ -44,7 +44,7 @@ class DecodeMachine:
         self._model = model
         self._most_step_s = most_step_s
         self._block_size = block_size
-        self._blocks = CountedBlocks(model.device_tokens // block_size)
+        self._blocks = BlockPool(model.device_tokens // block_size)
         self._batch = Batch(
             decode=model.decode,
             prefill=model.prefill,
@@ -59,7 +59,7 @@ class DecodeMachine:
         )
         self._queue: dict[str, int] = {}  # request → prompt tokens, in order of arrival
         self._landings: dict[str, int] = {}  # request → blocks granted and not yet landed
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, SequenceState] = {}
         self._num_landed = 0
 
     @property
@@ -98,7 +98,7 @@ class DecodeMachine:
     def context_tokens(self, now: float) -> int:
         return self._batch.context_tokens(now)
 
-    def refuses(self, num_tokens: int, now: float) -> bool:
+    def would_miss_tbt(self, num_tokens: int, now: float) -> bool:
         """True if steps with another sequence of `num_tokens` tokens would take longer than `most_step_s`."""
         num_seqs = len(self._sequences) + 1
         tokens = self._batch.context_tokens(now) + num_tokens
@@ -112,7 +112,7 @@ class DecodeMachine:
         """Applies a changed slowdown to all steps after the one in flight."""
         outcomes = self.advance(now)
         if self.is_computing:
-            self._batch.interrupt(now)
+            self._batch.end_after_this_step(now)
         return outcomes
 
     def reserve(self, request_id: str, num_tokens: int, now: float) -> list[DecodeOutcome]:
@@ -127,7 +127,7 @@ class DecodeMachine:
         self, request_id: str, num_tokens: int, remaining: int, first_token_at: float, now: float
     ) -> list[DecodeOutcome]:
         """Adds a granted prompt whose KV has arrived. Its first token came elsewhere; `remaining` others follow."""
-        sequence = Sequence(
+        sequence = SequenceState(
             request_id=request_id,
             tokens=num_tokens + 1,
             remaining=remaining,
@@ -138,16 +138,16 @@ class DecodeMachine:
     def read(self, request_id: str, num_tokens: int, cached: int, remaining: int, now: float) -> list[DecodeOutcome]:
         """Adds a granted prompt whose first `cached` tokens have arrived. The machine computes the rest. `remaining`:
         tokens to generate, including the first one."""
-        sequence = Sequence(
+        sequence = SequenceState(
             request_id=request_id,
             tokens=num_tokens,
             remaining=remaining,
-            missing=num_tokens - cached,
+            num_uncomputed=num_tokens - cached,
             cached_tokens=cached,
         )
         return self._join(sequence, now)
 
-    def _join(self, sequence: Sequence, now: float) -> list[DecodeOutcome]:
+    def _join(self, sequence: SequenceState, now: float) -> list[DecodeOutcome]:
         """Adds a granted prompt to the batch."""
         outcomes = self._advance(now)
         self._num_landed += 1
@@ -167,12 +167,12 @@ class DecodeMachine:
         outcomes = self._advance(now)
         self._queue.pop(request_id, None)
         num_landing = self._landings.pop(request_id, 0)
-        self._blocks.give_back(num_landing)
+        self._blocks.release(num_landing)
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._batch.remove(sequence, now)
         elif num_landing or not self.is_computing:
-            self._batch.interrupt(now)  # a sequence may be waiting for these blocks
+            self._batch.end_after_this_step(now)  # a sequence may be waiting for these blocks
         return [*outcomes, *self._grant(now)]
 
     def _advance(self, now: float) -> list[DecodeOutcome]:
@@ -183,11 +183,11 @@ class DecodeMachine:
             outcomes.append(outcome)
         return outcomes
 
-    def _grant(self, now: float) -> list[Granted]:
-        granted: list[Granted] = []
+    def _grant(self, now: float) -> list[LandingGranted]:
+        granted: list[LandingGranted] = []
         if not self._queue or self._batch.has_preempted:
             return granted
-        self._batch.take_grown(now)
+        self._batch.allocate_grown_blocks(now)
         for request_id, num_tokens in list(self._queue.items()):
             num_blocks, needed = (-(-n // self._block_size) for n in (num_tokens, num_tokens + 1))
             num_holders = self._batch.num_holders
@@ -196,8 +196,8 @@ class DecodeMachine:
             del self._queue[request_id]
             self._blocks.take(num_blocks)
             self._landings[request_id] = num_blocks
-            granted.append(Granted(request_id))
-        self._batch.shorten(now)
+            granted.append(LandingGranted(request_id))
+        self._batch.end_before_blocks_run_out(now)
         return granted
 
     def validate(self) -> None:
@@ -207,7 +207,7 @@ class DecodeMachine:
         held = sum(sequence.num_blocks for sequence in sequences)
         assert self._blocks.free + held + self.leased_blocks == self._blocks.total, "blocks leak"
         assert self._blocks.free >= 0
-        live = {s.request_id for s in sequences if not s.gone}
+        live = {s.request_id for s in sequences if not s.is_cancelled}
         assert live == self._sequences.keys(), "a sequence is lost"
         assert not self._queue.keys() & self._landings.keys()
         assert not (self._queue.keys() | self._landings.keys()) & live

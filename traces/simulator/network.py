@@ -84,7 +84,7 @@ class _Flow:
         time_s = self.not_before - now
         return Demand(self.links, self.left / time_s if time_s > 0 else math.inf)
 
-    def settle(self, now: float) -> float:
+    def account_bytes(self, now: float) -> float:
         """Deducts the bytes transferred since `as_of` and returns their number."""
         if now <= self.as_of:
             return 0.0
@@ -106,8 +106,8 @@ class Network:
         self._ends: list[tuple[float, FlowId, int]] = []
         self._num_started = 0
         self.bytes_started = 0.0
-        self.bytes_carried = 0.0  # settled flows only
-        self.bytes_given_up = 0.0  # remaining bytes of cancelled flows
+        self.bytes_transferred = 0.0  # settled flows only
+        self.bytes_cancelled = 0.0  # remaining bytes of cancelled flows
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -137,7 +137,7 @@ class Network:
         self.bytes_started += num_bytes
         for link in flow.links:
             self._on[link][flow.flow_id] = flow
-        self._rate_again(self._component([flow]), now)
+        self._update_rates(self._component([flow]), now)
         return flow.flow_id
 
     def cancel(self, flow_id: FlowId, now: float) -> None:
@@ -145,10 +145,10 @@ class Network:
         flow = self._flows.get(flow_id)
         if flow is None:
             return
-        self.bytes_carried += flow.settle(now)
-        self.bytes_given_up += flow.left
+        self.bytes_transferred += flow.account_bytes(now)
+        self.bytes_cancelled += flow.left
         self._remove(flow)
-        self._rate_again(self._component([flow]), now)
+        self._update_rates(self._component([flow]), now)
 
     def advance(self, now: float) -> list[FlowId]:
         """Returns the flows that end by `now`, in order of their ends. Call it at `wake_at`."""
@@ -156,9 +156,9 @@ class Network:
         while (at := self.wake_at) is not None and at <= now:
             flow = self._flows[heapq.heappop(self._ends)[1]]
             ended.append(flow.flow_id)
-            self.bytes_carried += flow.left
+            self.bytes_transferred += flow.left
             self._remove(flow)
-            self._rate_again(self._component([flow]), at)
+            self._update_rates(self._component([flow]), at)
         return ended
 
     def _remove(self, flow: _Flow) -> None:
@@ -183,9 +183,9 @@ class Network:
         found.update((f.flow_id, f) for f in flows if f.flow_id in self._flows)
         return [found[flow_id] for flow_id in sorted(found)]
 
-    def _rate_again(self, flows: Sequence[_Flow], now: float) -> None:
+    def _update_rates(self, flows: Sequence[_Flow], now: float) -> None:
         for flow in flows:
-            self.bytes_carried += flow.settle(now)
+            self.bytes_transferred += flow.account_bytes(now)
         rates = fair_rates([flow.demand(now) for flow in flows], self._capacity)
         for flow, rate in zip(flows, rates, strict=True):
             flow.rate = rate
@@ -204,7 +204,7 @@ class Network:
     def validate(self) -> None:
         """Raises AssertionError unless bytes are conserved and no link exceeds its capacity."""
         left = sum(flow.left for flow in self._flows.values())
-        told = self.bytes_carried + self.bytes_given_up + left
+        told = self.bytes_transferred + self.bytes_cancelled + left
         assert math.isclose(told, self.bytes_started, rel_tol=1e-9, abs_tol=1e-3), "bytes are lost"
         for link, flows in self._on.items():
             assert all(self._flows[flow_id] is flow for flow_id, flow in flows.items())

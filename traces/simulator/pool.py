@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from conductor.events import BlockChanges
-from kvstore.catalog import Catalog
-from kvstore.disk.base import Place
-from kvstore.eviction import make
-from kvstore.native.metadata import KeyIndex
-from kvstore.stored import StoredObject, Tier, Watermarks, Wish
-from protocol.keys import NO_PARENT, BlockKey
+from moonserve.conductor.events import BlockChanges
+from moonserve.kvstore.disk.base import Place
+from moonserve.kvstore.published_index import KeyIndex
+from moonserve.kvstore.state.catalog import Catalog
+from moonserve.kvstore.state.eviction import make
+from moonserve.kvstore.state.objects import PutRequest, StoredObject, Tier, Watermarks
+from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
 
 UNIT = 256  # granularity of the catalog's allocator
-_FOR_SPACE_ONLY = Watermarks(evict_above=1.0, evict_share=0.0)
+_EVICT_WHEN_FULL = Watermarks(evict_above=1.0, evict_share=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BlockLease:
     """Leading blocks of a chain that are being read, until `let_go`."""
 
     objects: tuple[StoredObject, ...]
@@ -66,10 +66,10 @@ class _Changes:
             added=tuple(self.added_blocks.items()),
             removed=tuple(self.removed_blocks),
         )
-        self.told()
+        self.mark_reported()
         return changes
 
-    def told(self) -> None:
+    def mark_reported(self) -> None:
         self.first_seq = self.next_seq
         self.added_blocks.clear()
         self.removed_blocks.clear()
@@ -108,7 +108,7 @@ class Store:
             index=KeyIndex(),
             policies=lambda: make(eviction),
             announce=self._changes,
-            watermarks=_FOR_SPACE_ONLY,
+            watermarks=_EVICT_WHEN_FULL,
             disk=_Disk(num_disk_blocks) if num_disk_blocks else None,
         )
         self.num_refused = 0  # blocks without room, because all others were being read
@@ -123,10 +123,10 @@ class Store:
     @property
     def num_free(self) -> int:
         """Number of further blocks that fit into memory."""
-        return self._catalog.space.free_bytes // UNIT
+        return self._catalog.allocator.free_bytes // UNIT
 
     @property
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         return self._changes.next_seq != self._changes.first_seq
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -137,7 +137,7 @@ class Store:
         present = self._catalog.present(keys)
         return len(keys) if all(present) else present.index(False)
 
-    def hold(self, keys: Sequence[BlockKey]) -> Held:
+    def hold(self, keys: Sequence[BlockKey]) -> BlockLease:
         """Starts to read the leading blocks that are present. This counts as a use of each."""
         objects: list[StoredObject] = []
         for key in keys:
@@ -147,15 +147,15 @@ class Store:
             self._catalog.hold(stored)
             objects.append(stored)
         self._catalog.used(reversed(objects))  # as a lease does: a chain's head is evicted last
-        return Held(tuple(objects))
+        return BlockLease(tuple(objects))
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: BlockLease) -> None:
         """Ends a read. Blocks read from disk stay in memory if there is room."""
         for stored in held.objects:
             if stored.tier is Tier.DISK:
                 self._promote(stored)
         for stored in held.objects:
-            self._catalog.let_go(stored)
+            self._catalog.drop_hold(stored)
 
     def put(self, keys: Sequence[BlockKey], first: int) -> None:
         """Stores the blocks of a chain from position `first` on. Blocks already present stay unchanged."""
@@ -169,11 +169,11 @@ class Store:
 
     def take_changes(self) -> BlockChanges | None:
         """Returns the changes since the last call; None = no changes."""
-        return self._changes.take() if self.has_news else None
+        return self._changes.take() if self.has_changes else None
 
     def snapshot(self) -> BlockChanges:
         """Returns all blocks present, which replace everything reported before."""
-        self._changes.told()
+        self._changes.mark_reported()
         seq = self._changes.next_seq
         added = tuple((o.key, o.parent or NO_PARENT) for o in self._catalog.objects())
         return BlockChanges(first_seq=seq, next_seq=seq, added=added, snapshot=True)
@@ -191,7 +191,7 @@ class Store:
 
     def _put(self, key: BlockKey, parent: BlockKey | None) -> bool:
         self._make_room()
-        stored = self._catalog.reserve(Wish(key=key, parent=parent, length=UNIT))
+        stored = self._catalog.reserve(PutRequest(key=key, parent=parent, length=UNIT))
         if stored is None:
             return False
         self._catalog.publish(stored, checksum=0)
@@ -202,25 +202,25 @@ class Store:
         if current is None or current.offset is not None:
             return
         self._make_room()
-        offset = self._catalog.room.for_copy(UNIT)
+        offset = self._catalog.evictor.allocate_for_copy(UNIT)
         if offset is not None:
             self._catalog.enter_memory(current, offset)
 
     def _make_room(self) -> None:
         """Moves the coldest block of a full memory to the disk, if there is one."""
         catalog = self._catalog
-        if catalog.disk is None or catalog.space.free_bytes >= UNIT:
+        if catalog.disk is None or catalog.allocator.free_bytes >= UNIT:
             return
-        coldest = catalog.room.coldest_in_memory()
+        coldest = catalog.evictor.next_to_demote()
         if coldest is None:
             return
         if coldest.place is None:
-            if not catalog.room.on_disk(UNIT, for_demotion=True):
+            if not catalog.evictor.make_disk_space(UNIT, for_demotion=True):
                 return
             self._num_places += 1
-            catalog.set_place(coldest, Place(self._num_places))
+            catalog.set_disk_copy(coldest, Place(self._num_places))
         catalog.leave_memory(coldest)
 
-    def validate(self, held: Iterable[Held] = ()) -> None:
+    def validate(self, held: Iterable[BlockLease] = ()) -> None:
         """Raises AssertionError unless space, counts and chains agree, with exactly these reads in flight."""
         self._catalog.validate(held=[o for each in held for o in each.objects], reserved=[])

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from protocol.profile import PrefillProfile
+from moonserve.protocol.step_time import PrefillProfile
 
-# Number of prompts prepared in addition to the computing one, as `lookahead` in `prefill_worker.ledger`.
+# Number of prompts prepared in addition to the computing one, as `lookahead` in
+# `prefill_worker.decisions.shared_state`.
 PREPARED_AHEAD = 4
 
 
@@ -52,7 +53,7 @@ class Prepare(NamedTuple):
     prompt: Prompt
 
 
-class ChunkBegun(NamedTuple):
+class ChunkStarted(NamedTuple):
     """KV of the tokens [first, end) is produced until `ends_at`. With the first chunk, [0, cached) is available too."""
 
     prompt: Prompt
@@ -61,13 +62,13 @@ class ChunkBegun(NamedTuple):
     ends_at: float
 
 
-class Computed(NamedTuple):
+class PromptComputed(NamedTuple):
     """The whole prompt is computed, and its first token is available."""
 
     prompt: Prompt
 
 
-class _Part(NamedTuple):
+class _PromptPart(NamedTuple):
     """The tokens [first, end) of a prompt."""
 
     prompt: Prompt
@@ -79,10 +80,10 @@ class _Chunk(NamedTuple):
     """A chunk in the pipeline."""
 
     ends_at: float
-    parts: tuple[_Part, ...]
+    parts: tuple[_PromptPart, ...]
 
 
-PrefillOutcome = Prepare | ChunkBegun | Computed
+PrefillOutcome = Prepare | ChunkStarted | PromptComputed
 
 
 class PrefillMachine:
@@ -194,7 +195,7 @@ class PrefillMachine:
         self._prepare(outcomes)
         return outcomes
 
-    def _computed(self, part: _Part, outcomes: list[PrefillOutcome]) -> None:
+    def _computed(self, part: _PromptPart, outcomes: list[PrefillOutcome]) -> None:
         prompt = part.prompt
         prompt.computed = part.end
         if self._prompts.get(prompt.request_id) is not prompt:
@@ -203,7 +204,7 @@ class PrefillMachine:
         if part.end == prompt.num_tokens:
             self._num_ended += 1
             del self._prompts[prompt.request_id]
-            outcomes.append(Computed(prompt))
+            outcomes.append(PromptComputed(prompt))
 
     def _prepare(self, outcomes: list[PrefillOutcome]) -> None:
         prompts = self._prompts.values()
@@ -224,10 +225,10 @@ class PrefillMachine:
             return sorted(ready, key=lambda prompt: prompt.rank)
         return [min(ready, key=lambda prompt: prompt.rank)]
 
-    def _dispatch(self, prompts: list[Prompt], now: float) -> list[ChunkBegun]:
+    def _dispatch(self, prompts: list[Prompt], now: float) -> list[ChunkStarted]:
         """Sends the next chunk of these prompts into the pipeline."""
         parts = self._parts(prompts, now)
-        passes_at, seconds = now, self._take_s(parts)
+        passes_at, seconds = now, self._chunk_seconds(parts)
         if self._ended_at == now:
             parts[0].prompt.compute_s += self._num_ended * self._turnover_s
             seconds += self._num_ended * self._turnover_s
@@ -235,32 +236,33 @@ class PrefillMachine:
             passes_at = max(passes_at, self._stage_free_at[stage]) + seconds / self._num_stages
             self._stage_free_at[stage] = passes_at
         self._pipeline.append(_Chunk(passes_at, parts))
-        return [ChunkBegun(*part, passes_at) for part in parts]
+        return [ChunkStarted(*part, passes_at) for part in parts]
 
-    def _parts(self, prompts: list[Prompt], now: float) -> tuple[_Part, ...]:
+    def _parts(self, prompts: list[Prompt], now: float) -> tuple[_PromptPart, ...]:
         """Returns each prompt's part of the next chunk, up to the chunk's size."""
-        parts: list[_Part] = []
+        parts: list[_PromptPart] = []
         room = self._chunk_tokens
         num_here = sum(p.dispatched < p.num_tokens for p in self._prompts.values())
         for prompt in prompts:
-            if parts and not self._joins(prompt, room, len(parts), num_here - len(parts)):
+            if parts and not self._joins_chunk(prompt, room, len(parts), num_here - len(parts)):
                 break
             if prompt.started_at is None:
                 self._start(prompt, now)
             first = prompt.dispatched
             prompt.dispatched = min(first + room, prompt.num_tokens)
             room -= prompt.dispatched - first
-            parts.append(_Part(prompt, first, prompt.dispatched))
+            parts.append(_PromptPart(prompt, first, prompt.dispatched))
         return tuple(parts)
 
-    def _joins(self, prompt: Prompt, room: int, num_ending: int, num_waiting: int) -> bool:
-        """True if the rest of a prompt joins a step in which others end, by the rule of `prefill_worker.steps`."""
+    def _joins_chunk(self, prompt: Prompt, room: int, num_ending: int, num_waiting: int) -> bool:
+        """True if the rest of a prompt joins a step in which others end, by the rule of
+        `prefill_worker.decisions.steps`."""
         done = max(prompt.dispatched, prompt.cached)
-        return prompt.num_tokens - done <= room and self._profile.joins(
+        return prompt.num_tokens - done <= room and self._profile.is_worth_joining(
             prompt.num_tokens, done, num_delayed=num_ending, num_waiting=num_waiting
         )
 
-    def _take_s(self, parts: tuple[_Part, ...]) -> float:
+    def _chunk_seconds(self, parts: tuple[_PromptPart, ...]) -> float:
         """Returns the duration of a chunk and adds each prompt's share to it. The constant term counts once per
         chunk."""
         profile, slowdown, total_s = self._profile, self._slowdown(), 0.0

@@ -10,11 +10,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from conductor.admission import Admission
-from conductor.roles.controller import RoleTerms
-from protocol.errors import ConfigError
-from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.step_budget import CHUNK_SHARE
+from moonserve.conductor.placement.admission import AdmissionMode
+from moonserve.conductor.role_switching import RoleThresholds
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.step_time import CHUNK_SHARE, DecodeProfile, PrefillProfile
 
 # Constraints on a profile's file. `profiles` checks them when it reads one.
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -67,7 +66,7 @@ class Crowding:
 # Predictions that may reject a request: the conductor's three, and `late`, the baseline of arXiv 2407.00079 §7. It uses
 # the prefill load on arrival, and the decode load only after computing the prompt, which a rejection wastes.
 LATE = "late"
-ADMISSIONS = (*(each.value for each in Admission), LATE)
+ADMISSIONS = (*(each.value for each in AdmissionMode), LATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,7 @@ class ClusterSpec:
     pool: str = "global"  # global or local: prefixes are read from all machines or only from the own one
     seed: int = 0
     faults: tuple[Fault, ...] = field(default=())
-    roles: RoleTerms | None = None  # None = fixed roles
+    roles: RoleThresholds | None = None  # None = fixed roles
     # True if decode machines may prefill a prompt if that is sooner (docs/conditional-disaggregation.md).
     conditional: bool = False
     chunk_share: float = CHUNK_SHARE  # then: share of the TBT objective that steps with chunks may take

@@ -1,7 +1,7 @@
 /* The data plane: copies rows of bytes, and moves them over a stream socket in both directions at once.
  *
  * Called through ctypes, so without the GIL. Addresses are not checked: the callers check bounds and keep the memory
- * alive. Allocates nothing and keeps no state except Flow. The structures and constants are repeated in __init__.py.
+ * alive. Allocates nothing and keeps no state except Flow. memory/data_plane.py repeats the structures and constants.
  */
 #define _GNU_SOURCE
 #include <errno.h>

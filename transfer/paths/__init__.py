@@ -1,1 +1,2 @@
-"""Paths between two engines: discovery, choice, health and connection limits. Pure except for `discovery`."""
+"""From a batch's slices to a session. Decisions: path_selection.py, rail_health.py, topology.py, failover.py; I/O:
+lane.py, hardware_discovery.py."""

@@ -2,7 +2,7 @@
 
 Owns the matrix (memory location → preferred and secondary rails) and its rule. Nearer means more common PCIe bridges
 (GPUs only), then a shorter NUMA distance. Missing information counts as near, so that an unknown rail is not avoided.
-Pure; `discovery` reads the machine. Knows no peers and no speeds.
+Pure; `hardware_discovery` reads the machine. Knows no peers and no speeds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from transfer.address import Rail
+from moonserve.transfer.paths.peer_address import Rail
 
 Distance = tuple[int, int]
 """Distance; smaller is nearer: minus the number of common PCIe bridges, then the NUMA distance."""
@@ -59,7 +59,7 @@ class Topology:
         return preference is None or rail.name not in preference.secondary
 
 
-def decide(machine: Machine, rails: Sequence[Rail]) -> Topology:
+def decide_topology(machine: Machine, rails: Sequence[Rail]) -> Topology:
     """Returns the matrix of `rails` for every NUMA node and GPU of the machine."""
     names = list(dict.fromkeys(rail.name for rail in rails))
     devices = [_device_of(machine, name, rails) for name in names]
@@ -72,7 +72,7 @@ def decide(machine: Machine, rails: Sequence[Rail]) -> Topology:
 
 
 def _device_of(machine: Machine, name: str, rails: Sequence[Rail]) -> Device:
-    """Finds a rail's device; further rails of an interface are named "eth0/10.0.0.2" (`discovery.tcp_rails`)."""
+    """Finds a rail's device; further rails of an interface are named "eth0/10.0.0.2" (`tcp_rails`)."""
     device = machine.devices.get(name.partition("/")[0])
     if device is not None:
         return Device(name, device.numa_node, device.pci_path)

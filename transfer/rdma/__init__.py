@@ -1,1 +1,2 @@
-"""The rdma transport: an RDMA device moves the bytes, and a TCP connection next to it carries the agreements."""
+"""The rdma transport: an RDMA device moves the bytes, and a TCP connection beside it carries the agreements. Initiator:
+session.py; target: target.py."""

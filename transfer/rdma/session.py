@@ -12,28 +12,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
-from transfer import scatter
-from transfer.base import Dial, Feed, Op, Slice
-from transfer.rdma import control
-from transfer.rdma.control import MAX_GRANTS, RemoteKey
-from transfer.rdma.fabric import Completion
-from transfer.rdma.queues import SendQueue, Waiter, Work, runs_of
-from transfer.rdma.rail import DeviceRail, PairSet
-from transfer.scatter import LOCAL, REMOTE
-from transfer.tcp.connection import STEP_S, Connection
-from transfer.tcp.frames import (
-    HEADER_BYTES,
-    Code,
-    Header,
-    Kind,
-    ProtocolViolation,
-    decode,
-    encode,
-    error_of,
-)
-from transfer.tcp.handshake import Agreement
-from transfer.tcp.session import StreamSession, without_frames
+from moonserve.protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.scatter import LOCAL, REMOTE
+from moonserve.transfer.rdma import control_messages
+from moonserve.transfer.rdma.control_messages import MAX_GRANTS, RemoteKey
+from moonserve.transfer.rdma.device import Completion
+from moonserve.transfer.rdma.memory_regions import DeviceRail
+from moonserve.transfer.rdma.queue_pairs import CompletionWaiter, QueuePairSet, SendQueue, SliceWork, runs_of
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, ProtocolViolation, decode, encode, error_of
+from moonserve.transfer.tcp.handshake import Agreement
+from moonserve.transfer.tcp.session import StreamSession
+from moonserve.transfer.transport_interface import STEP_S, Dial, Op, Slice, SliceSource, without_traceback
 
 QUEUE_PAIRS: Final = 2
 """Queue pairs per session. One fills a 100 Gb/s link; more spread the work on devices with several engines."""
@@ -66,28 +57,28 @@ class RdmaSession(StreamSession):
         super().__init__(dial, connection, agreed)
         self._rail = rail
         self._max_in_flight = max(self._max_in_flight, _MIN_IN_FLIGHT_BYTES)
-        self._pairs = PairSet(rail, QUEUE_PAIRS, serves=False)
+        self._pairs = QueuePairSet(rail, QUEUE_PAIRS, serves=False)
         self._queues: list[SendQueue[_Flight]] = [
             SendQueue(pair, number + 1, self._pairs.send_depth) for number, pair in enumerate(self._pairs.pairs)
         ]
-        self._waiter = Waiter(connection.descriptor, self._pairs.completions)
+        self._waiter = CompletionWaiter(connection.descriptor, self._pairs.completions)
         self._keys: dict[int, RemoteKey] = {}
-        self._asked: deque[_Flight] = deque()
+        self._requested: deque[_Flight] = deque()
         """Slices whose replies are due, in this order."""
         self._granted: dict[int, _Flight] = {}
         self._num_flights = 0
         self._in_flight = 0
         self._next_queue = 0
-        self._look_up_at = 0.0
+        self._tick_at = 0.0
         self._is_broken = False
 
-    def meet(self) -> None:
+    def connect_pairs(self) -> None:
         """Connects the queue pairs with the target's. Raises PeerLost."""
         try:
             header = Header(kind=Kind.CONNECT, entries=len(self._pairs.pairs))
             self._connection.send(encode(header) + self._pairs.addresses())
             peers = self._connection.receive_bytes(self.reply().entries)
-            self._pairs.connect(control.unpack_pairs(peers, self._rail.device.limits))
+            self._pairs.connect(control_messages.unpack_pairs(peers, self._rail.device.limits))
         except BaseException:  # no caller can close it yet
             self.close()
             raise
@@ -101,43 +92,43 @@ class RdmaSession(StreamSession):
         self._pairs.close()
         super().close()
 
-    def carry(self, feed: Feed) -> None:
-        self._connection.deadline = feed.deadline_at
-        self._connection.look_up = feed.look_up
-        self._look_up_at = time.monotonic() + STEP_S
+    def carry(self, slices: SliceSource) -> None:
+        self._connection.deadline = slices.deadline_at
+        self._connection.tick = slices.tick
+        self._tick_at = time.monotonic() + STEP_S
         try:
-            while self._begin_more(feed):
-                self._advance(feed)
+            while self._begin_more(slices):
+                self._advance(slices)
         except MoonserveError:
             self._is_broken = True
             raise
 
-    def _begin_more(self, feed: Feed) -> bool:
+    def _begin_more(self, slices: SliceSource) -> bool:
         """Starts slices up to the limits. Returns False if nothing is in flight any more."""
         while self._in_flight < self._max_in_flight and self._num_flights < MAX_GRANTS:
-            part = feed.take()
+            part = slices.take()
             if part is None:
                 break
-            self._begin(part, feed)
+            self._begin(part, slices)
         self._connection.flush()
         return self._num_flights > 0
 
-    def _advance(self, feed: Feed) -> None:
+    def _advance(self, slices: SliceSource) -> None:
         completions, readable = self._waiter.wait(STEP_S)
         for completion in completions:
-            self._completed(completion, feed)
+            self._completed(completion, slices)
         if readable:
-            self._take_frame(feed)
+            self._take_frame(slices)
         now = time.monotonic()
-        if now >= self._look_up_at:
-            self._look_up_at = now + STEP_S
-            feed.look_up()
-            if now >= feed.deadline_at():
+        if now >= self._tick_at:
+            self._tick_at = now + STEP_S
+            slices.tick()
+            if now >= slices.deadline_at():
                 raise PeerLost("the peer did not answer in time")
 
-    def _begin(self, part: Slice, feed: Feed) -> None:
+    def _begin(self, part: Slice, slices: SliceSource) -> None:
         if part.op is Op.WRITE and part.window_id is None:
-            feed.settle(part, InvalidRequest("a WRITE needs a window"))
+            slices.settle(part, InvalidRequest("a WRITE needs a window"))
             return
         local_key = self._rail.memory.own(part.local).local_key
         flight = _Flight(part, self._next_queue, local_key)
@@ -145,22 +136,22 @@ class RdmaSession(StreamSession):
         self._num_flights += 1
         self._in_flight += part.nbytes
         if part.op is Op.WRITE:
-            self._ask_grant(flight)
+            self._request_grant(flight)
         else:
-            self._begin_read(flight, feed)
+            self._begin_read(flight, slices)
 
-    def _begin_read(self, flight: _Flight, feed: Feed) -> None:
+    def _begin_read(self, flight: _Flight, slices: SliceSource) -> None:
         part = flight.part
         key = self._keys.get(part.segment_id)
         if key is None or self._checksums:
             rows = part.rows if self._checksums else part.rows[:0]
             header = Header(kind=Kind.KEY, entries=len(rows), segment_id=part.segment_id)
-            self._ask(flight, self.request(header, rows))
+            self._send_request(flight, self.request(header, rows))
         if key is not None:
             flight.error = self._post_read(flight, key)
-            self._settle_if_ended(flight, feed)
+            self._settle_if_ended(flight, slices)
 
-    def _ask_grant(self, flight: _Flight) -> None:
+    def _request_grant(self, flight: _Flight) -> None:
         part = flight.part
         header = Header(
             kind=Kind.GRANT,
@@ -171,34 +162,34 @@ class RdmaSession(StreamSession):
             nbytes=part.nbytes,
             checksum=scatter.checksum(part.local.buffer, part.rows, LOCAL) if self._checksums else 0,
         )
-        self._ask(flight, self.request(header, part.rows))
+        self._send_request(flight, self.request(header, part.rows))
 
-    def _ask(self, flight: _Flight, frame: bytes) -> None:
+    def _send_request(self, flight: _Flight, frame: bytes) -> None:
         flight.num_waits += 1
-        self._asked.append(flight)
+        self._requested.append(flight)
         self._connection.queue(frame)
 
-    def _take_frame(self, feed: Feed) -> None:
+    def _take_frame(self, slices: SliceSource) -> None:
         header = decode(self._connection.receive_bytes(HEADER_BYTES))
         body = self._connection.receive_bytes(header.entries)
         error = None
         if header.code is not Code.OK:
-            error = without_frames(error_of(header.code, body.decode(errors="replace")))
+            error = without_traceback(error_of(header.code, body.decode(errors="replace")))
         if header.kind is Kind.RESULT and header.source_id in self._granted:
             flight = self._granted.pop(header.source_id)
-        elif header.kind is Kind.REPLY and self._asked:
-            flight = self._asked.popleft()
+        elif header.kind is Kind.REPLY and self._requested:
+            flight = self._requested.popleft()
             if error is None:
-                error = self._answered(flight, header, body)
+                error = self._use_key(flight, header, body)
         else:
-            raise ProtocolViolation(f"an unexpected {header.kind.name}")
+            raise ProtocolViolation(f"unexpected {header.kind.name}")
         flight.error = flight.error or error
         flight.num_waits -= 1
-        self._settle_if_ended(flight, feed)
+        self._settle_if_ended(flight, slices)
 
-    def _answered(self, flight: _Flight, header: Header, body: bytearray) -> MoonserveError | None:
+    def _use_key(self, flight: _Flight, header: Header, body: bytearray) -> MoonserveError | None:
         """Handles a reply with a key by posting the requests that it allows. Returns an error of the slice, if any."""
-        key = control.unpack_key(header, body)
+        key = control_messages.unpack_key(header, body)
         if flight.part.op is Op.WRITE:
             self._granted[header.source_id] = flight
             flight.num_waits += 1
@@ -213,7 +204,7 @@ class RdmaSession(StreamSession):
         try:
             scatter.require_inside(flight.part.rows, REMOTE, key.nbytes)
         except InvalidRequest as error:
-            return without_frames(error)
+            return without_traceback(error)
         self._post(flight, key, None)
         return None
 
@@ -224,24 +215,24 @@ class RdmaSession(StreamSession):
             runs = [(key.address, part.local.base, 0)]  # an empty write still has to end the grant
         if runs:
             flight.num_waits += 1
-            work = Work(flight, part.op, runs, flight.local_key, key.key, grant)
+            work = SliceWork(flight, part.op, runs, flight.local_key, key.key, grant)
             self._queues[flight.queue].submit(work)
 
-    def _completed(self, completion: Completion, feed: Feed) -> None:
+    def _completed(self, completion: Completion, slices: SliceSource) -> None:
         if completion.failure is not None:
             raise PeerLost(f"rdma: a request ended with {completion.failure!r}")
         work = self._queues[completion.token - 1].completed()
         if work is not None:
             work.owner.num_waits -= 1
-            self._settle_if_ended(work.owner, feed)
+            self._settle_if_ended(work.owner, slices)
 
-    def _settle_if_ended(self, flight: _Flight, feed: Feed) -> None:
+    def _settle_if_ended(self, flight: _Flight, slices: SliceSource) -> None:
         if flight.num_waits:
             return
         part = flight.part
         self._num_flights -= 1
         self._in_flight -= part.nbytes
-        feed.settle(part, flight.error or self._corrupt(flight))
+        slices.settle(part, flight.error or self._corrupt(flight))
 
     def _corrupt(self, flight: _Flight) -> IntegrityError | None:
         part = flight.part
@@ -249,7 +240,7 @@ class RdmaSession(StreamSession):
             return None  # the target verifies WRITEs
         if scatter.checksum(part.local.buffer, part.rows, LOCAL) == flight.checksum:
             return None
-        return IntegrityError(f"{part.nbytes} bytes read arrived with another checksum")
+        return IntegrityError(f"{part.nbytes} bytes read arrived with a wrong checksum")
 
     def _drain(self) -> None:
         """Waits for posted chains to end, for a bounded time: destroying the pairs ends them for certain."""

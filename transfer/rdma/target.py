@@ -10,18 +10,18 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from protocol.errors import IntegrityError, MoonserveError, PeerLost
-from transfer import scatter
-from transfer.base import Hosted
-from transfer.rdma import control
-from transfer.rdma.control import MAX_GRANTS, MAX_PAIRS, RemoteKey
-from transfer.rdma.fabric import Completion
-from transfer.rdma.queues import Waiter
-from transfer.rdma.rail import DeviceRail, PairSet
-from transfer.scatter import REMOTE, Rows
-from transfer.segments import Segment
-from transfer.tcp.connection import Connection
-from transfer.tcp.frames import (
+from moonserve.protocol.errors import IntegrityError, MoonserveError, PeerLost
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.scatter import REMOTE, Rows
+from moonserve.transfer.memory.segments import Segment
+from moonserve.transfer.memory.write_windows import WindowHold
+from moonserve.transfer.rdma import control_messages
+from moonserve.transfer.rdma.control_messages import MAX_GRANTS, MAX_PAIRS, RemoteKey
+from moonserve.transfer.rdma.device import Completion
+from moonserve.transfer.rdma.memory_regions import DeviceRail
+from moonserve.transfer.rdma.queue_pairs import CompletionWaiter, QueuePairSet
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import (
     HEADER_BYTES,
     Header,
     Kind,
@@ -31,8 +31,8 @@ from transfer.tcp.frames import (
     receive_rows,
     refusal,
 )
-from transfer.tcp.target import StreamTarget
-from transfer.windows import Hold
+from moonserve.transfer.tcp.target import StreamTarget
+from moonserve.transfer.transport_interface import ServedState
 
 _RECEIVE = 1
 """Token of a receive; its immediate value identifies the grant."""
@@ -43,7 +43,7 @@ _END_S = 5.0
 class _Grant:
     """A write that the peer is currently allowed to do."""
 
-    hold: Hold
+    hold: WindowHold
     segment: Segment
     rows: Rows
     checksum: int
@@ -52,17 +52,17 @@ class _Grant:
 class RdmaTarget(StreamTarget):
     """Serves one connection and its queue pairs."""
 
-    def __init__(self, connection: Connection, hosted: Hosted, rail: DeviceRail) -> None:
-        super().__init__(connection, hosted)
+    def __init__(self, connection: Connection, state: ServedState, rail: DeviceRail) -> None:
+        super().__init__(connection, state)
         self._rail = rail
-        self._pairs: PairSet | None = None
+        self._pairs: QueuePairSet | None = None
         self._grants: dict[int, _Grant] = {}
         self._next_grant = 1
         self._ended = threading.Event()
 
     def serve(self) -> None:
-        pairs = self._meet()
-        waiter = Waiter(self.connection.descriptor, pairs.completions)
+        pairs = self._connect_pairs()
+        waiter = CompletionWaiter(self.connection.descriptor, pairs.completions)
         while True:
             completions, readable = waiter.wait(None)
             for completion in completions:
@@ -76,7 +76,7 @@ class RdmaTarget(StreamTarget):
             self._pairs.fail()
             self._pairs.close()
         for grant in self._grants.values():
-            grant.hold.leave()
+            grant.hold.release()
         self._rail.memory.forget(self)
         self._ended.set()
 
@@ -92,13 +92,13 @@ class RdmaTarget(StreamTarget):
         if self._pairs is not None:
             self._pairs.fail()
 
-    def _meet(self) -> PairSet:
+    def _connect_pairs(self) -> QueuePairSet:
         header = decode(self.idle_receive(HEADER_BYTES))
         if header.kind is not Kind.CONNECT or not 1 <= header.entries <= MAX_PAIRS:
-            raise ProtocolViolation("queue pairs were due")
-        data = self.connection.receive_bytes(header.entries * control.PAIR_BYTES)
-        peers = control.unpack_pairs(data, self._rail.device.limits)
-        self._pairs = pairs = PairSet(self._rail, len(peers), serves=True)
+            raise ProtocolViolation("expected CONNECT with queue pairs")
+        data = self.connection.receive_bytes(header.entries * control_messages.PAIR_BYTES)
+        peers = control_messages.unpack_pairs(data, self._rail.device.limits)
+        self._pairs = pairs = QueuePairSet(self._rail, len(peers), serves=True)
         pairs.connect(peers)
         addresses = pairs.addresses()
         reply = encode(Header(kind=Kind.REPLY, entries=len(addresses)))
@@ -108,13 +108,13 @@ class RdmaTarget(StreamTarget):
     def dispatch(self, header: Header) -> None:
         match header.kind:
             case Kind.KEY:
-                self._tell_key(header)
+                self._send_key(header)
             case Kind.GRANT:
                 self._grant(header)
             case _:
                 super().dispatch(header)
 
-    def _tell_key(self, header: Header) -> None:
+    def _send_key(self, header: Header) -> None:
         rows = receive_rows(self.connection, header, sealed=self.checksums)
         try:
             segment = self.readable(header.segment_id)
@@ -125,7 +125,7 @@ class RdmaTarget(StreamTarget):
             return
         key = RemoteKey(region.remote_key, segment.base, segment.nbytes)
         checksum = scatter.checksum(segment.buffer, rows, REMOTE) if len(rows) else 0
-        self.connection.queue(control.key_reply(key, checksum=checksum))
+        self.connection.queue(control_messages.key_reply(key, checksum=checksum))
 
     def _grant(self, header: Header) -> None:
         rows = self.rows_to_write(header)
@@ -143,7 +143,7 @@ class RdmaTarget(StreamTarget):
         self._grants[number] = _Grant(hold, window.segment, rows, header.checksum)
         self._pairs.pairs[header.source_id].receive(_RECEIVE)
         key = RemoteKey(region.remote_key, window.segment.base, window.segment.nbytes)
-        self.connection.queue(control.key_reply(key, grant=number))
+        self.connection.queue(control_messages.key_reply(key, grant=number))
 
     def _completed(self, completion: Completion) -> None:
         if completion.failure is not None:
@@ -151,10 +151,10 @@ class RdmaTarget(StreamTarget):
         number = completion.immediate or 0
         grant = self._grants.pop(number, None)
         if grant is None:
-            raise ProtocolViolation("no such grant")
+            raise ProtocolViolation("a write used an unknown grant")
         error = self._corrupt(grant)
-        grant.hold.leave()
-        self.connection.queue(control.result(number, error))
+        grant.hold.release()
+        self.connection.queue(control_messages.result(number, error))
 
     def _corrupt(self, grant: _Grant) -> IntegrityError | None:
         if not self.checksums:
@@ -162,4 +162,4 @@ class RdmaTarget(StreamTarget):
         if scatter.checksum(grant.segment.buffer, grant.rows, REMOTE) == grant.checksum:
             return None
         nbytes = scatter.total(grant.rows)
-        return IntegrityError(f"{nbytes} bytes written arrived with another checksum")
+        return IntegrityError(f"{nbytes} bytes written arrived with a wrong checksum")

@@ -10,24 +10,23 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from protocol.errors import ConfigError, PeerLost
-from transfer.address import Address, Rail
-from transfer.base import Dial, Hosted
-from transfer.rdma import device
-from transfer.rdma.fabric import Fabric
-from transfer.rdma.rail import DeviceRail
-from transfer.rdma.session import RdmaSession
-from transfer.rdma.target import RdmaTarget
-from transfer.rdma.verbs import VerbsFabric
-from transfer.segments import Segment
-from transfer.tcp.acceptor import Acceptor
-from transfer.tcp.connection import Connection
-from transfer.tcp.session import authenticate
-from transfer.tcp.transport import listen_on, open_connection, tune_accepted
+from moonserve.protocol.errors import ConfigError, PeerLost
+from moonserve.transfer.memory.segments import Segment
+from moonserve.transfer.paths.peer_address import Address, Rail
+from moonserve.transfer.rdma.device import Fabric, Port, choose_ports
+from moonserve.transfer.rdma.memory_regions import DeviceRail
+from moonserve.transfer.rdma.session import RdmaSession
+from moonserve.transfer.rdma.target import RdmaTarget
+from moonserve.transfer.rdma.verbs import VerbsFabric
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.session import authenticate
+from moonserve.transfer.tcp.target import Acceptor
+from moonserve.transfer.tcp.transport import listen_on, open_connection, tune_accepted
+from moonserve.transfer.transport_interface import Dial, ServedState
 
 
 class RdmaTransport:
-    """A `base.Transport` over RDMA. Opens no device before `listen`."""
+    """A `Transport` over RDMA. Opens no device before `listen`."""
 
     name = "rdma"
 
@@ -35,23 +34,23 @@ class RdmaTransport:
         self._make_fabric = make_fabric
         self._rails: dict[str, DeviceRail] = {}
 
-    def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
+    def listen(self, state: ServedState) -> Sequence[Acceptor]:
         """Listens on each chosen port. Raises ConfigError without pyverbs, without a usable port, or for an unknown
         rail."""
         fabric = self._make_fabric()
         listeners: list[Acceptor] = []
         try:
-            for port in device.choose(fabric.ports(), hosted.options.rdma_rails):
-                listeners.append(self._listen_on(fabric, port, hosted))  # noqa: PERF401 - closed below
+            for port in choose_ports(fabric.ports(), state.options.rdma_rails):
+                listeners.append(self._listen_on(fabric, port, state))  # noqa: PERF401 - closed below
         except ConfigError:
             for listener in listeners:
                 listener.close()
             raise
         return listeners
 
-    def _listen_on(self, fabric: Fabric, port: device.Port, hosted: Hosted) -> Acceptor:
+    def _listen_on(self, fabric: Fabric, port: Port, state: ServedState) -> Acceptor:
         assert port.gid is not None
-        host = port.gid.ip if port.is_ethernet else hosted.options.host
+        host = port.gid.ip if port.is_ethernet else state.options.host
         rail = DeviceRail(fabric.open(port))
         try:
             listener, endpoint = listen_on(host)
@@ -60,8 +59,8 @@ class RdmaTransport:
             raise
         self._rails[port.name] = rail
         published = Rail(self.name, port.name, endpoint, port.numa_node, port.bandwidth_bytes_s)
-        make = partial(_target, hosted, rail)
-        return Acceptor(listener, published, hosted, make, rail.stop_listening)
+        make = partial(_target, state, rail)
+        return Acceptor(listener, published, state, make, rail.stop_listening)
 
     def reachable(self, address: Address) -> bool:
         return self.name in address.rails
@@ -69,7 +68,7 @@ class RdmaTransport:
     def connect(self, dial: Dial) -> RdmaSession:
         rail = self._rails.get(dial.local.name)
         if rail is None:
-            raise PeerLost(f"rdma: {dial.local.name} is no rail of this engine")
+            raise PeerLost(f"rdma: {dial.local.name} is not a rail of this engine")
         connection = open_connection(dial)
         agreed = authenticate(connection, dial)
         try:
@@ -77,7 +76,7 @@ class RdmaTransport:
         except BaseException:  # no caller can close it
             connection.close()
             raise
-        session.meet()
+        session.connect_pairs()
         return session
 
     def segment_added(self, segment: Segment) -> None:
@@ -89,6 +88,6 @@ class RdmaTransport:
             rail.remove(segment)
 
 
-def _target(hosted: Hosted, rail: DeviceRail, sock: socket.socket) -> RdmaTarget:
+def _target(state: ServedState, rail: DeviceRail, sock: socket.socket) -> RdmaTarget:
     tune_accepted(sock)
-    return RdmaTarget(Connection(sock), hosted, rail)
+    return RdmaTarget(Connection(sock), state, rail)

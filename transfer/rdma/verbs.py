@@ -1,4 +1,4 @@
-"""RDMA devices through pyverbs: the `fabric` of this host, and the only importer of pyverbs.
+"""RDMA devices through pyverbs: the `Fabric` of this host, and the only importer of pyverbs.
 
 Works around limits of pyverbs. Version 44 does not expose a completion channel's descriptor. Work requests and their
 scatter entries leak 16 bytes each unless closed, so they are made once and reused. `get_cq_event` blocks with the GIL
@@ -23,10 +23,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
-from transfer.rdma import device as sysfs
-from transfer.rdma.device import Port
-from transfer.rdma.fabric import CHAIN, Completion, Limits, PairAddress, Region, Runs
+from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
+from moonserve.transfer.rdma.device import (
+    CHAIN,
+    Completion,
+    Limits,
+    PairAddress,
+    Port,
+    Region,
+    Runs,
+    discover_ports,
+)
 
 _Made = TypeVar("_Made")
 
@@ -75,18 +82,18 @@ def root_logger_untouched() -> Iterator[None]:
 
 
 class VerbsFabric:
-    """A `fabric.Fabric` over pyverbs."""
+    """A `Fabric` over pyverbs."""
 
     def ports(self) -> list[Port]:
         pyverbs()
-        return sysfs.discover()
+        return discover_ports()
 
     def open(self, port: Port) -> VerbsDevice:
         return VerbsDevice(port)
 
 
 class VerbsDevice:
-    """A `fabric.Device`: a device context and a protection domain."""
+    """An `RdmaDevice`: a device context and a protection domain."""
 
     def __init__(self, port: Port) -> None:
         pv = pyverbs()
@@ -113,12 +120,14 @@ class VerbsDevice:
         access |= enums.IBV_ACCESS_REMOTE_WRITE if remote_write else 0
         make = pyverbs().mr.MR
         hint = f"{self.port.name} cannot register {nbytes} bytes (ulimit -l, or memory of a file?)"
-        region: Any = _made(lambda: make(self._domain, nbytes, int(access), address=address), hint, InvalidRequest)
+        region: Any = _call_verbs(
+            lambda: make(self._domain, nbytes, int(access), address=address), hint, InvalidRequest
+        )
         keys = {"local_key": int(region.lkey), "remote_key": int(region.rkey)}
         return cast("Region", SimpleNamespace(**keys, close=region.close))
 
     def make_completion_queue(self, capacity: int) -> VerbsCompletionQueue:
-        return _made(lambda: VerbsCompletionQueue(self._context, capacity), "no more completion queues")
+        return _call_verbs(lambda: VerbsCompletionQueue(self._context, capacity), "cannot create a completion queue")
 
     def make_queue_pair(self, completions: Any, *, send_depth: int, receive_depth: int, serves: bool) -> VerbsQueuePair:
         def make(max_inline_bytes: int) -> VerbsQueuePair:
@@ -132,7 +141,7 @@ class VerbsDevice:
         try:
             return make(_INLINE_BYTES)
         except pyverbs().pyverbs_error.PyverbsError:
-            return _made(lambda: make(0), "no more queue pairs")
+            return _call_verbs(lambda: make(0), "cannot create a queue pair")
 
     def close(self) -> None:
         self._domain.close()
@@ -140,7 +149,7 @@ class VerbsDevice:
 
 
 class VerbsCompletionQueue:
-    """A `fabric.CompletionQueue` with its own channel, so that every event on the channel belongs to it."""
+    """A `CompletionQueue` with its own channel, so that every event on the channel belongs to it."""
 
     def __init__(self, context: Any, capacity: int) -> None:
         self._channel, self.descriptor = _make_channel(context)
@@ -169,7 +178,7 @@ class VerbsCompletionQueue:
 
 
 class VerbsQueuePair:
-    """A `fabric.QueuePair` over pyverbs."""
+    """A `QueuePair` over pyverbs."""
 
     def __init__(self, domain: Any, port: Port, completions: Any, cap: Any, serves: bool) -> None:
         pv = pyverbs()
@@ -188,7 +197,7 @@ class VerbsQueuePair:
 
     def connect(self, peer: PairAddress) -> None:
         attributes = self._attributes(peer)
-        _made(lambda: self._pair.to_rts(attributes), "cannot connect a queue pair")
+        _call_verbs(lambda: self._pair.to_rts(attributes), "cannot connect a queue pair")
 
     def _attributes(self, peer: PairAddress) -> Any:
         enums, qp = pyverbs().enums, pyverbs().qp
@@ -209,7 +218,7 @@ class VerbsQueuePair:
 
     def read(self, token: int, runs: Runs, local_key: int, remote_key: int) -> None:
         head = self._requests.read(token, runs, local_key, remote_key)
-        _made(lambda: self._pair.post_send(head), "cannot post")
+        _call_verbs(lambda: self._pair.post_send(head), "cannot post a request")
 
     def write(
         self,
@@ -220,18 +229,18 @@ class VerbsQueuePair:
         immediate: int | None,
     ) -> None:
         head = self._requests.write(token, runs, local_key, remote_key, immediate)
-        _made(lambda: self._pair.post_send(head), "cannot post")
+        _call_verbs(lambda: self._pair.post_send(head), "cannot post a request")
 
     def receive(self, token: int) -> None:
         self._receive.wr_id = token
-        _made(lambda: self._pair.post_recv(self._receive), "cannot post a receive")
+        _call_verbs(lambda: self._pair.post_recv(self._receive), "cannot post a receive")
 
     def fail(self) -> None:
         qp, enums = pyverbs().qp, pyverbs().enums
         with self._closing:
             if not self._closed:
                 attributes = qp.QPAttr(qp_state=enums.IBV_QPS_ERR)
-                _made(lambda: self._pair.modify(attributes, int(enums.IBV_QP_STATE)), "cannot fail")
+                _call_verbs(lambda: self._pair.modify(attributes, int(enums.IBV_QP_STATE)), "cannot stop a queue pair")
 
     def close(self) -> None:
         with self._closing:
@@ -344,7 +353,7 @@ def _route(port: Port, peer: PairAddress) -> Any:
     return addr.AHAttr(gr=route, is_global=int(port.is_ethernet), port_num=port.number, dlid=peer.lid)
 
 
-def _made(make: Callable[[], _Made], failure: str, kind: type[MoonserveError] = PeerLost) -> _Made:
+def _call_verbs(make: Callable[[], _Made], failure: str, kind: type[MoonserveError] = PeerLost) -> _Made:
     """Calls `make` and converts the device's refusal to an error of the tree."""
     try:
         return make()

@@ -1,1 +1,1 @@
-"""The shm transport: peers under one kernel map each other's memory and copy bytes once."""
+"""The shm transport: peers under one kernel map or read each other's memory and copy bytes once."""

@@ -1,8 +1,9 @@
-"""The `shm` transport: peers under one kernel read each other's memory.
+"""The `shm` transport, both ends: READs copy out of the peer's memory, WRITEs are copies that the target makes after
+its checks.
 
 Each end copies received bytes out of the other's memory, which it maps read-only or reads by address. The Unix socket
-carries requests, descriptors and the bytes of unreachable memory. Its rule is the stream's: bytes are stored only
-inside an open window. A WRITE is a copy made by the target after its checks.
+carries requests, descriptors and, as a stream, the bytes of memory that cannot be reached. Its rules: a descriptor is
+passed only when that cannot block, since the peer may be sending answers; bytes are stored only inside an open window.
 """
 
 from __future__ import annotations
@@ -12,22 +13,19 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 
-from protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
-from protocol.machine import boot_id
-from transfer import scatter
-from transfer.address import Address, Rail
-from transfer.base import Dial, Hosted
-from transfer.scatter import LOCAL, REMOTE, Rows
-from transfer.segments import Segment
-from transfer.shm.copying import Copier
-from transfer.shm.memfd import OwnedMemory
-from transfer.shm.session import ShmSession
-from transfer.shm.sources import Sources
-from transfer.tcp.acceptor import Acceptor
-from transfer.tcp.connection import Connection
-from transfer.tcp.frames import (
+from moonserve.protocol.errors import ConfigError, IntegrityError, InvalidRequest, MoonserveError, PeerLost
+from moonserve.protocol.process.machine import boot_id
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.memfd import OwnedMemory, PeerMemory
+from moonserve.transfer.memory.scatter import LOCAL, REMOTE, Rows
+from moonserve.transfer.memory.segments import Segment
+from moonserve.transfer.paths.peer_address import Address, Rail
+from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerSegments, ReadableMemory, copy_step
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import (
     HEADER_BYTES,
     Header,
     Kind,
@@ -36,9 +34,184 @@ from transfer.tcp.frames import (
     encode,
     receive_rows,
     refusal,
+    request,
 )
-from transfer.tcp.session import authenticate
-from transfer.tcp.target import StreamTarget
+from moonserve.transfer.tcp.handshake import Agreement
+from moonserve.transfer.tcp.session import StreamSession, authenticate
+from moonserve.transfer.tcp.target import Acceptor, StreamTarget
+from moonserve.transfer.transport_interface import (
+    Dial,
+    Op,
+    ServedState,
+    Slice,
+    SliceSource,
+    Transfer,
+    without_traceback,
+)
+
+_IN_FLIGHT_BYTES = 64 << 20
+"""Requests to copy out of offered memory carry no payload. This many bytes keep the target busy."""
+
+
+class _Offer(Enum):
+    """State of the offer of a local segment to the peer."""
+
+    ASKED = auto()
+    """The peer has not answered whether it can read this process's memory. Until then the stream carries the bytes."""
+    TAKEN = auto()
+    REFUSED = auto()
+
+
+class ShmSession(StreamSession):
+    """A stream session plus the reachable memory of the peer and the local segments offered to it."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        connection: Connection,
+        agreed: Agreement,
+        *,
+        copier: Copier,
+        markers: Mapping[int, OwnedMemory],
+    ) -> None:
+        super().__init__(dial, connection, agreed)
+        self._max_in_flight = max(self._max_in_flight, _IN_FLIGHT_BYTES)
+        self._copier = copier
+        self._markers = markers
+        self._segments = PeerSegments(connection.peer_pid)
+        self._mapping: set[Slice] = set()
+        """Slices whose next answer is a mapping."""
+        self._offers: dict[int, _Offer] = {}
+        """Offers by local segment id."""
+        self._offering: set[Slice] = set()
+        """Slices whose answer is preceded by the answer to an offer."""
+
+    def close(self) -> None:
+        super().close()
+        self._segments.close()
+
+    def send_request(self, part: Slice, slices: SliceSource) -> bool:
+        if part.op is Op.READ:
+            return self._request_read(part, slices)
+        if part.window_id is None or not self._reachable_for_peer(part):
+            return super().send_request(part, slices)
+        header = Header(
+            kind=Kind.WRITE_FROM,
+            entries=len(part.rows),
+            segment_id=part.segment_id,
+            window_id=part.window_id,
+            source_id=part.local.segment_id,
+        )
+        self._connection.queue(request(header, part.rows))
+        return True
+
+    def receive_reply(self, part: Slice) -> bool:
+        if part in self._mapping:
+            self._mapping.discard(part)
+            return self._receive_map(part)
+        if part in self._offering:
+            self._offering.discard(part)
+            taken = self.reply().nbytes
+            self._offers[part.local.segment_id] = _Offer.TAKEN if taken else _Offer.REFUSED
+        return super().receive_reply(part)
+
+    def _request_read(self, part: Slice, slices: SliceSource) -> bool:
+        if part.segment_id not in self._segments:
+            self._connection.queue(encode(Header(kind=Kind.MAP, segment_id=part.segment_id)))
+            self._mapping.add(part)
+            return True
+        source = self._segments.get(part.segment_id)
+        if source is None:
+            return super().send_request(part, slices)
+        if not self.alive():  # a copy alone would not fail
+            raise PeerLost("the peer has closed the connection")
+        try:
+            self._read(part, source)
+        except (InvalidRequest, IntegrityError) as error:
+            slices.settle(part, without_traceback(error))
+        else:
+            slices.settle(part, None)
+        return False
+
+    def _receive_map(self, part: Slice) -> bool:
+        self._accept_map(part.segment_id)
+        source = self._segments.get(part.segment_id)
+        if source is None:
+            header = Header(kind=Kind.READ, entries=len(part.rows), segment_id=part.segment_id)
+            self._connection.queue(self.request(header, part.rows))
+            return False
+        self._read(part, source)
+        return True
+
+    def _accept_map(self, segment_id: int) -> None:
+        """Receives the answer to MAP. Raises InvalidRequest if the peer lends no such memory."""
+        data = self._connection.receive_bytes(HEADER_BYTES)
+        fd = self._connection.take_descriptor()
+        try:
+            reply = self.accept(data)
+            if segment_id not in self._segments:
+                self._segments.add(segment_id, fd, reply.source_id, reply.nbytes)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _read(self, part: Slice, source: ReadableMemory) -> None:
+        scatter.require_inside(part.rows, REMOTE, source.nbytes)
+        self._copier.copy(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
+
+    def _reachable_for_peer(self, part: Slice) -> bool:
+        """Returns True if the peer can copy out of the slice's local memory. Offers the memory first if necessary."""
+        segment = part.local
+        state = self._offers.get(segment.segment_id)
+        if state is None and self._offer(segment):
+            if segment.memory is not None:
+                state = _Offer.TAKEN
+            else:
+                state = _Offer.ASKED
+                self._offering.add(part)
+            self._offers[segment.segment_id] = state
+        return state is _Offer.TAKEN
+
+    def _offer(self, segment: Segment) -> bool:
+        """Offers a segment to the peer. Returns False if that is impossible now."""
+        shared = segment.memory or self._markers.get(segment.segment_id)
+        if shared is None:
+            return False
+        offer = Header(
+            kind=Kind.OFFER,
+            source_id=segment.segment_id,
+            window_id=0 if segment.memory else segment.base,
+            nbytes=segment.nbytes,
+        )
+        return self._connection.try_send_descriptor(encode(offer), shared.shared_fd)
+
+    def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
+        if segment_id not in self._segments:
+            self._connection.set_deadline(deadline_at)
+            self._connection.send(encode(Header(kind=Kind.MAP, segment_id=segment_id)))
+            self._accept_map(segment_id)
+        source = self._segments.get(segment_id)
+        if not isinstance(source, PeerMemory):
+            raise InvalidRequest("memory that its owner registered, not allocated, cannot be mapped: READ it")
+        source.require_live()
+        if offset < 0 or length < 0 or length > source.nbytes - offset:
+            raise InvalidRequest(f"out of bounds of a segment of {source.nbytes} bytes")
+        return source.view[offset : offset + length]
+
+    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
+        """Copies a small READ out of known memory without a request. Returns False if it cannot."""
+        source = self._segments.get(transfer.remote.segment_id)
+        start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
+        if source is None or not 0 <= length <= STEP_BYTES:
+            return False
+        if to < 0 or to + length > transfer.local.nbytes:
+            return False  # `carry` reports the error
+        row = scatter.rows((start, to, length))
+        scatter.require_inside(row, REMOTE, source.nbytes)
+        copy_step(source, transfer.local, row, LOCAL, self._checksums)
+        source.require_live()  # after the copy, so that the copy is covered
+        return True
+
 
 _BACKLOG_S = 0.5
 """Longest wait for a peer that accepts no connections (stopped, or flooded)."""
@@ -54,8 +227,8 @@ class ShmTransport:
         """Markers of segments that peers cannot map, by segment id."""
         self._copier = Copier(threads=1)
 
-    def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
-        name = f"moonserve-{hosted.credentials.instance.hex()}"
+    def listen(self, state: ServedState) -> Sequence[Acceptor]:
+        name = f"moonserve-{state.credentials.instance.hex()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(f"\0{name}")
@@ -63,13 +236,13 @@ class ShmTransport:
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot listen on the abstract socket {name}: {error}") from error
-        self._copier = Copier(hosted.options.copy_threads)
+        self._copier = Copier(state.options.copy_threads)
         rail = Rail(self.name, self.name, name)
-        make = partial(self._target, hosted)
-        return [Acceptor(listener, rail, hosted, make, self._copier.close)]
+        make = partial(self._target, state)
+        return [Acceptor(listener, rail, state, make, self._copier.close)]
 
-    def _target(self, hosted: Hosted, sock: socket.socket) -> ShmTarget:
-        return ShmTarget(Connection(sock), hosted, copier=self._copier, markers=self._markers)
+    def _target(self, state: ServedState, sock: socket.socket) -> ShmTarget:
+        return ShmTarget(Connection(sock), state, copier=self._copier, markers=self._markers)
 
     def reachable(self, address: Address) -> bool:
         return self.name in address.rails and address.host == boot_id()
@@ -97,7 +270,7 @@ class ShmTransport:
     def segment_removed(self, segment: Segment) -> None:
         marker = self._markers.pop(segment.segment_id, None)
         if marker is not None:
-            marker.retire()
+            marker.mark_dead()
 
 
 class ShmTarget(StreamTarget):
@@ -106,15 +279,15 @@ class ShmTarget(StreamTarget):
     def __init__(
         self,
         connection: Connection,
-        hosted: Hosted,
+        state: ServedState,
         *,
         copier: Copier,
         markers: Mapping[int, OwnedMemory],
     ) -> None:
-        super().__init__(connection, hosted)
+        super().__init__(connection, state)
         self._copier = copier
         self._markers = markers
-        self._offered = Sources(connection.peer_pid)
+        self._offered = PeerSegments(connection.peer_pid)
 
     def close(self) -> None:
         self._offered.close()
@@ -133,27 +306,27 @@ class ShmTarget(StreamTarget):
             case Kind.OFFER:
                 self._accept_offer(header, fd)
             case Kind.MAP:
-                self._lend(header)
+                self._share_memory(header)
             case Kind.WRITE_FROM:
                 self._write_from(header)
             case _:
                 self.dispatch(header)
 
-    def _lend(self, header: Header) -> None:
+    def _share_memory(self, header: Header) -> None:
         """Answers MAP with the memory itself, or with a marker and the segment's address in this process."""
         try:
             segment = self.readable(header.segment_id)
         except MoonserveError as error:
             self.connection.send(refusal(error))
             return
-        lent = segment.memory or self._markers.get(segment.segment_id)
+        shared = segment.memory or self._markers.get(segment.segment_id)
         base = 0 if segment.memory else segment.base
         reply = Header(kind=Kind.REPLY, source_id=base, nbytes=segment.nbytes)
-        self.connection.send(encode(reply), lent.lent_fd if lent is not None else None)
+        self.connection.send(encode(reply), shared.shared_fd if shared is not None else None)
 
     def _accept_offer(self, header: Header, fd: int | None) -> None:
         if fd is None or header.source_id in self._offered:
-            raise ProtocolViolation("an offer without memory, or twice")
+            raise ProtocolViolation("an offer has no memory or repeats a segment")
         if len(self._offered) >= _MAX_OFFERS:
             raise ProtocolViolation("too many offers")
         self._offered.add(header.source_id, fd, header.window_id, header.nbytes)
@@ -164,8 +337,8 @@ class ShmTarget(StreamTarget):
     def _write_from(self, header: Header) -> None:
         rows = receive_rows(self.connection, header)
         if self.connection.hung_up():
-            raise PeerLost("the initiator gave up")
-        self.answer(lambda: self._copy_from(header, rows))
+            raise PeerLost("the initiator has closed the connection")
+        self.reply_with_outcome(lambda: self._copy_from(header, rows))
 
     def _copy_from(self, header: Header, rows: Rows) -> None:
         window = self.window_for(header, rows)

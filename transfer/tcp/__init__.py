@@ -1,1 +1,2 @@
-"""The tcp transport, and the stream connection that shm and rdma use next to their own data paths."""
+"""The tcp transport, and the stream connection that shm and rdma use beside their own data paths. Initiator:
+session.py; target: target.py."""

@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
-from protocol.errors import PeerLost, StaleLease
-from transfer.native import End, Flow, IoVectors, address_of, data_plane, vectors
+from moonserve.protocol.errors import PeerLost, StaleLease
+from moonserve.transfer.memory.data_plane import Flow, IoVectors, PumpEnd, address_of, data_plane, vectors
+from moonserve.transfer.transport_interface import STEP_S
 
-STEP_S = 0.05
-"""Interval of `look_up` while a peer is silent."""
 _STEP_NS = 50_000_000
 _IDLE_NS = 3_600_000_000_000
 _SPIN_NS = 100_000
@@ -36,7 +35,7 @@ def _nothing() -> None:
     pass
 
 
-def never() -> float | None:
+def no_deadline() -> float | None:
     """A `deadline` that never ends a wait: the connection waits as long as the peer lives."""
     return None
 
@@ -51,17 +50,17 @@ class Connection:
         self._flow = Flow()
         self._short: dict[int, tuple[bytearray, IoVectors]] = {}
         """Reusable memory of `receive_short`, by size."""
-        self._kept: deque[tuple[int, object]] = deque()
+        self._owners: deque[tuple[int, object]] = deque()
         """Objects that own the queued output's memory, each with its number of pieces."""
-        self._num_kept_pieces = 0
+        self._num_owned_pieces = 0
         self._closing = threading.Lock()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._ended = select.poll()
         self._ended.register(sock, select.POLLRDHUP)
-        self.deadline: Callable[[], float | None] = never
+        self.deadline: Callable[[], float | None] = no_deadline
         """Returns the monotonic time at which the current wait must end; None: as long as the peer lives."""
-        self.look_up: Callable[[], None] = _nothing
+        self.tick: Callable[[], None] = _nothing
         """Called every `STEP_S` of a wait with a deadline. May raise to end the wait."""
 
     @property
@@ -78,7 +77,7 @@ class Connection:
         with self._closing:
             self._sock.close()
         self._flow.out.clear()
-        self._let_go()
+        self._release_sent()
         if (descriptor := self._flow.take_descriptor()) is not None:
             os.close(descriptor)
 
@@ -104,7 +103,7 @@ class Connection:
         writable = select.poll()
         writable.register(self._sock, select.POLLOUT)
         while not writable.poll(STEP_S * 1000):
-            self.keep_time()
+            self.check_deadline()
         if code := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise PeerLost(f"cannot connect: {os.strerror(code)}")
         self._require_another_end()
@@ -118,7 +117,7 @@ class Connection:
         except OSError as error:
             raise PeerLost(f"cannot connect: {error.strerror}") from error
         if mine == theirs and self._sock.family != socket.AF_UNIX:
-            raise PeerLost("cannot connect: nobody listens there, the connection reached itself")
+            raise PeerLost("cannot connect: nothing listens there, and the socket connected to itself")
 
     def queue(self, data: bytes, payload: IoVectors | None = None, keep: object = None) -> None:
         """Queues output for the next wait. `keep` holds the payload's memory."""
@@ -127,11 +126,11 @@ class Connection:
         if payload is not None and len(payload):
             flow.send(payload)
             num_pieces += len(payload)
-        self._kept.append((num_pieces, (data, keep)))
-        self._num_kept_pieces += num_pieces
+        self._owners.append((num_pieces, (data, keep)))
+        self._num_owned_pieces += num_pieces
         # The queue might never become empty, so owners of sent pieces are released here.
-        while self._num_kept_pieces - self._kept[0][0] >= flow.out.count - flow.out.index:
-            self._num_kept_pieces -= self._kept.popleft()[0]
+        while self._num_owned_pieces - self._owners[0][0] >= flow.out.count - flow.out.index:
+            self._num_owned_pieces -= self._owners.popleft()[0]
 
     def push(self) -> None:
         """Passes queued output to the kernel as far as possible without waiting. A failure shows in the next wait."""
@@ -141,38 +140,38 @@ class Connection:
         """Waits until the kernel has taken all queued output."""
         while not self._flow.out.empty:
             self._step()
-        self._let_go()
+        self._release_sent()
 
-    def _let_go(self) -> None:
-        self._kept.clear()
-        self._num_kept_pieces = 0
+    def _release_sent(self) -> None:
+        self._owners.clear()
+        self._num_owned_pieces = 0
 
     def send(self, data: bytes, descriptor: int | None = None) -> None:
         """Sends all of `data` before it returns. A descriptor travels with the first bytes."""
         if descriptor is not None:
             self.flush()
-            data = data[self._pass(data, descriptor) :]
+            data = data[self._send_descriptor(data, descriptor) :]
         if data:
             self.queue(data)
         self.flush()
 
-    def pass_at_once(self, data: bytes, descriptor: int) -> bool:
+    def try_send_descriptor(self, data: bytes, descriptor: int) -> bool:
         """Sends a short message with a descriptor, or returns False and sends nothing if it would have to wait.
 
         Needed by a sender with answers outstanding: waiting for room while the peer waits to answer is a deadlock.
         """
         if not self._flow.out.empty:
             end = self._pump(0)
-            if end in (End.HANGUP, End.ERROR):
+            if end in (PumpEnd.HANGUP, PumpEnd.ERROR):
                 self._raise_ended(end)
         if not self._flow.out.empty:
             return False
         try:
-            sent = self._sock.sendmsg([data], _passing(descriptor))
+            sent = self._sock.sendmsg([data], _descriptor_message(descriptor))
         except BlockingIOError:
             return False
         except OSError as error:
-            raise PeerLost("the peer is gone") from error
+            raise PeerLost("the peer has closed the connection") from error
         if sent < len(data):
             self.queue(data[sent:])
         return True
@@ -182,7 +181,7 @@ class Connection:
         if not len(into):
             return
         self._flow.receive(into)
-        while self._step() is not End.IN_DONE:
+        while self._step() is not PumpEnd.IN_DONE:
             pass
 
     def receive_guarded(self, into: IoVectors, guard: AbstractContextManager[None]) -> None:
@@ -204,12 +203,12 @@ class Connection:
                 self._drop_input()
                 self.discard(left)
                 raise
-            if end is End.IN_DONE:
+            if end is PumpEnd.IN_DONE:
                 return
-            if end is not End.TIMEOUT:
+            if end is not PumpEnd.TIMEOUT:
                 self._raise_ended(end)
             self._input_within(STEP_S)
-            self.keep_time()  # also if the peer sends a byte now and then
+            self.check_deadline()  # also if the peer sends a byte now and then
 
     def _input_within(self, seconds: float) -> bool:
         return bool(self._readable.poll(seconds * 1000))
@@ -242,29 +241,29 @@ class Connection:
             self.receive_vectors(vectors((address_of(scratch), piece)))
             count -= piece
 
-    def _step(self) -> End:
+    def _step(self) -> PumpEnd:
         """Runs the data plane once and raises the error that ends the connection."""
-        end = self._pump(_IDLE_NS if self.deadline is never else _STEP_NS)
-        if end is End.TIMEOUT:
-            self.keep_time()
-        elif end not in (End.IN_DONE, End.OUT_DONE):
+        end = self._pump(_IDLE_NS if self.deadline is no_deadline else _STEP_NS)
+        if end is PumpEnd.TIMEOUT:
+            self.check_deadline()
+        elif end not in (PumpEnd.IN_DONE, PumpEnd.OUT_DONE):
             self._raise_ended(end)
         return end
 
-    def _pump(self, timeout_ns: int) -> End:
+    def _pump(self, timeout_ns: int) -> PumpEnd:
         return self._plane.pump(self._sock.fileno(), self._flow, timeout_ns=timeout_ns, spin_ns=_SPIN_NS)
 
-    def keep_time(self) -> None:
-        """Calls `look_up`. Raises PeerLost if the deadline has passed. Does nothing without a deadline."""
+    def check_deadline(self) -> None:
+        """Calls `tick`. Raises PeerLost if the deadline has passed. Does nothing without a deadline."""
         deadline_at = self.deadline()
         if deadline_at is None:
             return
         if time.monotonic() >= deadline_at:
             raise PeerLost("the peer did not answer in time")
-        self.look_up()
+        self.tick()
 
-    def _raise_ended(self, end: End) -> None:
-        if end is End.HANGUP:
+    def _raise_ended(self, end: PumpEnd) -> None:
+        if end is PumpEnd.HANGUP:
             raise PeerLost("the peer closed the connection")
         raise PeerLost(f"the connection is broken: {os.strerror(self._flow.error)}")
 
@@ -272,19 +271,19 @@ class Connection:
         self._flow.into.clear()
         self._flow.state.wanted = self._flow.into.moved
 
-    def _pass(self, data: bytes, descriptor: int) -> int:
+    def _send_descriptor(self, data: bytes, descriptor: int) -> int:
         """Sends the descriptor with as much of `data` as fits and returns the number of bytes sent."""
         writable = select.poll()
         writable.register(self._sock, select.POLLOUT)
         while True:
             try:
-                return self._sock.sendmsg([data], _passing(descriptor))
+                return self._sock.sendmsg([data], _descriptor_message(descriptor))
             except BlockingIOError:
                 if not writable.poll(STEP_S * 1000):
-                    self.keep_time()
+                    self.check_deadline()
             except OSError as error:
-                raise PeerLost("the peer is gone") from error
+                raise PeerLost("the peer has closed the connection") from error
 
 
-def _passing(descriptor: int) -> list[tuple[int, int, array.array[int]]]:
+def _descriptor_message(descriptor: int) -> list[tuple[int, int, array.array[int]]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_digest
 
-from protocol.errors import (
+from moonserve.protocol.errors import (
     Incompatible,
     IntegrityError,
     InvalidRequest,
@@ -21,10 +21,9 @@ from protocol.errors import (
     StaleLease,
     Unauthenticated,
 )
-from transfer import scatter
-from transfer.plan import MAX_ROWS
-from transfer.scatter import Rows
-from transfer.tcp.connection import Connection
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.scatter import MAX_ROWS, Rows
+from moonserve.transfer.tcp.connection import Connection
 
 MAX_TEXT_BYTES = 1024
 MAX_LIST_BYTES = 1 << 20
@@ -47,7 +46,7 @@ class Kind(IntEnum):
     WRITE_FROM = 5  # rows → the target copies from the offered memory (same host)
     LIST = 6  # → REPLY with `entries` bytes of JSON text: the readable segments
     FENCE = 7  # source_id is an earlier connection → REPLY when nothing of it is served any more
-    CONNECT = 8  # queue pairs' addresses → the target's (rdma: see transfer/rdma/control.py)
+    CONNECT = 8  # queue pairs' addresses → the target's (rdma: see transfer/rdma/control_messages.py)
     KEY = 9  # rows → REPLY with the key to read them and their checksum (rdma)
     GRANT = 10  # rows and window → REPLY with the key to write them (rdma)
     REPLY = 16
@@ -109,14 +108,14 @@ def encode(header: Header) -> bytes:
 def decode(data: bytes | bytearray) -> Header:
     magic, kind, code, count, *numbers = _HEADER.unpack(data)
     if magic != _MAGIC:
-        raise ProtocolViolation("not a frame")
+        raise ProtocolViolation("the received bytes are not a frame")
     known_kind, known_code = _KIND_OF.get(kind), _CODE_OF.get(code)
     if known_kind is None or known_code is None:
-        raise ProtocolViolation("unknown kind of frame")
+        raise ProtocolViolation("a frame has an unknown kind or code")
     header = Header(known_kind, known_code, count, *numbers)
     limit = MAX_LIST_BYTES if known_kind is Kind.REPLY else MAX_ROWS
     if count > limit or header.nbytes > _MAX_PAYLOAD_BYTES:
-        raise ProtocolViolation("oversized frame")
+        raise ProtocolViolation("a frame is too large")
     return header
 
 
@@ -135,7 +134,7 @@ def receive_rows(connection: Connection, header: Header, *, sealed: bool = False
     if sealed:
         data, seal = data[:size], data[size:]
         if xxh3_64_digest(encode(header) + data) != seal:
-            raise ProtocolViolation("a request arrived damaged")
+            raise ProtocolViolation("a request has a wrong checksum")
     return scatter.unpack(data)
 
 

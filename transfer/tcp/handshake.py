@@ -16,10 +16,10 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from protocol.errors import Incompatible, PeerLost, Unauthenticated
-from transfer.base import Credentials
-from transfer.tcp.connection import Connection
-from transfer.tcp.frames import Code, ProtocolViolation, error_of
+from moonserve.protocol.errors import Incompatible, PeerLost, Unauthenticated
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import Code, ProtocolViolation, error_of
+from moonserve.transfer.transport_interface import Credentials
 
 PROTOCOL_VERSION = 2
 INSTANCE_BYTES = 16
@@ -65,9 +65,9 @@ def _receive_challenge(connection: Connection, hello: bytes) -> tuple[int, bytes
     shorter HELLO and then sends nothing more."""
     head = connection.receive_bytes(_HELLO_HEAD.size)
     if not head.startswith(_MAGIC):
-        raise ProtocolViolation("the peer is no transfer engine")
+        raise ProtocolViolation("the peer is not a transfer engine")
     if hello.startswith(head):
-        raise ProtocolViolation("what answers is dialling, too, or an echo")
+        raise ProtocolViolation("the peer echoes the handshake or is itself an initiator")
     rest = connection.receive_bytes(_CHALLENGE.size - len(head))
     _, status, version, their_flags, theirs = _CHALLENGE.unpack(head + rest)
     if version != PROTOCOL_VERSION or status != Code.OK:
@@ -80,7 +80,7 @@ def respond(connection: Connection, credentials: Credentials, connection_id: int
     hello = connection.receive_bytes(_HELLO.size)
     magic, version, their_flags, theirs = _HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise ProtocolViolation("no handshake")
+        raise ProtocolViolation("the connection does not begin with a handshake")
     status = Code.OK if version == PROTOCOL_VERSION else Code.INCOMPATIBLE
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.send(_CHALLENGE.pack(_MAGIC, status, PROTOCOL_VERSION, checksums, mine))
@@ -118,7 +118,7 @@ class _Proof:
 
 
 def _other_version(version: int) -> Incompatible:
-    return Incompatible(f"the peer speaks transfer protocol {version}, this is {PROTOCOL_VERSION}")
+    return Incompatible(f"the peer uses transfer protocol {version}, this process {PROTOCOL_VERSION}")
 
 
 def _refused(status: int) -> Exception:

@@ -1,24 +1,32 @@
-"""The target's side of a connection: it owns the remote memory, checks each request, then stores or sends.
+"""The target's side of connections: accepts them (one thread accepts, one thread per peer serves), checks each request,
+then stores or sends.
 
-Its rule: bytes are stored only inside an open window, in steps that `close_window` can wait for, and sent only from
-readable segments. Serves one connection on its own thread.
+Its rules: bytes are stored only inside an open window, in steps that `close_window` can wait for, and sent only from
+readable segments. A peer that does not authenticate within the handshake's time limit is dropped, and unauthenticated
+peers cannot take more than `_MAX_CONNECTIONS` threads.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 
-from protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
-from transfer import scatter
-from transfer.base import Hosted
-from transfer.native import data_plane
-from transfer.scatter import LENGTH, REMOTE, Rows
-from transfer.segments import Segment
-from transfer.tcp.connection import Connection, never
-from transfer.tcp.frames import (
+from moonserve.protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import data_plane
+from moonserve.transfer.memory.scatter import LENGTH, REMOTE, Rows
+from moonserve.transfer.memory.segments import Segment
+from moonserve.transfer.memory.write_windows import Window
+from moonserve.transfer.paths.peer_address import Rail
+from moonserve.transfer.tcp import handshake
+from moonserve.transfer.tcp.connection import Connection, no_deadline
+from moonserve.transfer.tcp.frames import (
     HEADER_BYTES,
     MAX_LIST_BYTES,
     Header,
@@ -29,7 +37,9 @@ from transfer.tcp.frames import (
     receive_rows,
     refusal,
 )
-from transfer.windows import Window
+from moonserve.transfer.transport_interface import ServedState
+
+_log = logging.getLogger(__name__)
 
 OK = encode(Header(kind=Kind.REPLY))
 _STALL_S = 60.0
@@ -39,15 +49,15 @@ _FENCE_S = 5.0
 
 
 class StreamTarget:
-    """Serves READ and WRITE with the payload on the connection itself."""
+    """Serves one connection on its own thread: READ and WRITE with the payload on the connection itself."""
 
-    def __init__(self, connection: Connection, hosted: Hosted) -> None:
+    def __init__(self, connection: Connection, state: ServedState) -> None:
         self.connection = connection
         self.checksums = False
         """True if slices carry checksums, as agreed in the handshake."""
-        self.hosted = hosted
-        self._segments = hosted.segments
-        self._windows = hosted.windows
+        self.state = state
+        self._segments = state.segments
+        self._windows = state.windows
         self._plane = data_plane()
 
     def serve(self) -> None:
@@ -61,7 +71,7 @@ class StreamTarget:
 
     def idle_receive(self, count: int) -> bytearray:
         """Receives the beginning of a request without a deadline and sets the deadline of the rest."""
-        self.connection.deadline = never
+        self.connection.deadline = no_deadline
         data = self.connection.receive_short(count)
         self.connection.set_deadline(time.monotonic() + _STALL_S)
         return data
@@ -75,9 +85,9 @@ class StreamTarget:
             case Kind.LIST:
                 self._list()
             case Kind.FENCE:
-                self.answer(lambda: self.hosted.served.end(header.source_id, _FENCE_S))
+                self.reply_with_outcome(lambda: self.state.served.end(header.source_id, _FENCE_S))
             case kind:
-                raise ProtocolViolation(f"{kind.name} is not for this transport")
+                raise ProtocolViolation(f"this transport does not support {kind.name}")
 
     def close(self) -> None:
         """Releases what the peer had mapped here: nothing, on a plain stream."""
@@ -112,14 +122,14 @@ class StreamTarget:
             self.connection.discard(header.nbytes)
             self.connection.send(refusal(error))
             return
-        self.answer(lambda: self._store(header, rows, window))
+        self.reply_with_outcome(lambda: self._store(header, rows, window))
 
     def rows_to_write(self, header: Header) -> Rows:
         """Receives the rows of a WRITE. Raises ProtocolViolation if they do not add up to the header's size."""
         rows = receive_rows(self.connection, header, sealed=self.checksums)
         lengths = rows[:, LENGTH]
         if int(lengths.min(initial=0)) < 0 or sum(lengths.tolist()) != header.nbytes:
-            raise ProtocolViolation("size and rows disagree")
+            raise ProtocolViolation("the sizes of header and rows differ")
         return rows
 
     def _store(self, header: Header, rows: Rows, window: Window) -> None:
@@ -130,7 +140,7 @@ class StreamTarget:
             with window:
                 found = scatter.checksum(segment.buffer, rows, REMOTE)
             if found != header.checksum:
-                raise IntegrityError(f"{header.nbytes} bytes written arrived with another checksum")
+                raise IntegrityError(f"{header.nbytes} bytes written arrived with a wrong checksum")
 
     def window_for(self, header: Header, rows: Rows) -> Window:
         window = self._windows.find(header.window_id, header.segment_id)
@@ -145,7 +155,7 @@ class StreamTarget:
             return
         self.connection.send(encode(Header(kind=Kind.REPLY, entries=len(text))) + text)
 
-    def answer(self, work: Callable[[], None]) -> None:
+    def reply_with_outcome(self, work: Callable[[], None]) -> None:
         """Runs `work` and replies with its outcome. Sends no reply if the connection broke."""
         try:
             work()
@@ -155,3 +165,106 @@ class StreamTarget:
             self.connection.send(refusal(error))
         else:
             self.connection.send(OK)
+
+
+_HANDSHAKE_S = 5.0
+"""Time limit of the handshake on this side. A connection that has not authenticated by then is closed, since it takes
+one of `_MAX_CONNECTIONS` threads. No call is limited by it: a dialling peer waits until its own deadline, however long
+this process is stopped."""
+_MAX_CONNECTIONS = 1024
+
+
+def _nothing() -> None:
+    pass
+
+
+class Acceptor:
+    """Serves peers on one published rail until closed. Owns the listening socket."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        rail: Rail,
+        state: ServedState,
+        make_target: Callable[[socket.socket], StreamTarget],
+        on_closed: Callable[[], None] = _nothing,
+    ) -> None:
+        """Starts accepting. `make_target` creates the handler of an accepted socket; `on_closed` ends what the handlers
+        use."""
+        self.rail = rail
+        self._listener = listener
+        self._state = state
+        self._make_target = make_target
+        self._on_closed = on_closed
+        self._lock = threading.Lock()
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name=f"transfer-accept {rail.endpoint}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        with suppress(OSError):  # already closed
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            serving = dict(self._serving)
+        for connection in serving:
+            connection.abort()
+        for thread in serving.values():
+            thread.join()
+        self._on_closed()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed.wait(0.1):  # out of descriptors: give others time to close
+                    _log.warning("cannot accept a connection: %s", error)
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lock:
+            if len(self._serving) >= _MAX_CONNECTIONS:
+                _log.warning("refused a connection: %d are open on %s", _MAX_CONNECTIONS, self.rail.endpoint)
+                sock.close()
+                return
+            try:
+                target = self._make_target(sock)
+            except OSError:  # the peer already hung up, so the socket has no peer address
+                sock.close()
+                return
+            thread = threading.Thread(target=self._serve, args=(target,), name="transfer-target", daemon=True)
+            self._serving[target.connection] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may not start more threads
+                _log.warning("cannot serve a connection: %s", error)
+                del self._serving[target.connection]
+                sock.close()
+
+    def _serve(self, target: StreamTarget) -> None:
+        connection = target.connection
+        served = self._state.served.add(connection.abort)
+        try:
+            connection.set_deadline(time.monotonic() + _HANDSHAKE_S)
+            agreed = handshake.respond(
+                connection,
+                self._state.credentials,
+                served.connection_id,
+                checksums=self._state.options.checksums,
+            )
+            target.checksums = agreed.checksums
+            target.serve()
+        except MoonserveError as error:
+            level = logging.DEBUG if type(error) is PeerLost else logging.WARNING
+            _log.log(level, "connection to %s ended: %s", self.rail.endpoint, error)
+        finally:
+            connection.close()
+            target.close()
+            self._state.served.remove(served)
+            with self._lock:
+                del self._serving[connection]

@@ -1,9 +1,9 @@
 """A `Connection` inside TLS 1.3, with the same waits and deadlines.
 
 Its rule: a byte reaches registered memory only after its record was authenticated, directly from OpenSSL, and nothing
-is sent before the peer's certificate was verified. Both ends have certificates (`protocol.tls`); the handshake with the
-cluster token follows inside. An end of stream without close_notify counts as a hang-up: frames carry their lengths, so
-truncation is always noticed.
+is sent before the peer's certificate was verified. Both ends have certificates (`protocol.process.tls`); the handshake
+with the cluster token follows inside. An end of stream without close_notify counts as a hang-up: frames carry their
+lengths, so truncation is always noticed.
 
 The socket stays plain since `abort` comes from other threads; ciphertext passes through two buffers. Encryption costs a
 core several times as much as the copy (LOG.md), and Python drives it.
@@ -19,11 +19,11 @@ import ssl
 import time
 from typing import Any
 
-from protocol.errors import MoonserveError, PeerLost
-from protocol.tls import require_address, translated
-from transfer.native import End, Queue
-from transfer.tcp.connection import Connection
-from transfer.tcp.frames import ProtocolViolation
+from moonserve.protocol.errors import MoonserveError, PeerLost
+from moonserve.protocol.process.tls import require_address, tls_error
+from moonserve.transfer.memory.data_plane import PumpEnd, Queue
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import ProtocolViolation
 
 _CHUNK_BYTES = 128 << 10
 """Bytes encrypted, or taken from the kernel for decryption, at once: 8 records."""
@@ -59,19 +59,19 @@ class TlsConnection(Connection):
     def _input_within(self, seconds: float) -> bool:
         return bool(self._incoming.pending or self._tls.pending()) or super()._input_within(seconds)
 
-    def _pump(self, timeout_ns: int) -> End:
+    def _pump(self, timeout_ns: int) -> PumpEnd:
         try:
             return self._exchange(time.monotonic_ns() + timeout_ns)
         except ssl.SSLError as error:
             self._send_alert()
-            raise _translated(error) from error
+            raise _to_error(error) from error
         except ConnectionResetError:
-            return End.HANGUP
+            return PumpEnd.HANGUP
         except OSError as error:
             self._flow.state.error = error.errno or errno.EIO
-            return End.ERROR
+            return PumpEnd.ERROR
 
-    def _exchange(self, deadline_ns: int) -> End:
+    def _exchange(self, deadline_ns: int) -> PumpEnd:
         """Does what `pump` of data_plane.c does, with TLS records."""
         flow, broken = self._flow, False
         flow.out.advance(0)
@@ -80,10 +80,10 @@ class TlsConnection(Connection):
         while True:
             opened = self._open_records()
             if receiving and not flow.wants_input:
-                return End.IN_DONE
+                return PumpEnd.IN_DONE
             received = self._receive() if receiving or not self._established else None
             if received == 0:
-                return End.HANGUP
+                return PumpEnd.HANGUP
             sent = 0
             if not broken:
                 try:
@@ -91,14 +91,14 @@ class TlsConnection(Connection):
                 except (BrokenPipeError, ConnectionResetError):
                     broken = True  # its reason for hanging up may still be unread
             if self._established and not receiving and not self._unsent:
-                return End.OUT_DONE
+                return PumpEnd.OUT_DONE
             now = time.monotonic_ns()
             if now >= deadline_ns:
-                return End.TIMEOUT
+                return PumpEnd.TIMEOUT
             if opened or received or sent:
                 continue
             if broken:
-                return End.HANGUP
+                return PumpEnd.HANGUP
             listening = receiving or not self._established
             ready = select.poll()
             events = select.POLLIN * listening | select.POLLOUT * bool(self._sealed)
@@ -109,18 +109,18 @@ class TlsConnection(Connection):
         """Decrypts received records into the requested places. Returns the number of plain bytes."""
         flow, before = self._flow, self._flow.into.moved
         try:
-            self._shake_hands()
+            self._do_handshake()
             while flow.wants_input:
                 place = _next_piece(flow.into, _CHUNK_BYTES)
                 count: Any = self._tls.read(len(place), place)  # typeshed declares bytes
                 if not count:
-                    raise ConnectionResetError("the peer said goodbye")
+                    raise ConnectionResetError("the peer closed the TLS connection")
                 flow.into.advance(count)
         except ssl.SSLWantReadError:
             pass
         return flow.into.moved - before
 
-    def _shake_hands(self) -> None:
+    def _do_handshake(self) -> None:
         if not self._established:
             self._tls.do_handshake()
             if self._peer_ip:
@@ -172,6 +172,6 @@ def _next_piece(queue: Queue, limit: int) -> memoryview:
     return memoryview((ctypes.c_char * count).from_address(address + queue.offset)).cast("B")
 
 
-def _translated(error: ssl.SSLError) -> MoonserveError:
-    failure = translated(error)
+def _to_error(error: ssl.SSLError) -> MoonserveError:
+    failure = tls_error(error)
     return ProtocolViolation(failure.message) if isinstance(failure, PeerLost) else failure

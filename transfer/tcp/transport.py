@@ -12,21 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from protocol.errors import ConfigError, Incompatible, PeerLost
-from protocol.machine import boot_id
-from protocol.tls import Certificates, load
-from transfer import scatter
-from transfer.address import Address, Rail
-from transfer.base import Dial, Hosted, Transfer
-from transfer.paths.discovery import local_tcp_rails
-from transfer.scatter import LOCAL
-from transfer.segments import Segment
-from transfer.tcp.acceptor import Acceptor
-from transfer.tcp.connection import Connection
-from transfer.tcp.frames import Header, Kind
-from transfer.tcp.session import StreamSession, authenticate
-from transfer.tcp.target import StreamTarget
-from transfer.tcp.tls import TlsConnection
+from moonserve.protocol.errors import ConfigError, Incompatible, PeerLost
+from moonserve.protocol.process.machine import boot_id
+from moonserve.protocol.process.tls import Certificates, load_certificates
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.scatter import LOCAL
+from moonserve.transfer.memory.segments import Segment
+from moonserve.transfer.paths.hardware_discovery import local_tcp_rails
+from moonserve.transfer.paths.peer_address import Address, Rail
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import Header, Kind
+from moonserve.transfer.tcp.session import StreamSession, authenticate
+from moonserve.transfer.tcp.target import Acceptor, StreamTarget
+from moonserve.transfer.tcp.tls import TlsConnection
+from moonserve.transfer.transport_interface import Dial, ServedState, Transfer
 
 _KEEPALIVE = {  # a vanished host is noticed within 20 s even on an idle connection
     socket.TCP_KEEPIDLE: 10,
@@ -41,7 +40,7 @@ _LOCAL_BUFFER_BYTES = 2 << 20
 
 
 class TcpSession(StreamSession):
-    def read_here(self, transfer: Transfer, deadline_at: float) -> bool:
+    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
         """Executes a READ without a queue, a slice or another thread."""
         rows = scatter.rows((transfer.remote_offset, transfer.local_offset, transfer.length))
         scatter.require_inside(rows, LOCAL, transfer.local.nbytes)
@@ -59,27 +58,27 @@ class TcpTransport:
         self._certificates: Certificates | None = None
         """Certificates, loaded by `listen`; None: no TLS."""
 
-    def listen(self, hosted: Hosted) -> Sequence[Acceptor]:
+    def listen(self, state: ServedState) -> Sequence[Acceptor]:
         """Listens on every TCP rail. Raises ConfigError if an address cannot be bound or dialled by peers, or for TLS
         files."""
-        files = hosted.options.tls
-        self._certificates = None if files is None else load(files)
-        rails = local_tcp_rails(hosted.options.tcp_rails or (hosted.options.host,))
+        files = state.options.tls
+        self._certificates = None if files is None else load_certificates(files)
+        rails = local_tcp_rails(state.options.tcp_rails or (state.options.host,))
         acceptors: list[Acceptor] = []
         try:
             for rail in rails:
-                acceptors.append(self._listen_on(rail, hosted))  # noqa: PERF401 - closed below when a later one fails
+                acceptors.append(self._listen_on(rail, state))  # noqa: PERF401 - closed below when a later one fails
         except ConfigError:
             for acceptor in acceptors:
                 acceptor.close()
             raise
         return acceptors
 
-    def _listen_on(self, rail: Rail, hosted: Hosted) -> Acceptor:
+    def _listen_on(self, rail: Rail, state: ServedState) -> Acceptor:
         """Listens on a rail whose endpoint has no port yet."""
         listener, endpoint = listen_on(rail.endpoint)
         rail = replace(rail, endpoint=endpoint)
-        return Acceptor(listener, rail, hosted, partial(self._target, hosted))
+        return Acceptor(listener, rail, state, partial(self._target, state))
 
     def reachable(self, address: Address) -> bool:
         return self.name in address.rails
@@ -89,11 +88,11 @@ class TcpTransport:
         connection = open_connection(dial, self._encrypted)
         return TcpSession(dial, connection, authenticate(connection, dial))
 
-    def _target(self, hosted: Hosted, sock: socket.socket) -> StreamTarget:
+    def _target(self, state: ServedState, sock: socket.socket) -> StreamTarget:
         tune_accepted(sock)
         if self._certificates is None:
-            return StreamTarget(Connection(sock), hosted)
-        return StreamTarget(TlsConnection(sock, self._certificates.target), hosted)
+            return StreamTarget(Connection(sock), state)
+        return StreamTarget(TlsConnection(sock, self._certificates.target), state)
 
     def _encrypted(self, sock: socket.socket, ip: str) -> Connection:
         if self._certificates is None:
@@ -128,12 +127,12 @@ def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection]
     try:
         ip, port_number = ipaddress.ip_address(host.strip("[]")), int(port)
     except ValueError as error:  # published addresses are numeric: no resolver to wait for
-        raise PeerLost(f"no address to dial: {dial.remote.endpoint!r}") from error
+        raise PeerLost(f"not a numeric address: {dial.remote.endpoint!r}") from error
     sock = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
     _tune(sock, local=dial.address.host == boot_id())
     connection = make(sock, str(ip))
     try:
-        _leave_by(sock, dial.local)
+        _bind_to_rail(sock, dial.local)
         code = sock.connect_ex((str(ip), port_number))
     except OverflowError:
         code = errno.EINVAL
@@ -151,15 +150,15 @@ def _require_same_tls(dial: Dial) -> None:
     Incompatible."""
     if dial.address.tls and not dial.options.tls:
         raise Incompatible(
-            "the peer speaks TLS on tcp and this process does not: give it a TLS certificate, key and authority"
+            "the peer uses TLS on tcp and this process does not: give this process a TLS certificate, key and authority"
         )
     if dial.options.tls and not dial.address.tls:
         raise Incompatible(
-            "this process speaks TLS on tcp and the peer does not: give the peer a TLS certificate, key and authority"
+            "this process uses TLS on tcp and the peer does not: give the peer a TLS certificate, key and authority"
         )
 
 
-def _leave_by(sock: socket.socket, rail: Rail) -> None:
+def _bind_to_rail(sock: socket.socket, rail: Rail) -> None:
     """Binds the socket to the rail that the scheduler chose."""
     host, _, _ = rail.endpoint.rpartition(":")
     sock.bind((host.strip("[]"), 0))

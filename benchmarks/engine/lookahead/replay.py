@@ -1,10 +1,11 @@
 """Simulates a decode worker in virtual time, over the workers' block pool and admission, with continuous batching.
 
-Batching works as in `decode_worker.schedule`. Requests arrive with the KV of their prompt (prefill is not simulated)
-and wait in order of arrival until the policy admits them. A preempted sequence has precedence over requests that were
-never admitted. It recomputes its tokens in chunks, while other sequences decode. Profiles give the duration of steps.
-Between events (an end, a full block table, an arrival, another look at the queue) all sequences get a token per step,
-so that a run of steps is an arithmetic series. The policy does not know the length of a request before it ends.
+Batching works as in `decode_worker.decisions.scheduler`. Requests arrive with the KV of their prompt (prefill is not
+simulated) and wait in order of arrival until the policy admits them. A preempted sequence has precedence over requests
+that were never admitted. It recomputes its tokens in chunks, while other sequences decode. Profiles give the duration
+of steps. Between events (an end, a full block table, an arrival, another look at the queue) all sequences get a token
+per step, so that a run of steps is an arithmetic series. The policy does not know the length of a request before it
+ends.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from benchmarks.engine.lookahead.load import Wish
-from decode_worker.allotment import Allotment
-from engine.block_pool import BlockPool
-from engine.lookahead.base import Books, Growing, Holder, OnDemand, Policy
-from protocol.ids import RequestId
-from protocol.profile import DecodeProfile, PrefillProfile
+from benchmarks.engine.lookahead.requests import LoadRequest
+from moonserve.decode_worker.decisions.admission_and_preemption import Admission
+from moonserve.engine.admission_policy import AdmissionPolicy, BlockHolder, OnDemandPolicy, PoolSnapshot, SequenceView
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.protocol.request import RequestId
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +38,19 @@ class Worker:
     max_num_batched_tokens: int = 2048
 
 
-class WorstCase(OnDemand):
+class WorstCase(OnDemandPolicy):
     """Admits a request only with room for its prompt and its `max_tokens`, so that none is ever preempted."""
 
-    def admits(self, request: Growing, books: Books) -> bool:
+    def admits(self, request: SequenceView, books: PoolSnapshot) -> bool:
         requests = [*(holder.request for holder in books.holders.values()), request]
         most = (books.blocks_for(each.num_prompt_tokens + each.max_tokens) for each in requests)
         return sum(most) <= books.num_blocks
 
 
-class Tables:
+class BlockTables:
     """Block tables of all admitted sequences over one pool, under a policy."""
 
-    def __init__(self, num_blocks: int, block_size: int, policy: Policy) -> None:
+    def __init__(self, num_blocks: int, block_size: int, policy: AdmissionPolicy) -> None:
         self.block_size = block_size
         self.num_looks = self.num_admissions = self.num_preemptions = self.preempted_tokens = 0
         self.pool = BlockPool(
@@ -60,18 +61,19 @@ class Tables:
         )
         self._holders: dict[RequestId, Sequence] = {}
         self._times_preempted: dict[RequestId, int] = {}
-        self._allotment = Allotment(self.pool, block_size, policy)
-        self._allotment.claims = self._claims
+        self._admission = Admission(self.pool, block_size, policy)
+        self._admission.claims = self._claims
 
-    def _claims(self) -> list[Holder]:
+    def _claims(self) -> list[BlockHolder]:
         return [
-            Holder(each, each.blocks, self._times_preempted.get(each.request_id, 0)) for each in self._holders.values()
+            BlockHolder(each, each.blocks, self._times_preempted.get(each.request_id, 0))
+            for each in self._holders.values()
         ]
 
     def admit(self, sequence: Sequence) -> bool:
         self.num_looks += 1
-        self._allotment.changed()
-        taken = self._allotment.take(sequence, (), self._blocks_for(sequence))
+        self._admission.forget_refusals()
+        taken = self._admission.admit(sequence, (), self._blocks_for(sequence))
         if taken is None:
             return False
         sequence.blocks = taken[1]
@@ -90,7 +92,7 @@ class Tables:
         return blocks is not None
 
     def victim(self, needy: Sequence) -> RequestId:
-        return self._allotment.victim(needy, self._claims())
+        return self._admission.choose_victim(needy, self._claims())
 
     def preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -98,11 +100,11 @@ class Tables:
         times = self._times_preempted
         times[sequence.request_id] = times.get(sequence.request_id, 0) + 1
         self._release(sequence)
-        self._allotment.preempted(sequence)
+        self._admission.on_preempted(sequence)
 
     def finish(self, sequence: Sequence, *, stopped: bool | None) -> None:
         self._release(sequence)
-        self._allotment.ended(sequence, stopped=stopped)
+        self._admission.on_ended(sequence, stopped=stopped)
 
     def _release(self, sequence: Sequence) -> None:
         del self._holders[sequence.request_id]
@@ -128,17 +130,17 @@ class Sequence:
         "num_prompt_tokens", "output", "rank", "request_id", "tenant", "turn", "waited_s", "waits_since_s",
     )  # fmt: skip
 
-    def __init__(self, wish: Wish, number: int, clock: Clock) -> None:
+    def __init__(self, request: LoadRequest, number: int, clock: Clock) -> None:
         self.request_id = RequestId(str(number))
         self.rank = (0, number)
-        self.tenant = wish.tenant
-        self.num_prompt_tokens = wish.prompt
-        self.max_tokens = wish.limit
-        self.output = wish.output
-        self.arrived_s = self.waits_since_s = wish.arrived_s
+        self.tenant = request.tenant
+        self.num_prompt_tokens = request.prompt
+        self.max_tokens = request.limit
+        self.output = request.output
+        self.arrived_s = self.waits_since_s = request.arrived_s
         self.waited_s = 0.0
         self.first_wait_s: float | None = None
-        self.base = wish.prompt + 1  # tokens at base_step
+        self.base = request.prompt + 1  # tokens at base_step
         self.base_step: int | None = None  # None: not decoding
         self.missing = 0  # tokens to recompute
         self.turn = 0  # version of its event in the heap; older events are void
@@ -163,7 +165,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Sums:
+class Totals:
     """Totals of a replay. `tokens` and `sequences` are integrals over the seconds in which requests run."""
 
     busy_s: float = 0.0
@@ -177,16 +179,16 @@ class Sums:
 class Replay:
     """Replay of a load on one worker with one policy; `run` may be called once."""
 
-    def __init__(self, wishes: Seq[Wish], worker: Worker, policy: Policy) -> None:
-        self.tables = Tables(worker.num_blocks, worker.block_size, policy)
-        self.sums = Sums()
+    def __init__(self, requests: Seq[LoadRequest], worker: Worker, policy: AdmissionPolicy) -> None:
+        self.tables = BlockTables(worker.num_blocks, worker.block_size, policy)
+        self.sums = Totals()
         self.ended: list[Sequence] = []
         self.tables_s = 0.0  # CPU time
         self.clock = Clock()
         self._worker = worker
         self._arrivals = deque(
-            Sequence(wish, number, self.clock)
-            for number, wish in enumerate(sorted(wishes, key=lambda wish: wish.arrived_s))
+            Sequence(request, number, self.clock)
+            for number, request in enumerate(sorted(requests, key=lambda request: request.arrived_s))
         )
         self._waiting: deque[Sequence] = deque()  # never admitted
         self._preempted: list[Sequence] = []  # by rank

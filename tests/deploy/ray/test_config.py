@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.plan import Kind, ProcessSpec, Site
-from deploy.ray.config import parse_cluster
-from deploy.ray.driver import INSTALL, connect
-from deploy.ray.units import Unit, addresses_of, process_spec, serve_config
-from deploy.terminal.client import EXIT_USAGE
 from moonserve.__main__ import main
-from protocol.errors import ConfigError
-from tests.deploy.test_plan import parsed
+from moonserve.deploy.launcher.process_specs import HostOptions, ProcessKind, ProcessSpec
+from moonserve.deploy.ray.command import INSTALL, connect
+from moonserve.deploy.ray.config import parse_cluster
+from moonserve.deploy.ray.processes import PlannedProcess, addresses_of, process_spec, serve_config
+from moonserve.deploy.terminal import EXIT_USAGE
+from moonserve.protocol.errors import ConfigError
+from tests.deploy.launcher.test_process_specs import parsed
 
 WHOLE = """
 name: chat
@@ -38,7 +38,7 @@ serve:
 """
 
 
-def test_what_the_file_says_arrives() -> None:
+def test_values_of_the_file_reach_the_configuration() -> None:
     config = parse_cluster(yaml.safe_load(WHOLE))
     assert config.namespace == "moonserve-chat"
     assert config.prefill.bundle() == {"CPU": 8.0, "GPU": 1.0, "prefill": 1.0}
@@ -75,13 +75,13 @@ def test_an_empty_mapping_is_the_demo_model_with_one_worker_of_each_kind() -> No
         ({"name": "My Cluster"}, "name: "),
         ({"conductors": {"port": 65535}}, "conductors: port 65535 to 65536"),
         ({"autoscale": {"high": 0.2}}, "autoscale: low"),
-        ({"serve": {"prefill_workers": 2}}, "prefill.count here"),
+        ({"serve": {"prefill_workers": 2}}, "give prefill.count"),
         ({"serve": {"blok_size": 2}}, "serve has no option 'blok_size'; did you mean block_size?"),
         ({"serve": {"block_size": "x"}}, "--block-size"),
         ({"silence_s": 0}, "silence_s"),
     ],
 )
-def test_what_is_wrong_is_told_with_the_key(document: Any, words: str) -> None:
+def test_an_invalid_value_is_reported_with_its_key(document: Any, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_cluster(document)
     assert words in str(raised.value)
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_told_with_the_key(document: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"), [("a: [", "not valid YAML"), ("prefil: {count: 2}", "did you mean"), (None, "cannot read")]
 )
-def test_a_wrong_file_is_named_before_ray_is_asked(
+def test_an_invalid_file_is_reported_before_ray_is_contacted(
     tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cluster.yaml"
@@ -106,7 +106,7 @@ def test_files_and_verbs_need_no_ray(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setitem(sys.modules, "ray", None)
     example = Path(__file__).parents[3] / "deploy" / "clusters" / "gpu.yaml"
     assert main(["deploy", "ray", "--check", str(example)]) == 0
-    assert "gpu.yaml is in order" in capsys.readouterr().out
+    assert "gpu.yaml is valid" in capsys.readouterr().out
     assert main(["deploy", "--help"]) == 0
     shown = capsys.readouterr().out
     for verb in ("ray", "status", "logs", "scale", "restart", "drain", "down"):
@@ -131,41 +131,43 @@ EVERYWHERE = "10.0.0.1:7200,10.0.0.1:7201,10.0.0.2:7200,10.0.0.2:7201"
 REDIS = "redis://10.0.0.9:6379/0"
 
 
-def spec(kind: Kind, number: int = 0, **more: object) -> ProcessSpec:
+def spec(kind: ProcessKind, number: int = 0, **more: object) -> ProcessSpec:
     config = parse_cluster({**DOCUMENT, **more})
     addresses = addresses_of(config, HOSTS, HOSTS[0])
-    site = Site(conductor=addresses.conductors, model_path="/model", host="10.0.0.2", drain_s=config.drain_s)
+    site = HostOptions(conductor=addresses.conductors, model_path="/model", host="10.0.0.2", drain_s=config.drain_s)
     serve = serve_config(config, addresses)
-    return process_spec(config, Unit(kind, number), serve, site, "store-1")
+    return process_spec(config, PlannedProcess(kind, number), serve, site, "store-1")
 
 
 @pytest.mark.parametrize(
     ("kind", "number", "more", "expected"),
     [
-        (Kind.CONDUCTOR, 1, {},
+        (ProcessKind.CONDUCTOR, 1, {},
          {"instance_id": "conductor-1", "host": "10.0.0.2", "port": 7201, "registry": "10.0.0.1:7090"}),
-        (Kind.CONDUCTOR, 0, {"registry": REDIS}, {"registry": REDIS}),
-        (Kind.CONDUCTOR, 0, {"conductors": {"count": 1}},
+        (ProcessKind.CONDUCTOR, 0, {"registry": REDIS}, {"registry": REDIS}),
+        (ProcessKind.CONDUCTOR, 0, {"conductors": {"count": 1}},
          {"instance_id": "conductor", "registry": None}),
-        (Kind.DIRECTORY, 0, {}, {"port": 7090, "registry": None}),
-        (Kind.STORE, 1, {}, {"instance_id": "store-1", "host": "10.0.0.2", "conductor": EVERYWHERE}),
-        (Kind.PREFILL, 3, {}, {"instance_id": "prefill-3", "num_threads": 6, "home_store": "store-1",
+        (ProcessKind.DIRECTORY, 0, {}, {"port": 7090, "registry": None}),
+        (ProcessKind.STORE, 1, {}, {"instance_id": "store-1", "host": "10.0.0.2", "conductor": EVERYWHERE}),
+        (ProcessKind.PREFILL, 3, {}, {"instance_id": "prefill-3", "num_threads": 6, "home_store": "store-1",
                                "drain_timeout_s": 20.0, "conductor": EVERYWHERE}),
-        (Kind.DECODE, 0, {}, {"num_threads": 1, "block_size": 64, "conductor": EVERYWHERE}),
-        (Kind.GATEWAY, 0, {}, {"host": "0.0.0.0", "port": 8080, "reuse_port": True, "api_key": ("k1",),
+        (ProcessKind.DECODE, 0, {}, {"num_threads": 1, "block_size": 64, "conductor": EVERYWHERE}),
+        (ProcessKind.GATEWAY, 0, {}, {"host": "0.0.0.0", "port": 8080, "reuse_port": True, "api_key": ("k1",),
                                "conductor": EVERYWHERE}),
     ],
 )  # fmt: skip
-def test_processes_understand_actors(kind: Kind, number: int, more: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_processes_accept_the_flags_that_actors_pass(
+    kind: ProcessKind, number: int, more: dict[str, Any], expected: dict[str, Any]
+) -> None:
     """Each process's own configuration class accepts the flags and yields the expected values."""
     made = spec(kind, number, **more)
     config = parsed(made)
     assert {name: getattr(config, name) for name in expected} == expected
     assert not any("k1" in flag for flag in made.flags)
-    assert kind not in (Kind.PREFILL, Kind.DECODE) or made.stop_grace_s > 20.0
+    assert kind not in (ProcessKind.PREFILL, ProcessKind.DECODE) or made.stop_grace_s > 20.0
 
 
-def test_workers_that_may_change_their_role_have_names_without_one() -> None:
+def test_names_of_workers_that_may_change_roles_contain_no_role() -> None:
     config = parse_cluster({"serve": {"role_switching": "on"}})
-    units = [Unit(kind, number) for kind in (Kind.PREFILL, Kind.DECODE) for number in range(2)]
+    units = [PlannedProcess(kind, number) for kind in (ProcessKind.PREFILL, ProcessKind.DECODE) for number in range(2)]
     assert [unit.name(config) for unit in units] == ["worker-0", "worker-2", "worker-1", "worker-3"]

@@ -21,12 +21,12 @@ import psutil
 import pytest
 import yaml
 
-from deploy.plan import Kind
-from deploy.ports import free_port
-from deploy.ray.config import ClusterConfig, parse_cluster
-from deploy.ray.driver import Deployment, NotThere, connect, deploy, leftovers
-from deploy.ray.events import Leave, Scale, TakeDown
-from protocol.errors import ConfigError
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.deploy.launcher.process_specs import ProcessKind
+from moonserve.deploy.ray.command import Deployment, NotDeployed, connect, deploy, leftovers
+from moonserve.deploy.ray.config import ClusterConfig, parse_cluster
+from moonserve.deploy.ray.events import RemoveCluster, RemoveProcess, Scale
+from moonserve.protocol.errors import ConfigError
 from tests.background import Background
 from tests.patience import PATIENCE_S, until
 from tests.stopping import stop
@@ -174,7 +174,7 @@ def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[De
         raise
     finally:
         assert len(ours()) >= len(cluster.processes()), "what is left would be seen"
-        cluster.deployment.wish(TakeDown())
+        cluster.deployment.send(RemoveCluster())
         cluster.wait(lambda status: status["has_ended"])
         until(lambda: not leftovers(config.name))  # Ray's head learns of the last with delay
         cluster.deployment.end()
@@ -194,7 +194,7 @@ def test_actors_are_named_detached_spread_and_beside_their_store(cluster: Deploy
     import ray
     from ray.util import list_named_actors
 
-    from deploy.ray.actors import HEAD
+    from moonserve.deploy.ray.ray_calls import HEAD
 
     status = cluster.deployment.status()
     named = list_named_actors(all_namespaces=True)
@@ -214,7 +214,7 @@ def test_actors_are_named_detached_spread_and_beside_their_store(cluster: Deploy
     assert len(groups) == len(status["processes"])
 
 
-def test_the_terminal_tells_what_runs_where(cluster: Deployed) -> None:
+def test_status_lists_each_process_with_its_host(cluster: Deployed) -> None:
     assert "test: serves" in cluster.command("status")
     wanted = {"conductor": 2, "prefill": 2, "decode": 2, "gateway": 2}
     assert cluster.deployment.status()["wanted"] == wanted
@@ -265,14 +265,14 @@ def test_scaling_adds_a_worker_and_draining_takes_one_away(cluster: Deployed, ex
     with checking(cluster, expected):
         cluster.command("scale", "prefill=3")
         assert cluster.names("prefill") == {"prefill-0", "prefill-1", "prefill-2"}
-        cluster.deployment.wish(Leave(name="prefill-0"))
+        cluster.deployment.send(RemoveProcess(name="prefill-0"))
         cluster.settled()
     assert cluster.names("prefill") == {"prefill-1", "prefill-2"}
     with pytest.raises(ConfigError, match="stores follow the hosts"):
-        cluster.deployment.wish(Scale(kind=Kind.STORE, count=3))
+        cluster.deployment.send(Scale(kind=ProcessKind.STORE, count=3))
 
 
-def test_a_controller_that_dies_starts_again_and_changes_nothing(cluster: Deployed, expected: list[list[int]]) -> None:
+def test_a_controller_that_dies_is_restarted_and_changes_nothing(cluster: Deployed, expected: list[list[int]]) -> None:
     """Additionally, an actor that dies ends its process, and Ray restarts both on their host."""
     status = cluster.deployment.status()
     before = cluster.processes()
@@ -291,7 +291,7 @@ def test_a_controller_that_dies_starts_again_and_changes_nothing(cluster: Deploy
 
 def is_back(cluster: Deployed, old_pid: int) -> bool:
     """Returns True if the cluster is whole and `prefill-1` has a new process; False without a controller."""
-    with contextlib.suppress(NotThere):
+    with contextlib.suppress(NotDeployed):
         status = cluster.deployment.status()
         pids = {process["name"]: process["pid"] for process in status["processes"]}
         return bool(status["is_whole"]) and pids["prefill-1"] != old_pid

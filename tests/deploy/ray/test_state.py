@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conductor.roles.controller import WorkerLoad
-from deploy.plan import Kind
-from deploy.ray import events
-from deploy.ray.config import parse_cluster
-from deploy.ray.hosts import REFUSAL_S
-from deploy.ray.state import ACTOR_PATIENCE_S, ControllerState
-from protocol.errors import ConfigError
-from protocol.ids import InstanceId, Role
+from moonserve.conductor.role_switching import WorkerLoad
+from moonserve.deploy.launcher.process_specs import ProcessKind
+from moonserve.deploy.ray import events
+from moonserve.deploy.ray.config import parse_cluster
+from moonserve.deploy.ray.placement import REFUSAL_S
+from moonserve.deploy.ray.state import ACTOR_PATIENCE_S, ControllerState
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.request import InstanceId, Role
 from tests.thoroughness import examples
 
 DOCUMENT = {
@@ -70,16 +70,16 @@ class World:
                 self.actors[action.name] = (generation, again, node)
                 self.epochs[action.name] = next(self.new_epochs)
         if isinstance(action, events.Stop):
-            self.tell(events.Gone(name=action.name, generation=action.generation))
+            self.tell(events.ActorEnded(name=action.name, generation=action.generation))
 
     def look(self, passed_s: float = 0.5) -> None:
         """Reports the state of hosts, actors and members, as the controller's loop does twice a second."""
         self.now += passed_s
-        self.tell(events.HostsSeen(hosts=list(self.hosts.values())))
+        self.tell(events.HostsObserved(hosts=list(self.hosts.values())))
         answering = {host.node_id for host in self.hosts.values() if host.answers}
         for name, (generation, report, node) in list(self.actors.items()):
             said = report if node in answering else None
-            self.tell(events.Asked(name=name, generation=generation, report=said))
+            self.tell(events.ActorReported(name=name, generation=generation, report=said))
         same = {"can_change": False, "draining": False, "need": self.need}
         less = {"decode-1": self.need - 0.01}
         loads = [
@@ -89,7 +89,7 @@ class World:
             for name in self.epochs
             if name.startswith(("prefill", "decode"))
         ]
-        self.tell(events.MembersSeen(epochs=dict(self.epochs), loads=loads))
+        self.tell(events.MembersObserved(epochs=dict(self.epochs), loads=loads))
 
     def settle(self, looks: int = 40) -> None:
         """Looks until the cluster is whole and three looks caused no action, or at most `looks` times."""
@@ -112,14 +112,14 @@ def settled(hosts: int = 4) -> World:
     return world
 
 
-def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> None:
+def test_a_cluster_starts_in_the_order_of_dependencies() -> None:
     world = settled()
     assert world.state.is_whole
     kinds = [action.unit.kind for action in world.log if isinstance(action, events.Start)]
-    first = {kind: kinds.index(kind) for kind in Kind}
-    assert first[Kind.DIRECTORY] < first[Kind.CONDUCTOR] < first[Kind.STORE]
-    assert first[Kind.STORE] < min(first[Kind.PREFILL], first[Kind.DECODE])
-    assert first[Kind.CONDUCTOR] < first[Kind.GATEWAY]
+    first = {kind: kinds.index(kind) for kind in ProcessKind}
+    assert first[ProcessKind.DIRECTORY] < first[ProcessKind.CONDUCTOR] < first[ProcessKind.STORE]
+    assert first[ProcessKind.STORE] < min(first[ProcessKind.PREFILL], first[ProcessKind.DECODE])
+    assert first[ProcessKind.CONDUCTOR] < first[ProcessKind.GATEWAY]
     assert set(world.actors) == {
         *("directory", "conductor-0", "conductor-1", "gateway-0"),
         *("store-1", "store-2", "store-3"),
@@ -130,11 +130,11 @@ def test_a_cluster_starts_in_the_order_in_which_processes_ask_each_other() -> No
         nodes = [node for name, (_, _, node) in world.actors.items() if name.startswith(kind)]
         assert len(set(nodes)) == len(nodes)
     for action in world.log:
-        if isinstance(action, events.Start) and action.unit.kind in (Kind.PREFILL, Kind.DECODE):
+        if isinstance(action, events.Start) and action.unit.kind in (ProcessKind.PREFILL, ProcessKind.DECODE):
             assert action.home in world.on(action.host.node_id)
 
 
-def test_without_room_a_process_waits_until_there_is_some() -> None:
+def test_a_process_waits_until_a_host_has_room() -> None:
     world = settled(hosts=1)
     assert not any(name.startswith(("prefill", "decode")) for name in world.actors)
     assert set(world.state.missing()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
@@ -143,7 +143,7 @@ def test_without_room_a_process_waits_until_there_is_some() -> None:
     assert world.state.is_whole
 
 
-def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -> None:
+def test_processes_leave_a_host_with_a_silent_raylet_before_ray_notices() -> None:
     world = settled()
     lost = world.on("n2")
     assert lost
@@ -167,22 +167,22 @@ def test_a_host_whose_raylet_is_silent_is_left_for_others_before_ray_notices() -
     # A process that was started again has a later generation; events about the earlier one change nothing.
     for name in moved:
         first = next(a for a in world.log if isinstance(a, events.Start) and a.name == name)
-        assert world.tell(events.Gone(name=name, generation=first.generation)) == []
+        assert world.tell(events.ActorEnded(name=name, generation=first.generation)) == []
         assert name in world.state.processes
 
 
-def test_a_silent_actor_on_a_host_that_answers_is_rays_to_restart_for_a_while() -> None:
+def test_a_silent_actor_on_a_host_that_answers_is_replaced_only_after_a_while() -> None:
     world = settled()
     generation = world.actors["decode-0"][0]
-    silent = events.Asked(name="decode-0", generation=generation, report=None)
+    silent = events.ActorReported(name="decode-0", generation=generation, report=None)
     assert world.tell(silent) == []
     world.now += ACTOR_PATIENCE_S
     assert [type(action) for action in world.tell(silent)] == [events.Kill, events.Start]
 
 
-def test_a_host_that_refuses_a_process_is_not_asked_again_at_once() -> None:
+def test_a_host_that_refused_a_process_is_not_retried_at_once() -> None:
     world = settled(hosts=2)
-    world.tell(events.Gone(name="decode-0", generation=world.actors.pop("decode-0")[0]))
+    world.tell(events.ActorEnded(name="decode-0", generation=world.actors.pop("decode-0")[0]))
     world.look()
     assert "decode-0" not in world.state.processes
     world.now += REFUSAL_S
@@ -192,39 +192,39 @@ def test_a_host_that_refuses_a_process_is_not_asked_again_at_once() -> None:
 
 def test_scaling_adds_the_lowest_absent_number_and_takes_the_highest() -> None:
     world = settled()
-    world.tell(events.Leave(name="prefill-0"))
+    world.tell(events.RemoveProcess(name="prefill-0"))
     world.settle()
     assert "prefill-0" not in world.actors
-    world.tell(events.Scale(kind=Kind.PREFILL, count=3))
+    world.tell(events.Scale(kind=ProcessKind.PREFILL, count=3))
     world.settle()
     assert {"prefill-0", "prefill-1", "prefill-2"} <= set(world.actors)
-    world.tell(events.Scale(kind=Kind.PREFILL, count=1))
+    world.tell(events.Scale(kind=ProcessKind.PREFILL, count=1))
     world.settle()
     assert {n for n in world.actors if n.startswith("prefill")} == {"prefill-0"}
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+def test_an_impossible_operation_is_refused_and_changes_nothing() -> None:
     world = settled()
     before = world.state.to_record()
-    for wish, words in (
-        (events.Scale(kind=Kind.STORE, count=2), "stores follow the hosts"),
-        (events.Scale(kind=Kind.DECODE, count=0), "at least 1"),
-        (events.Scale(kind=Kind.CONDUCTOR, count=3), "conductors.count"),
-        (events.Scale(kind=Kind.GATEWAY, count=2), "gateways.count"),
-        (events.Leave(name="gateway-0"), "the last gateway"),
-        (events.Leave(name="store-1"), "cannot be drained"),
-        (events.Leave(name="decode-7"), "there is no decode-7"),
-        (events.RestartAll(names=("x",)), "there is no x"),
+    for event, words in (
+        (events.Scale(kind=ProcessKind.STORE, count=2), "stores follow the hosts"),
+        (events.Scale(kind=ProcessKind.DECODE, count=0), "at least 1"),
+        (events.Scale(kind=ProcessKind.CONDUCTOR, count=3), "conductors.count"),
+        (events.Scale(kind=ProcessKind.GATEWAY, count=2), "gateways.count"),
+        (events.RemoveProcess(name="gateway-0"), "the last gateway"),
+        (events.RemoveProcess(name="store-1"), "cannot be drained"),
+        (events.RemoveProcess(name="decode-7"), "there is no process decode-7"),
+        (events.RestartProcesses(names=("x",)), "there is no process x"),
     ):
         with pytest.raises(ConfigError, match=words):
-            world.tell(wish)
+            world.tell(event)
         assert world.state.to_record() == before
 
 
 def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
     world = settled()
     names = set(world.actors)
-    world.tell(events.RestartAll())
+    world.tell(events.RestartProcesses())
     restarted = [action.name for action in world.log if isinstance(action, events.Restart)]
     assert len(restarted) == 1
     # The next restart waits until the conductor knows the restarted process.
@@ -240,7 +240,7 @@ def test_one_process_restarts_at_a_time_and_only_while_all_serve() -> None:
 
 
 @pytest.mark.parametrize(("need", "names"), [(0.9, {"decode-0", "decode-1", "decode-2"}), (0.1, {"decode-0"})])
-def test_load_that_lasts_changes_the_number_of_workers(need: float, names: set[str]) -> None:
+def test_a_lasting_load_changes_the_number_of_workers(need: float, names: set[str]) -> None:
     """Lasting load, as the conductor reports it, adds a worker; lasting idleness removes the least used one."""
     terms = {"up_hold_s": 1, "down_hold_s": 1, "cool_down_s": 0}
     world = World(autoscale=terms, decode={**DOCUMENT["decode"], "max": 3})
@@ -253,10 +253,10 @@ def test_load_that_lasts_changes_the_number_of_workers(need: float, names: set[s
     assert {name for name in world.actors if name.startswith("decode")} == names
 
 
-def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
+def test_removal_of_a_cluster_ends_gateways_first_and_leaves_nothing() -> None:
     world = settled()
     names = set(world.actors)
-    world.tell(events.TakeDown())
+    world.tell(events.RemoveCluster())
     world.settle()
     stopped = [action.name for action in world.log if isinstance(action, events.Stop)]
     assert set(stopped) == names
@@ -265,9 +265,9 @@ def test_taking_down_ends_gateways_first_and_leaves_nothing() -> None:
     assert world.actors == {}
 
 
-def test_a_controller_that_starts_anew_finds_everything_as_it_was() -> None:
+def test_a_restarted_controller_continues_from_its_record() -> None:
     world = settled()
-    world.tell(events.Scale(kind=Kind.DECODE, count=3))
+    world.tell(events.Scale(kind=ProcessKind.DECODE, count=3))
     world.settle()
     again = ControllerState(world.state.config)
     again.restore(world.state.to_record())
@@ -302,15 +302,15 @@ class AnyOrder(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.world.actors)))
         generation = self.world.actors.pop(name)[0]
         self.world.epochs.pop(name, None)
-        self.world.tell(events.Gone(name=name, generation=generation))
+        self.world.tell(events.ActorEnded(name=name, generation=generation))
 
-    @rule(kind=st.sampled_from((Kind.PREFILL, Kind.DECODE)), count=st.integers(1, 4))
-    def scale(self, kind: Kind, count: int) -> None:
+    @rule(kind=st.sampled_from((ProcessKind.PREFILL, ProcessKind.DECODE)), count=st.integers(1, 4))
+    def scale(self, kind: ProcessKind, count: int) -> None:
         self.world.tell(events.Scale(kind=kind, count=count))
 
     @rule()
     def restart(self) -> None:
-        self.world.tell(events.RestartAll())
+        self.world.tell(events.RestartProcesses())
 
     @invariant()
     def books_agree(self) -> None:

@@ -16,9 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.cuda.kernels.decode import DecodeBatch, decode_attention
-from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swiglu
-from engine.cuda.kernels.prefill import ChunkBatch, prefill_attention
+from moonserve.engine.cuda.attention_kernels import ChunkBatch, DecodeBatch, decode_attention, prefill_attention
+from moonserve.engine.cuda.layer_kernels import Positions, add_norm, rotate_and_store, swiglu
 
 ATTENTION = ((torch.bfloat16, 80, 4096), (torch.bfloat16, 256, None), (torch.float32, 256, None))
 """(dtype, head_dim, window)"""

@@ -22,7 +22,7 @@ CAPABILITIES = (80, 90) if THOROUGH else (80,)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile_and_fit_any_gpu_since_ampere(capability: int, tmp_path: Path) -> None:
+def test_kernels_compile_for_every_gpu_since_ampere(capability: int, tmp_path: Path) -> None:
     """Attention uses tensor cores for every dtype but float32, which is computed exactly."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -14,16 +14,16 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
-from engine.attention.base import Geometry
-from engine.config import load_model_config
-from engine.cuda.attention import TritonAttention
-from engine.cuda.graphs import GraphedModel, Replay
-from engine.cuda.triton_kernels import TritonKernels
-from engine.engine import Engine
-from engine.kv_pool import KvPool
-from engine.model import Model
-from engine.weights import load_weights
-from protocol.errors import ConfigError
+from moonserve.engine.cuda.attention import TritonAttention
+from moonserve.engine.cuda.graphs import GraphedModel, Replay
+from moonserve.engine.cuda.layers import TritonKernels
+from moonserve.engine.engine import Engine
+from moonserve.engine.kernels import Geometry
+from moonserve.engine.kv_cache.tensors import KvTensors
+from moonserve.engine.model.config import load_model_config
+from moonserve.engine.model.forward_pass import Model
+from moonserve.engine.model.weights import load_weights
+from moonserve.protocol.errors import ConfigError
 from tests.engine.conftest import Pair, tokens_of
 from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt
 
@@ -48,9 +48,9 @@ class Captures:
         return replay
 
 
-def graphed_engine(pair: Pair, captures: Captures, device: torch.device) -> tuple[Engine, KvPool]:
+def graphed_engine(pair: Pair, captures: Captures, device: torch.device) -> tuple[Engine, KvTensors]:
     config = load_model_config(pair.path)
-    pool = KvPool(config.kv_layout(16, "float32"), 20, None, device)
+    pool = KvTensors(config.kv_layout(16, "float32"), 20, None, device)
     weights = load_weights(pair.path, config, torch.float32, device=device)
     geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
     attention = TritonAttention(geometry, pool)
@@ -69,7 +69,7 @@ def test_tokens_equal_those_of_transformers(name: str, pairs: dict[str, Pair], d
 
 
 @pytest.mark.parametrize(("name", "by_graph"), [("llama", False), ("mistral-window", True)])
-def test_tokens_that_stay_on_the_device_are_those_of_transformers(
+def test_tokens_fed_on_the_device_equal_those_of_transformers(
     name: str, by_graph: bool, pairs: dict[str, Pair], device: torch.device
 ) -> None:
     """One prompt is a single token, so that the rows and the slices of the first steps differ in order."""
@@ -86,7 +86,7 @@ def test_tokens_that_stay_on_the_device_are_those_of_transformers(
     assert captures.captured == by_graph  # three sequences use a graph for four
 
 
-def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair, device: torch.device) -> None:
+def test_capture_and_padding_rows_store_nothing(llama: Pair, device: torch.device) -> None:
     """Capture and padding rows write nothing: only 22 slots of each of three sequences (20 + 3 tokens) change."""
     engine, pool = graphed_engine(llama, Captures(), device)
     pieces = (*pool.keys, *pool.values)
@@ -97,7 +97,7 @@ def test_capturing_and_rows_that_only_pad_store_nothing(llama: Pair, device: tor
         assert int(piece.isfinite().all(-1).all(-1).sum()) == 3 * 22
 
 
-def test_steps_whose_layers_are_waited_for_run_without_a_graph(llama: Pair, device: torch.device) -> None:
+def test_steps_with_layer_callbacks_run_without_a_graph(llama: Pair, device: torch.device) -> None:
     captures = Captures()
     engine, _ = graphed_engine(llama, captures, device)
     prompt = random_prompt(5)
@@ -108,7 +108,7 @@ def test_steps_whose_layers_are_waited_for_run_without_a_graph(llama: Pair, devi
     assert captures.captured == 0
 
 
-def test_a_device_that_is_not_here_is_refused(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_is_refused(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
         llama.engine(device="cuda", **TRITON)

@@ -1,5 +1,5 @@
 """The Triton kernels compute what the definition of attention and the torch operations of
-`engine.kernels.torch_kernels` compute, for any shape, and write nothing else."""
+`engine.kernels.torch_layers` compute, for any shape, and write nothing else."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
 
-from benchmarks.gpu_check.cases import TOLERANCES, AttentionCase, AttentionInputs, relative_error
-from engine.attention.base import Geometry
-from engine.cuda.attention import TritonAttention
-from engine.cuda.kernels.fused import Positions, add_norm, rotate_and_store, swiglu
-from engine.rope import apply_rope
-from protocol.errors import ConfigError
+from benchmarks.gpu_check.attention_cases import TOLERANCES, AttentionCase, AttentionInputs, relative_error
+from moonserve.engine.cuda.attention import TritonAttention
+from moonserve.engine.cuda.layer_kernels import Positions, add_norm, rotate_and_store, swiglu
+from moonserve.engine.kernels import Geometry
+from moonserve.engine.model.rope import apply_rope
+from moonserve.protocol.errors import ConfigError
 from tests.engine.cuda.conftest import DEVICE
 from tests.engine.kernels.calls import random_tensor
 from tests.thoroughness import examples
@@ -54,7 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_shape_is_what_the_definition_gives(case: AttentionCase, device: torch.device) -> None:
+def test_any_shape_equals_dense_attention(case: AttentionCase, device: torch.device) -> None:
     check(case, device)
 
 
@@ -68,7 +68,7 @@ def test_any_shape_is_what_the_definition_gives(case: AttentionCase, device: tor
     dtype=st.sampled_from(list(TOLERANCES)),
     seed=st.integers(0, 1000),
 )
-def test_any_step(
+def test_any_step_equals_dense_attention(
     spans: list[tuple[int, int]],
     head_dim: int,
     heads: tuple[int, int],
@@ -91,7 +91,7 @@ def test_any_step(
     check(case, DEVICE)
 
 
-def test_a_sequence_gets_the_same_bits_in_any_batch(device: torch.device) -> None:
+def test_sequence_has_the_same_bits_in_any_batch(device: torch.device) -> None:
     """The result does not depend on the batch, since the split of a context depends on its sequence alone."""
     case = AttentionCase(spans=((600, 601), (30, 31), (2000, 2001), (7, 29)), head_dim=16)
     inputs = case.build(device)
@@ -104,7 +104,7 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(device: torch.device) -> Non
         row = rows.stop
 
 
-def test_heads_that_are_too_large_are_refused(device: torch.device) -> None:
+def test_too_large_heads_are_refused(device: torch.device) -> None:
     pool = AttentionCase(spans=((0, 1),)).build(device).pool
     with pytest.raises(ConfigError, match="256"):
         TritonAttention(Geometry(4, 2, 512), pool)
@@ -130,7 +130,7 @@ def rms_norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (3, 2049)])
-def test_norm_with_and_without_an_addition(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_add_norm_equals_torch(rows: int, size: int, dtype: torch.dtype) -> None:
     hidden, added = random(rows, size, dtype=dtype), random(rows, size, dtype=dtype, seed=1)
     weight = random(size, dtype=dtype, seed=2)
     total = hidden + added
@@ -141,7 +141,7 @@ def test_norm_with_and_without_an_addition(rows: int, size: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 96), (3, 1025)])
-def test_swiglu(rows: int, inner: int, dtype: torch.dtype) -> None:
+def test_swiglu_equals_torch(rows: int, inner: int, dtype: torch.dtype) -> None:
     gate_up = random(rows, 2 * inner, dtype=dtype) * 4
     gate, up = gate_up.chunk(2, dim=-1)
     check_alike(swiglu(gate_up), F.silu(gate) * up)
@@ -150,7 +150,7 @@ def test_swiglu(rows: int, inner: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk-norm"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 24), (12, 4, 64), (2, 2, 256)])
-def test_rotation_and_what_is_stored(
+def test_rotate_and_store_equals_torch(
     heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
 ) -> None:
     """Only the slots of the tokens are written. A slot beyond the end of the pool is ignored."""

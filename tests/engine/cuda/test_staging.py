@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cuda.staging import HostStaging
-from engine.kv_pool import KvPool, allocate
-from protocol.layout import KvLayout
+from moonserve.engine.cuda.staging_ring import StagingRing
+from moonserve.engine.kv_cache.tensors import KvTensors, allocate_memory
+from moonserve.protocol.kv_blocks import KvLayout
 from tests.engine.cuda.conftest import DEVICE
 
 LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 NUM_BLOCKS = 9
 
 
-def random_pool(device: torch.device, seed: int = 0) -> KvPool:
-    pool = KvPool(LAYOUT, NUM_BLOCKS, None, device)
+def random_pool(device: torch.device, seed: int = 0) -> KvTensors:
+    pool = KvTensors(LAYOUT, NUM_BLOCKS, None, device)
     generator = torch.Generator().manual_seed(seed)
     for piece in (*pool.keys, *pool.values):
         piece.copy_(torch.randn(piece.shape, generator=generator))
@@ -34,16 +34,16 @@ def raw(piece: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(("per_slot", "num_slots"), [(1, 1), (2, 2), (16, 3)])
-def test_stored_blocks_lie_where_the_layout_says(per_slot: int, num_slots: int, device: torch.device) -> None:
+def test_stored_blocks_are_at_the_offsets_of_the_layout(per_slot: int, num_slots: int, device: torch.device) -> None:
     pool = random_pool(device)
-    memory = allocate(LAYOUT.pool_bytes(NUM_BLOCKS))
-    staging = HostStaging(pool, memory, blocks_per_slot=per_slot, num_slots=num_slots)
-    told: list[int] = []
+    memory = allocate_memory(LAYOUT.pool_bytes(NUM_BLOCKS))
+    staging = StagingRing(pool, memory, blocks_per_slot=per_slot, num_slots=num_slots)
+    reported: list[int] = []
     blocks = [7, 0, 3, 4, 8]
     for layer in range(LAYOUT.num_layers):
-        staging.store(layer, blocks, lambda layer=layer: told.append(layer))
-    staging.settle(wait=True)
-    assert told == [0, 1]
+        staging.store(layer, blocks, lambda layer=layer: reported.append(layer))
+    staging.flush(wait=True)
+    assert reported == [0, 1]
     for layer in range(LAYOUT.num_layers):
         for block in range(NUM_BLOCKS):
             pieces = (pool.keys[layer][block], pool.values[layer][block])
@@ -52,14 +52,14 @@ def test_stored_blocks_lie_where_the_layout_says(per_slot: int, num_slots: int, 
             assert block_bytes(memory, layer, block) == expected
 
 
-def test_nothing_is_told_before_it_is_there(device: torch.device) -> None:
+def test_callbacks_run_only_after_the_copy(device: torch.device) -> None:
     pool = random_pool(device)
-    memory = allocate(LAYOUT.pool_bytes(NUM_BLOCKS))
-    staging = HostStaging(pool, memory, blocks_per_slot=2, num_slots=4)
+    memory = allocate_memory(LAYOUT.pool_bytes(NUM_BLOCKS))
+    staging = StagingRing(pool, memory, blocks_per_slot=2, num_slots=4)
     found: list[list[bytes]] = []
     staging.store(1, [2, 5, 6], lambda: found.append(block_bytes(memory, 1, 6)))
     assert found == []
-    staging.settle(wait=True)
+    staging.flush(wait=True)
     assert found == [[raw(pool.keys[1][6]), raw(pool.values[1][6])]]
 
 
@@ -75,24 +75,24 @@ def test_nothing_is_told_before_it_is_there(device: torch.device) -> None:
     per_slot=st.integers(1, 4),
     num_slots=st.integers(1, 3),
 )
-def test_any_order_of_stores_and_loads(moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int) -> None:
+def test_stores_and_loads_in_any_order(moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int) -> None:
     """Any order of stores and loads equals plain copies, if each is settled before the next."""
     pool, twin = random_pool(DEVICE), random_pool(DEVICE)
     host, twin_host = (random_pool(torch.device("cpu"), seed=1) for _ in range(2))
-    staging = HostStaging(pool, host.memory, blocks_per_slot=per_slot, num_slots=num_slots)
+    staging = StagingRing(pool, host.memory, blocks_per_slot=per_slot, num_slots=num_slots)
     stores = 0
-    told: list[int] = []
+    reported: list[int] = []
     for outward, layer, blocks in moves:
         source, target = (twin, twin_host) if outward else (twin_host, twin)
         for piece, place in ((source.keys[layer], target.keys[layer]), (source.values[layer], target.values[layer])):
             place[blocks] = piece[blocks].to(place.device)
         if outward:
-            staging.store(layer, blocks, lambda number=stores: told.append(number))
+            staging.store(layer, blocks, lambda number=stores: reported.append(number))
             stores += 1
-            staging.settle(wait=True)
+            staging.flush(wait=True)
         else:
             staging.load(layer, blocks)()
-    assert told == list(range(stores))
+    assert reported == list(range(stores))
     for one, other in ((pool, twin), (host, twin_host)):
         for piece, expected in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
             assert torch.equal(piece, expected)

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from engine.kernels.library import FLAGS, Call, Library
-from engine.kv_pool import TORCH_DTYPES
-from protocol.machine import cache_folder
+from moonserve.engine.kernels.native_library import FLAGS, Call, LayersLibrary
+from moonserve.engine.kv_cache.tensors import TORCH_DTYPES
+from moonserve.protocol.process.machine import cache_folder
 
 DTYPES = st.sampled_from(list(TORCH_DTYPES.values()))
 
@@ -26,11 +26,11 @@ class Functions:
 
 
 @cache
-def compiled_library(dtype: torch.dtype, processor: str = "native") -> Library:
+def compiled_library(dtype: torch.dtype, processor: str = "native") -> LayersLibrary:
     """Compiles the library for this processor, or for an older kind whose code this processor can run."""
     [name] = [name for name, known in TORCH_DTYPES.items() if known == dtype]
     flags = [flag.replace("-march=native", f"-march={processor}") for flag in FLAGS]
-    return Library(name, kernels_folder(), flags=flags)
+    return LayersLibrary(name, kernels_folder(), flags=flags)
 
 
 @cache

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.generate import generate
-from protocol.request import SamplingParams
+from benchmarks.harness.generate import generate
+from moonserve.protocol.request import SamplingParams
 from tests.engine.conftest import VARIANTS, Pair, tokens_of
 from tests.engine.steps import random_prompt
-from tests.engine.tensor_parallel.teams import team
+from tests.engine.tensor_parallel.threaded_ranks import threaded_ranks
 from tests.random_models import make_model
 
 TEN = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=5)
@@ -29,30 +29,30 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_ranks_give_the_tokens_of_transformers(name: str, kernels: str, pairs: dict[str, Pair]) -> None:
     """Covers every family, with biases and windows, and both kernels."""
-    with team(pairs[name].path, 2, kernels=kernels) as engine:
+    with threaded_ranks(pairs[name].path, 2, kernels=kernels) as engine:
         pairs[name].check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_four_ranks_give_the_tokens_of_transformers(kernels: str, wide: Pair) -> None:
-    with team(wide.path, 4, kernels=kernels) as engine:
+    with threaded_ranks(wide.path, 4, kernels=kernels) as engine:
         wide.check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_quantised_kv_is_shared_as_any_other(kernels: str, wide: Pair) -> None:
+def test_ranks_support_quantised_kv(kernels: str, wide: Pair) -> None:
     """The row of a head (codes and a scale) belongs to a single rank."""
     alone = wide.engine(kv_dtype="int8", num_blocks=64, kernels=kernels, attention=kernels)
     prompts = prompts_of(30, 100)
-    with team(wide.path, 2, kernels=kernels, kv_dtype="int8") as engine:
+    with threaded_ranks(wide.path, 2, kernels=kernels, kv_dtype="int8") as engine:
         assert engine.fingerprint == alone.fingerprint
         assert tokens_of(engine, prompts, 10) == tokens_of(alone, prompts, 10)
 
 
-def test_bits_do_not_depend_on_what_else_is_in_a_step(wide: Pair) -> None:
+def test_bits_do_not_depend_on_the_rest_of_the_step(wide: Pair) -> None:
     """Sums are taken in rank order wherever a row lies, so a sequence decodes the same alone and in a batch."""
     prompts = prompts_of(40, 41, 42)
-    with team(wide.path, 4) as engine:
+    with threaded_ranks(wide.path, 4) as engine:
         alone = [generate(engine, [prompt], TEN)[0] for prompt in prompts]
         together = generate(engine, prompts, TEN)
     for one, other in zip(alone, together, strict=True):

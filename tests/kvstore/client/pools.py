@@ -8,15 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client import KvStore, connect
-from kvstore.client.backstage import Backstage
-from protocol.pb import registry_pb2_grpc
-from protocol.registry.embedded import EmbeddedRegistry
-from protocol.registry.service import RegistryService
-from protocol.rpc import RpcServer
-from tests.kvstore.nodes import TOKEN
+from moonserve.kvstore.client import KvStore, connect
+from moonserve.kvstore.client.node_access.background import BackgroundLoop
+from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry, RegistryService
+from moonserve.protocol.pb import registry_pb2_grpc
+from moonserve.protocol.rpc.grpc_transport import RpcServer
+from moonserve.transfer import TransferOptions
+from tests.kvstore.node.nodes import TOKEN
 from tests.patience import PATIENCE_S
-from transfer import TransferOptions
 
 DRAM = 8 * 2**20
 BOTH = ("shm", "tcp")
@@ -43,9 +42,9 @@ def running_registry() -> Iterator[str]:
         registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(EmbeddedRegistry()), server.grpc)
         return server, await server.start("127.0.0.1", 0)
 
-    with contextlib.closing(Backstage()) as backstage:
-        server, address = backstage.ask(start(), PATIENCE_S)
+    with contextlib.closing(BackgroundLoop()) as background:
+        server, address = background.run(start(), PATIENCE_S)
         try:
             yield address
         finally:
-            backstage.ask(server.stop(0.0), PATIENCE_S)
+            background.run(server.stop(0.0), PATIENCE_S)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.native.base import OFFSET_UNIT, Entry, dropped
-from kvstore.native.metadata import KeyIndex
-from protocol.checksum import checksum
-from tests.kvstore.nodes import key
-from transfer import Segment, TransferEngine
+from moonserve.kvstore.index_layout import OFFSET_UNIT, Entry, free_with_last_reference
+from moonserve.kvstore.published_index import KeyIndex
+from moonserve.protocol.kv_blocks import checksum
+from moonserve.transfer import Segment, TransferEngine
+from tests.kvstore.node.nodes import key
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Published:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        self.index = KeyIndex(self._allocate, dropped)
+        self.index = KeyIndex(self._allocate, free_with_last_reference)
 
     def _allocate(self, nbytes: int) -> memoryview:
         self.index_segments.append(self.engine.allocate(nbytes, readable=True, name="index"))

@@ -1,4 +1,4 @@
-"""Checks of call arguments: addresses, keys, spots in registered memory, and deadlines."""
+"""Checks of call arguments: addresses, keys, slots in registered memory, and deadlines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.client.connecting import default_options
-from kvstore.client.deadline import PATIENCE, Deadline
-from kvstore.client.keys import KEPT_KEYS, Block, Key, Keys, block_of, blocks_of, chain, plain_key
-from kvstore.client.spots import Spots, portions
-from protocol.errors import ConfigError, DeadlineExceeded, InvalidRequest
-from protocol.keys import BlockKey
-from transfer import Segment, TransferEngine
+from moonserve.kvstore.client.connecting import default_options
+from moonserve.kvstore.client.node_access.buffers import BufferSlots, portions
+from moonserve.kvstore.client.node_access.deadline import PATIENCE, Deadline
+from moonserve.kvstore.client.node_access.objects import (
+    KEPT_KEYS,
+    Block,
+    Key,
+    Keys,
+    block_of,
+    blocks_of,
+    chain,
+    plain_key,
+)
+from moonserve.protocol.errors import ConfigError, DeadlineExceeded, InvalidRequest
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.transfer import Segment, TransferEngine
 
 A, B, C = (BlockKey(bytes([number]) * 16) for number in range(3))
 SENTINEL_URL = "redis+sentinel://user:secret@127.0.0.1:26379,127.0.0.2:26379/main/0"
@@ -27,7 +36,7 @@ def test_transfers_leave_by_the_address_that_leads_to_the_registry(url: str) -> 
 
 
 @pytest.mark.parametrize("url", ["node://127.0.0.1:port", "127.0.0.1:99999", "redis://[::1"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         default_options(url)
 
@@ -39,7 +48,7 @@ def test_a_chain_has_a_head_and_parents_and_a_plain_key_is_its_own_head() -> Non
     assert block_of(A).key != A, "bytes of a block key's length are a plain key too"
 
 
-def test_what_is_no_key_is_refused() -> None:
+def test_an_invalid_key_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not str"):
         block_of("text")  # type: ignore[arg-type]
     for wrong in (b"one", "text", ["text"], [3], [[]], [None]):
@@ -65,23 +74,23 @@ def test_the_keys_of_a_call_are_those_of_their_blocks() -> None:
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    with TransferEngine(cluster_token="spots") as engine:
+    with TransferEngine(cluster_token="slots") as engine:
         yield engine.allocate(1000)
 
 
-def test_spots_are_within_the_segment_and_without_lengths_end_where_the_next_begins(segment: Segment) -> None:
-    assert Spots.checked(segment, [500, 0, 100]).rooms.tolist() == [500, 100, 400]
-    Spots.checked(segment, [0, 900], [900, 100])
+def test_slots_are_within_the_segment_and_end_where_the_next_begins(segment: Segment) -> None:
+    assert BufferSlots.checked(segment, [500, 0, 100]).capacities.tolist() == [500, 100, 400]
+    BufferSlots.checked(segment, [0, 900], [900, 100])
     for offsets, rooms in [([0], [1001]), ([-1], [5]), ([990], [11]), ([1000], None), ([0], [1, 2])]:
         with pytest.raises(InvalidRequest):
-            Spots.checked(segment, offsets, rooms)
+            BufferSlots.checked(segment, offsets, rooms)
 
 
-def test_packed_spots_lie_back_to_back(segment: Segment) -> None:
-    spots = Spots.packed(segment, [10, 0, 20])
-    assert spots.offsets.tolist() == [0, 10, 10]
+def test_packed_slots_are_contiguous(segment: Segment) -> None:
+    slots = BufferSlots.packed(segment, [10, 0, 20])
+    assert slots.offsets.tolist() == [0, 10, 10]
     segment.buffer[10:30] = bytes(range(20))
-    assert bytes(spots.memory(2, 20)) == bytes(range(20))
+    assert bytes(slots.memory(2, 20)) == bytes(range(20))
 
 
 def test_portions_stay_within_the_limit_but_for_single_large_objects() -> None:
@@ -96,20 +105,20 @@ def test_bytes_extend_only_a_time_that_the_caller_has_not_set(
 ) -> None:
     """Bytes extend a default deadline once, also if an attempt with half of its time reports them."""
     deadline = Deadline(timeout_s)
-    attempt = deadline.half()
+    attempt = deadline.half_left()
     assert deadline.left_s() == pytest.approx(left_s, abs=1.0)
     for nbytes in (HUNDRED_S, 1):
-        attempt.allow(nbytes)
+        attempt.extend_for_bytes(nbytes)
         assert attempt.left_s() == pytest.approx(left_s / 2 + allowed_s, abs=1.0)
         assert deadline.left_s() == pytest.approx(left_s + allowed_s, abs=1.0)
 
 
-def test_what_is_over_is_over() -> None:
+def test_a_passed_deadline_raises_deadline_exceeded() -> None:
     deadline = Deadline(1e-9)
     with pytest.raises(DeadlineExceeded):
         deadline.left_s()
-    assert not deadline.fair()
-    assert Deadline(1.0).fair()
+    assert not deadline.was_ample()
+    assert Deadline(1.0).was_ample()
     for no_time in (0.0, -1.0, float("nan")):
         with pytest.raises(InvalidRequest):
             Deadline(no_time)

@@ -10,14 +10,14 @@ from functools import partial
 
 import pytest
 
-from kvstore.client.blocks import BlockStores
-from kvstore.client.direct_nodes import INLINE_BYTES
-from kvstore.client.spots import Spots
-from protocol.errors import InvalidRequest, PeerLost
-from protocol.request import Endpoint
-from tests.kvstore.nodes import Node, chain_of, connected, exists, key, remove, running_node, stats_of, until_stats
+from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.kvstore.client.blocks_fast_path import IN_LOOP_BYTES
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
+from moonserve.protocol.errors import InvalidRequest, PeerLost
+from moonserve.protocol.request import Endpoint
+from moonserve.transfer import FaultPlan, Segment, TransferEngine
+from tests.kvstore.node.nodes import Node, chain_of, connected, exists, key, remove, running_node, stats_of, until_stats
 from tests.patience import PATIENCE_S, answered
-from transfer import FaultPlan, Segment, TransferEngine
 
 DRAM = 16 * 2**20
 BLOCK = 64 * 1024
@@ -45,44 +45,44 @@ def filled(transfer: TransferEngine, nbytes: int) -> Segment:
     return local
 
 
-async def read(client: BlockStores, store: Endpoint, numbers: range, spots: Spots) -> list[int]:
-    return await client.read(store, list(map(key, numbers)), spots, deadline_s=PATIENCE_S)
+async def read(client: BlockStores, store: Endpoint, numbers: range, slots: BufferSlots) -> list[int]:
+    return await client.read(store, list(map(key, numbers)), slots, deadline_s=PATIENCE_S)
 
 
 @ways
-@pytest.mark.parametrize("num_blocks", [3, INLINE_BYTES // BLOCK + 1, 4 * INLINE_BYTES // BLOCK])
+@pytest.mark.parametrize("num_blocks", [3, IN_LOOP_BYTES // BLOCK + 1, 4 * IN_LOOP_BYTES // BLOCK])
 async def test_the_leading_run_comes_back_into_its_pieces(node: Node, way: str, num_blocks: int) -> None:
     """A read returns the blocks before the first absent one, on new and open connections, for few and many bytes."""
     numbers = fresh(num_blocks)
     async with connected(node.rpc_address, way) as (client, transfer, store):
         local = filled(transfer, num_blocks * BLOCK)
         before = bytes(local.buffer)
-        objects, spots = chain_of(local, numbers, BLOCK, pieces=PIECES)
-        assert (await client.put(store, objects, spots)).stored == num_blocks
-        assert (await client.put(store, objects, spots)).present == num_blocks
+        objects, slots = chain_of(local, numbers, BLOCK, pieces=PIECES)
+        assert (await client.put(store, objects, slots)).stored == num_blocks
+        assert (await client.put(store, objects, slots)).present == num_blocks
         for _ in range(2):
             local.buffer[:] = bytes(local.nbytes)
-            checksums = await read(client, store, numbers, spots)
+            checksums = await read(client, store, numbers, slots)
             assert checksums == [each.checksum for each in objects]
             assert local.buffer == before
         await remove(client, store, [key(numbers[1])])
-        assert await read(client, store, numbers, spots) == checksums[:1]
+        assert await read(client, store, numbers, slots) == checksums[:1]
         await until_stats(client, store, lambda s: s.leased_bytes == s.reserved_bytes == 0)
         await remove(client, store, [each.key for each in objects])
 
 
 @ways
-async def test_a_block_that_rots_ends_the_run_and_is_removed(node: Node, way: str) -> None:
+async def test_a_corrupt_block_ends_the_run_and_is_removed(node: Node, way: str) -> None:
     numbers = fresh(4)
     async with connected(node.rpc_address, way) as (client, transfer, store):
-        objects, spots = chain_of(filled(transfer, 4 * BLOCK), numbers, BLOCK, pieces=PIECES)
-        await client.put(store, objects, spots)
-        await read(client, store, numbers, spots)
+        objects, slots = chain_of(filled(transfer, 4 * BLOCK), numbers, BLOCK, pieces=PIECES)
+        await client.put(store, objects, slots)
+        await read(client, store, numbers, slots)
         before = (await stats_of(client, store)).counters["integrity_failures"]
         lease = await client.lease(store, [each.key for each in objects])
         node.flip_byte(lease.objects[2].offset + 17, DRAM)
         await client.release_soon(lease)
-        assert len(await read(client, store, numbers, spots)) == 2
+        assert len(await read(client, store, numbers, slots)) == 2
         there = await exists(client, store, [each.key for each in objects])
         assert there == [True, True, False, True]
         assert (await stats_of(client, store)).counters["integrity_failures"] == before + 1
@@ -102,17 +102,17 @@ async def test_a_block_of_another_length_is_refused(node: Node, way: str) -> Non
 
 
 @ways
-async def test_what_is_only_on_disk_is_read_under_a_lease(way: str, tmp_path: os.PathLike[str]) -> None:
+async def test_objects_only_on_disk_are_read_under_a_lease(way: str, tmp_path: os.PathLike[str]) -> None:
     flags = ("--dram", str(4 * 2**20), "--ssd", f"{tmp_path}:64MiB")
     with running_node(*flags) as own:
         async with connected(own.rpc_address, way) as (client, transfer, store):
             local = filled(transfer, 96 * BLOCK)
-            objects, spots = chain_of(local, range(96), BLOCK, pieces=PIECES)
+            objects, slots = chain_of(local, range(96), BLOCK, pieces=PIECES)
 
             async def put(places: range) -> bool | None:
                 """Puts blocks; None while older blocks must first be written to disk."""
                 some = objects[places.start : places.stop]
-                result = await client.put(store, some, spots.at(places))
+                result = await client.put(store, some, slots.at(places))
                 return None if result.refused else True
 
             for first in range(0, 96, 16):
@@ -120,7 +120,7 @@ async def test_what_is_only_on_disk_is_read_under_a_lease(way: str, tmp_path: os
 
             async def got(places: range) -> bool | None:
                 """Reads blocks; None while there is too little memory to load all of them."""
-                found = await read(client, store, places, spots.at(places))
+                found = await read(client, store, places, slots.at(places))
                 assert found == [objects[n].checksum for n in places][: len(found)]
                 return len(found) == len(places) or None
 
@@ -134,17 +134,17 @@ async def test_a_node_that_is_gone_is_peer_lost_and_its_successor_is_read(way: s
     with running_node("--dram", str(DRAM)) as own, running_node("--dram", str(DRAM)) as successor:
         async with connected(own.rpc_address, way) as (client, transfer, store):
             local = filled(transfer, 2 * BLOCK)
-            objects, spots = chain_of(local, range(2), BLOCK, pieces=2)
-            await client.put(store, objects, spots)
-            assert len(await read(client, store, range(2), spots)) == 2
+            objects, slots = chain_of(local, range(2), BLOCK, pieces=2)
+            await client.put(store, objects, slots)
+            assert len(await read(client, store, range(2), slots)) == 2
             own.kill()
             with pytest.raises(PeerLost):
                 await client.put(store, *chain_of(local, range(7, 8), BLOCK))
             with pytest.raises(PeerLost):
-                await read(client, store, range(2), spots)
+                await read(client, store, range(2), slots)
             later = await client.locate(successor.rpc_address, timeout_s=PATIENCE_S)
             assert later.instance_id == store.instance_id
-            assert await read(client, later, range(2), spots) == []
+            assert await read(client, later, range(2), slots) == []
 
 
 @ways
@@ -152,9 +152,9 @@ async def test_a_cancelled_put_leaves_nothing_behind(node: Node, way: str) -> No
     faults = FaultPlan()
     async with connected(node.rpc_address, way, faults=faults) as (client, transfer, store):
         local = filled(transfer, 96 * BLOCK)  # too large for one round trip
-        objects, spots = chain_of(local, fresh(96), BLOCK, pieces=PIECES)
+        objects, slots = chain_of(local, fresh(96), BLOCK, pieces=PIECES)
         faults.held = True
-        put = asyncio.create_task(client.put(store, objects, spots))
+        put = asyncio.create_task(client.put(store, objects, slots))
         await until_stats(client, store, lambda s: s.reserved_bytes > 0)
         put.cancel()
         faults.held = False

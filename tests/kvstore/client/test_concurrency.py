@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvstore.client import KvStore, plain_key, puts
-from kvstore.client.deadline import Deadline
-from kvstore.client.puts import Puts
-from kvstore.promises import Outcome
-from protocol.errors import DeadlineExceeded, InvalidRequest
-from protocol.pb import kvstore_pb2
+from moonserve.kvstore.client import KvStore, plain_key, puts
+from moonserve.kvstore.client.node_access.deadline import Deadline
+from moonserve.kvstore.client.puts import Puts
+from moonserve.kvstore.state.objects import PutOutcome
+from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest
+from moonserve.protocol.pb import kvstore_pb2
 from tests.kvstore.client.pools import DRAM, both_ways, store_of
-from tests.kvstore.nodes import Node, running_node
+from tests.kvstore.node.nodes import Node, running_node
 from tests.patience import PATIENCE_S
 
 NUM_KEYS = 60
@@ -67,7 +67,7 @@ def read(store: KvStore, seed: int, done: threading.Event) -> int:
 
 @pytest.mark.slow
 @both_ways
-def test_nobody_reads_torn_or_foreign_bytes(transports: tuple[str, ...]) -> None:
+def test_readers_never_see_torn_or_foreign_bytes(transports: tuple[str, ...]) -> None:
     with running_node("--dram", str(DRAM)) as node:
         url = f"node://{node.rpc_address}"
         done = threading.Event()
@@ -121,7 +121,7 @@ def test_each_of_several_other_writers_is_waited_for(node: Node, monkeypatch: py
         write = Puts._write
 
         def end_one_and_write(*args: Any) -> bool:
-            if args[-1] is Outcome.IN_PROGRESS and args[-1] in args[-2]:
+            if args[-1] is PutOutcome.IN_PROGRESS and args[-1] in args[-2]:
                 abort = kvstore_pb2.StoreAbortRequest(reservation_id=next(waited_for).decode())
                 at.call(lambda stub: stub.Abort, abort, Deadline(PATIENCE_S))
             return write(*args)

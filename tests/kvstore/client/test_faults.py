@@ -10,12 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvstore.client import KvStore, store_lease
-from kvstore.client.keys import Key, block_of
-from protocol.errors import PeerLost, StaleLease
+from moonserve.kvstore.client import KvStore, store_lease
+from moonserve.kvstore.client.node_access.objects import Key, block_of
+from moonserve.protocol.errors import PeerLost, StaleLease
 from tests.kvstore.client.pools import DRAM, TCP, both_ways, fresh, store_of
 from tests.kvstore.faults.pool import Pool
-from tests.kvstore.nodes import running_node
+from tests.kvstore.node.nodes import running_node
 from tests.patience import PATIENCE_S, until
 
 VALUE = os.urandom(100_000)
@@ -92,7 +92,7 @@ def test_readers_go_on_with_another_replica_when_a_node_is_killed(pool: Pool, tr
 
 
 @both_ways
-def test_what_only_a_killed_node_had_is_unreachable_and_not_missing(pool: Pool, transports: tuple[str, ...]) -> None:
+def test_a_key_only_at_a_killed_node_is_unreachable_and_not_missing(pool: Pool, transports: tuple[str, ...]) -> None:
     name = fresh()
     with pool.store(transports) as store:
         store.put(name, VALUE)
@@ -152,7 +152,7 @@ def test_a_node_that_is_given_up_while_another_thread_connects_is_used_again(sha
         [node] = store._cluster.view.nodes
         another = Mock()  # a connection that opens while the first one is closing
         node._channels.add(Mock(close=lambda: node._channels.add(another)))
-        node.lost(PeerLost("it did not answer"))
+        node.mark_lost(PeerLost("it did not answer"))
         until(lambda: not node.resting)
         assert store.get(fresh()) is None
 
@@ -175,29 +175,27 @@ def test_a_lease_is_renewed_for_as_long_as_it_is_open(shared_pool: Pool) -> None
         store.put(name, VALUE)
         with store.lease([name], ttl_s=5.0) as lease:
             [held] = lease._leases
-            first_end = held.held.expires_at
+            first_end = held.lease.expires_at
             until(lambda: time.monotonic() > first_end + 0.5)
             lease.check()
             assert lease.views[0] == VALUE
 
 
-def test_a_lease_at_a_node_that_died_before_it_was_read_does_not_count(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lease_at_node_that_died_before_it_was_read_does_not_count(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease at a node that dies before the read is dropped; the value read from another node is valid."""
     name = fresh()
     first, second, _ = pool.rank_of(name)
     pool.put_at(first, name, VALUE)
     pool.put_at(second, name, VALUE)
-    read = store_lease.read
+    read = store_lease.read_runs
 
     def read_too_late(*args: Any) -> None:
-        monkeypatch.setattr(store_lease, "read", read)
+        monkeypatch.setattr(store_lease, "read_runs", read)
         pool.kill(first)
         read(*args)
 
     with pool.store(TCP) as store:
-        monkeypatch.setattr(store_lease, "read", read_too_late)
+        monkeypatch.setattr(store_lease, "read_runs", read_too_late)
         with store.lease([name], timeout_s=PATIENCE_S) as lease:
             assert lease.views == (VALUE,)
             assert [held.node.node_id for held in lease._leases] == [second]

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect
-from kvstore.client.node import StoreNode
-from kvstore.native.layout import Retired
-from protocol.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, Unauthenticated
+from moonserve.kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect
+from moonserve.kvstore.client.node_access.node import StoreNode
+from moonserve.kvstore.index_layout import IndexMoved
+from moonserve.protocol.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, Unauthenticated
 from tests.kvstore.client.pools import BOTH, DRAM, TCP, fresh, store_of
-from tests.kvstore.nodes import TOKEN, Node, key, running_node
+from tests.kvstore.node.nodes import TOKEN, Node, key, running_node
 
 T = TypeVar("T")
 BLOCK = 64 * 1024
@@ -90,7 +90,7 @@ async def test_a_value_of_any_size_comes_back(store: Either, length: int) -> Non
 
 
 @pytest.mark.parametrize("chained", [False, True])
-async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(store: Either, chained: bool) -> None:
+async def test_a_batch_returns_values_in_order_with_none_for_missing_keys(store: Either, chained: bool) -> None:
     first = int.from_bytes(os.urandom(8), "little")
     keys = chain([key(first + n) for n in range(4)]) if chained else [fresh() for _ in range(4)]
     pairs = [(key, os.urandom(size)) for key, size in zip(keys, (10, 0, BLOCK, 1), strict=True)]
@@ -106,7 +106,7 @@ async def test_a_batch_comes_back_in_order_with_none_for_what_is_missing(store: 
 
 
 @pytest.mark.parametrize("is_callers", [False, True])
-async def test_registered_memory_is_stored_and_read_without_a_detour(store: Either, is_callers: bool) -> None:
+async def test_registered_memory_is_stored_and_read_without_a_copy(store: Either, is_callers: bool) -> None:
     segment = await (store.register(bytearray(4 * BLOCK)) if is_callers else store.allocate(4 * BLOCK))
     segment.buffer[:BLOCK] = value = os.urandom(BLOCK)
     name = fresh()
@@ -190,7 +190,7 @@ async def test_wrong_arguments_are_refused_before_anything_is_asked(store: Eithe
     for call, said in (
         *((named(too_long), "65536") for named in (store.get, store.exists, store.remove)),
         (store.put(too_long, b""), "65536"),
-        (store.pin([fresh()], "firm"), "no kind of pin"),
+        (store.pin([fresh()], "firm"), "not a kind of pin"),
         (store.batch_get([fresh()], timeout_s=0.0), "timeout_s"),
         (store.put(fresh(), 17), "contiguous bytes"),
         *((store.put(fresh(), b"v", tenant=tenant), "tenant") for tenant in ("x" * 1025, "x" * 70_000, "\udc80")),
@@ -259,7 +259,7 @@ def test_readers_follow_an_index_that_grows() -> None:
         assert [reader.exists(b"17") for reader in readers] == [False, False]
 
 
-def test_use_is_reported_at_the_latest_when_a_client_closes(own_store: KvStore) -> None:
+def test_use_is_reported_when_a_client_closes_at_the_latest(own_store: KvStore) -> None:
     """Closing a client reports its reads: the oldest object, which it has read, is not evicted."""
     names = [b"%d" % number for number in range(DRAM // 2**20)]
     for name in names:
@@ -272,7 +272,7 @@ def test_use_is_reported_at_the_latest_when_a_client_closes(own_store: KvStore) 
     own_store.batch_remove([*names, b"one more"])
 
 
-def test_who_has_not_the_token_or_names_nobody_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_or_address_gives_a_clear_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONSERVE_CLUSTER_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="MOONSERVE_CLUSTER_TOKEN"):
         connect("node://127.0.0.1:1")
@@ -293,7 +293,7 @@ def test_who_has_not_the_token_or_names_nobody_is_told(node: Node, monkeypatch: 
     [lambda store: store.put(fresh(), bytes(2**20)), lambda store: store.lease([b"leased"]).__aenter__()],
     ids=["put", "lease"],
 )
-async def test_a_cancelled_call_is_waited_for_and_leaves_nothing(
+async def test_a_cancelled_call_ends_and_leaves_nothing_behind(
     node: Node, begin: Callable[[AsyncKvStore], Coroutine[Any, Any, object]]
 ) -> None:
     async with AsyncKvStore(store_of(f"node://{node.rpc_address}")) as store:
@@ -307,10 +307,8 @@ async def test_a_cancelled_call_is_waited_for_and_leaves_nothing(
         assert total.reserved_bytes == total.leased_bytes == 0
 
 
-def test_an_index_that_moves_while_a_client_attaches_is_looked_for_again(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_, moves = StoreNode._open, [Retired()]
+def test_a_client_that_attaches_during_an_index_move_tries_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_, moves = StoreNode._open, [IndexMoved()]
 
     def opened(*args: Any) -> Any:
         if moves:

@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TypeVar
 
-from protocol.keys import BlockKey, pack_keys
-from protocol.pb import directory_pb2, directory_pb2_grpc
-from protocol.rpc import Channels
-from tests.kvstore.nodes import TOKEN
+from moonserve.protocol.kv_blocks import BlockKey, pack_keys
+from moonserve.protocol.pb import directory_pb2, directory_pb2_grpc
+from moonserve.protocol.rpc.grpc_transport import Channels
+from tests.kvstore.node.nodes import TOKEN
 from tests.patience import PATIENCE_S, answered
 from tests.processes import running
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import free_port
-from kvstore.client import Block, Pin, chain, plain_key
-from protocol.errors import InvalidRequest, Overloaded
-from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2 as pb
-from protocol.registry.remote import RemoteRegistry
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.kvstore.client import Block, Pin, chain, plain_key
+from moonserve.protocol.errors import InvalidRequest, Overloaded
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.membership.registry_client import RemoteRegistry
+from moonserve.protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.client.pools import TCP, fresh
 from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.faults.pool import Pool, held, running_pool, until_on_disk
 from tests.kvstore.faults.values import put_many
-from tests.kvstore.nodes import TOKEN, key
+from tests.kvstore.node.nodes import TOKEN, key
 from tests.patience import PATIENCE_S, until
 
 KEYS = [key(number) for number in range(8)]
@@ -56,7 +56,7 @@ def put(pool: Pool, node_id: str, blocks: Sequence[Block]) -> list[BlockKey]:
     return [block.key for block in blocks]
 
 
-def test_what_nodes_store_and_remove_is_known_within_moments(pool: Pool) -> None:
+def test_the_directory_learns_of_stored_and_removed_blocks_soon(pool: Pool) -> None:
     blocks = a_chain(8)
     keys = put(pool, "store-0", blocks)
     put(pool, "store-1", blocks[:3])
@@ -66,7 +66,7 @@ def test_what_nodes_store_and_remove_is_known_within_moments(pool: Pool) -> None
     until(lambda: held(pool, keys[7:]) == [set()])
 
 
-def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_away_again(pool: Pool) -> None:
+def test_requested_replicas_are_made_with_their_ancestors_and_dropped_again(pool: Pool) -> None:
     """Replica changes can follow at once: objects just stored are not missing, replicas just made can be dropped."""
     blocks = a_chain(8)
     keys = put(pool, "store-0", blocks)
@@ -85,7 +85,7 @@ def test_asked_for_replicas_are_made_with_what_leads_to_them_and_taken_away_agai
             assert store.batch_get(blocks) == values_of(blocks)
 
 
-def test_the_directory_names_who_holds_what_is_at_none_of_the_likely_places(pool: Pool) -> None:
+def test_the_directory_locates_keys_that_are_at_no_likely_node(pool: Pool) -> None:
     [block] = a_chain(1)
     last = pool.rank_of(block)[-1]
     pool.put_at(last, block, b"value")
@@ -169,8 +169,8 @@ def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(t
         until_on_disk(pool, "store-1", BLOCKS)
         both = [{"store-0", "store-1"}] * 2 + [{"store-1"}] * 6
         until(lambda: held(pool, KEYS) == both)
-        lean = pool.backstage.ask(directory_at(), PATIENCE_S)
-        assert pool.backstage.ask(holders(lean), PATIENCE_S) == both
+        lean = pool.background.run(directory_at(), PATIENCE_S)
+        assert pool.background.run(holders(lean), PATIENCE_S) == both
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as reply:
             shown = reply.read().decode()
         assert "moonserve_directory_keys 8.0" in shown
@@ -185,7 +185,7 @@ def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(t
 
 
 @pytest.mark.slow
-def test_replicas_that_could_not_be_made_are_told(tmp_path: Path) -> None:
+def test_replicas_that_could_not_be_made_are_reported(tmp_path: Path) -> None:
     port = free_port()
     with (
         running_directory(port=port),

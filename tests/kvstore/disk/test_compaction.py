@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.disk import compaction
-from kvstore.disk.base import DiskRead, Pin
-from kvstore.disk.compaction import once_each
-from kvstore.disk.format import Tombstone
-from protocol.keys import BlockKey
+from moonserve.kvstore.disk import compaction
+from moonserve.kvstore.disk.base import DiskRead, Pin
+from moonserve.kvstore.disk.compaction import merge_tombstones
+from moonserve.kvstore.disk.io.format import Tombstone
+from moonserve.protocol.kv_blocks import BlockKey
 from tests.kvstore.disk.tiers import faulty, found_in, objects, opened, stuck, until_it_hangs, written
 
 
@@ -30,7 +30,7 @@ def photo(tmp_path: Path) -> Path:
     return tmp_path / "photo"
 
 
-async def test_what_was_given_up_while_it_was_copied_is_forgotten_before_its_source_goes(
+async def test_an_object_released_during_its_copy_is_forgotten_before_its_source_is_freed(
     living: Path, photo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object released during its copy is forgotten before its source is deleted, also if the folder is full."""
@@ -73,7 +73,7 @@ async def test_an_object_that_could_not_be_copied_stays(tmp_path: Path, what: st
     assert await found_in(tmp_path) == objects(1, 2, 3)
 
 
-async def test_what_was_given_up_while_its_copy_failed_does_not_come_back(living: Path, photo: Path) -> None:
+async def test_an_object_released_during_a_failed_copy_does_not_return(living: Path, photo: Path) -> None:
     """An object released during a failed copy does not come back. The copy is whole; only its flush reports failure."""
     calls, options = faulty("sync")
     async with opened(living, options) as stand:
@@ -86,14 +86,14 @@ async def test_what_was_given_up_while_its_copy_failed_does_not_come_back(living
             stand.release(written(1).object)
         await compacting
         await stand.tier.check()
-        await stand.tier._compactor.settled()
+        await stand.tier._compactor.wait_until_idle()
         await stand.tier._compactor._compact(segment)
         assert segment.number not in stand.tier._log.segments
         shutil.copytree(living, photo)
     assert await found_in(photo) == objects(2)
 
 
-async def test_what_was_removed_while_it_was_copied_stays_removed_when_the_process_dies_before_it_is_said(
+async def test_an_object_removed_during_its_copy_stays_removed_after_a_crash(
     living: Path, photo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy of a removed object stays removed in a crash, although it lies behind the tombstone and outlasts it."""
@@ -106,7 +106,7 @@ async def test_what_was_removed_while_it_was_copied_stays_removed_when_the_proce
             good = await read(reads)
             await stand.forget(written(1).object)
             stand.tier._segments.seal(stand.tier._writer._landed_in)
-            assert await stand.tier._segments.sealed()
+            assert await stand.tier._segments.wait_for_footer()
             return good
 
         def dies_when_it_was_copied(*move: Any) -> bool:
@@ -121,10 +121,10 @@ async def test_what_was_removed_while_it_was_copied_stays_removed_when_the_proce
     assert await found_in(photo) == objects(2)
 
 
-def test_a_tombstone_that_is_there_twice_is_kept_for_the_later_segment() -> None:
+def test_duplicate_tombstones_are_merged_for_the_later_segment() -> None:
     """The later of two tombstones of one object is kept: it covers a copy in a segment after the earlier one."""
     key = BlockKey(bytes(16))
     later, earlier = Tombstone(key, 5, segment=9), Tombstone(key, 5, segment=7)
     pin = Tombstone(key, 5, segment=3, pin=Pin.HARD)
     for order in ([later, pin, earlier], [earlier, later, pin]):
-        assert set(once_each(order)) == {later, pin}
+        assert set(merge_tombstones(order)) == {later, pin}

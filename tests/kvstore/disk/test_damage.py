@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk.base import PAGE
-from kvstore.disk.format import extent_pages
-from tests.kvstore.disk.mounts import flip, segments
+from moonserve.kvstore.disk.base import PAGE
+from moonserve.kvstore.disk.io.format import extent_pages
 from tests.kvstore.disk.tiers import SEGMENT, Stand, opened, written
+from tests.kvstore.faults.mounts import flip, segments
 
 LENGTH = 5_000
 EXTENT = extent_pages(LENGTH) * PAGE

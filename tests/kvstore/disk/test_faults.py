@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk import health
-from kvstore.disk.base import PAGE, Health
-from kvstore.disk.format import page_of
+from moonserve.kvstore.disk import health
+from moonserve.kvstore.disk.base import PAGE, Health
+from moonserve.kvstore.disk.io.format import page_of
 from tests.kvstore.disk.tiers import SMALL, faulty, found_in, objects, opened, stuck, until_it_hangs, written
 
 
@@ -35,7 +35,7 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["write", "sync"])
-async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, what: str) -> None:
+async def test_a_failed_write_may_be_repeated(tmp_path: Path, what: str) -> None:
     """An object whose write failed can be written again; the failed attempt is not found by a restart."""
     calls, options = faulty()
     async with opened(tmp_path, options) as stand:
@@ -47,7 +47,7 @@ async def test_what_could_not_be_written_may_be_written_again(tmp_path: Path, wh
     assert await found_in(tmp_path) == objects(1)
 
 
-async def test_forgetting_while_the_disk_fails_is_made_up_for(tmp_path: Path) -> None:
+async def test_objects_forgotten_while_the_disk_fails_are_forgotten_later(tmp_path: Path) -> None:
     calls, options = faulty()
     async with opened(tmp_path, options) as stand:
         await stand.put([written(1), written(2)])
@@ -122,7 +122,7 @@ async def test_a_folder_that_vanishes_fails_the_tier_but_no_request(tmp_path: Pa
         assert await stand.holds(written(1))
 
 
-async def test_the_disk_is_looked_after_without_being_asked(tmp_path: Path) -> None:
+async def test_hangs_of_the_disk_are_found_without_calls(tmp_path: Path) -> None:
     ticks: asyncio.Queue[None] = asyncio.Queue()
 
     async def sleep(seconds: float) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk.base import Health
-from kvstore.disk.tier import DiskOptions
+from moonserve.kvstore.disk.base import Health
+from moonserve.kvstore.disk.tier import DiskOptions
 from tests.kvstore.disk.tiers import (
     SEGMENT,
     FaultyCalls,
@@ -97,7 +97,7 @@ async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
     assert await found_in(tmp_path, capacity=CAPACITY) == objects(100, 101, 102)
 
 
-async def test_nothing_that_must_last_follows_a_failed_flush_in_its_segment(tmp_path: Path) -> None:
+async def test_no_durable_record_follows_a_failed_flush_in_its_segment(tmp_path: Path) -> None:
     calls, ticks, options = lazy()
     changed = asyncio.Event()
     async with opened(tmp_path, options, CAPACITY) as stand:
@@ -128,9 +128,6 @@ async def test_an_orderly_stop_flushes_everything(tmp_path: Path) -> None:
     assert calls.num_flushes >= 2  # of the log, then of its footer
 
 
-# Groups of writes, each made durable by a flush of its own
-
-
 async def until_landed(stand: Stand, num_objects: int) -> None:
     """Waits until `num_objects` are written to disk, durable or not."""
     log = stand.tier._log
@@ -156,9 +153,7 @@ async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Pat
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_what_follows_a_failed_flush_fails_with_it_and_neither_comes_back(
-    tmp_path: Path, cancelled: bool
-) -> None:
+async def test_writes_after_a_failed_flush_fail_and_do_not_return(tmp_path: Path, cancelled: bool) -> None:
     calls, options = faulty("sync")
     async with opened(tmp_path, options) as stand:
         assert await stand.put([written(0)]) == [True]

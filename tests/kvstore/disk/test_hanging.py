@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.disk.base import Health
-from kvstore.disk.files import FileCalls
-from tests.kvstore.disk.mounts import frozen, mounted_ext4
+from moonserve.kvstore.disk.base import Health
+from moonserve.kvstore.disk.io.segment_file import FileCalls
 from tests.kvstore.disk.tiers import (
     NO_RING,
     SMALL,
@@ -25,6 +24,7 @@ from tests.kvstore.disk.tiers import (
     until_it_hangs,
     written,
 )
+from tests.kvstore.faults.mounts import frozen, mounted_ext4
 
 LIMIT_S = SMALL.time_limit_s
 
@@ -40,16 +40,16 @@ async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path
             await until_it_hangs(calls)
             second = asyncio.create_task(stand.put([written(3)]))
             clock.now += LIMIT_S
-            stand.tier.look_at_waits()
+            stand.tier.check_for_hang()
             assert stand.tier.health is Health.GOOD
             clock.now += 1
-            stand.tier.look_at_waits()
+            stand.tier.check_for_hang()
             assert (await first, await second) == ([False], [False])
             ((seen, reason),) = stand.owner.health
             assert seen is Health.FAILED
             assert "not answered for 31 s" in reason
             assert await stand.put([written(4)]) == [False]
-            stand.tier.look_at_waits()
+            stand.tier.check_for_hang()
             assert stand.tier.counters["disk_hangs"] == 1
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
@@ -67,7 +67,7 @@ async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it
             task = asyncio.create_task(stand.tier.read([read]))
             await until_it_hangs(calls)
             clock.now += LIMIT_S + 1
-            stand.tier.look_at_waits()
+            stand.tier.check_for_hang()
             assert stand.tier.health is Health.FAILED
             await asyncio.sleep(0)
             assert not task.done()
@@ -91,7 +91,7 @@ async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: 
             await stand.put([written(number)])
         for number in range(60):
             assert await stand.get(written(number % 20).object) is not None
-            stand.tier.look_at_waits()
+            stand.tier.check_for_hang()
         assert stand.tier.health is Health.GOOD
         stand.tier._waits.validate()
 
@@ -106,13 +106,13 @@ async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_
         read = stand.read_of(written(1).object)
         task = asyncio.create_task(stand.tier.read([read]))
         await asyncio.sleep(0)
-        assert ring.num_under_way == 1
+        assert ring.num_in_flight == 1
         clock.now += LIMIT_S + 1
-        stand.tier.look_at_waits()  # before the loop has seen the completion
+        stand.tier.check_for_hang()  # before the loop has seen the completion
         assert await task == [False]
         assert not any(read.memory)
         ring.validate()
-        while ring.num_under_way:  # noqa: ASYNC110 - only the kernel knows when
+        while ring.num_in_flight:  # noqa: ASYNC110 - only the kernel knows when
             await asyncio.sleep(0)
         await stand.tier.check()
         assert await stand.holds(written(1))
@@ -130,7 +130,7 @@ async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_pa
                     clock.now += 1
                     await asyncio.sleep(0)
                 clock.now += LIMIT_S
-                stand.tier.look_at_waits()
+                stand.tier.check_for_hang()
                 assert await task == [False]
                 assert stand.tier.health is Health.FAILED
             await stand.tier.check()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.disk.base import DiskObject, Pin
-from protocol.keys import BlockKey
+from moonserve.kvstore.disk.base import DiskObject, Pin
+from moonserve.protocol.kv_blocks import BlockKey
 from tests.kvstore.disk.tiers import Stand, opened, written
 from tests.thoroughness import examples
 
@@ -27,7 +27,7 @@ def found_pins(stand: Stand) -> dict[BlockKey, Pin]:
     return {about.key: about.pin for about in stand.owner.places}
 
 
-async def test_a_pin_does_not_pass_to_the_object_that_came_after(tmp_path: Path) -> None:
+async def test_a_pin_does_not_pass_to_a_later_object_of_the_key(tmp_path: Path) -> None:
     first, second = written(1, generation=1), written(1, generation=3)
     async with opened(tmp_path) as stand:
         await stand.put([first])
@@ -67,7 +67,7 @@ async def churn_until(stand: Stand, holds: Callable[[], bool]) -> None:
 
 @settings(max_examples=examples(15), deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(1, 5), st.sampled_from(Pin), st.booleans()), min_size=1, max_size=12))
-def test_any_order_of_changes_and_restarts_leaves_the_last(
+def test_any_order_of_changes_and_restarts_keeps_the_last_value(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, Pin, bool]]
 ) -> None:
     folder = tmp_path_factory.mktemp("pins")

@@ -24,10 +24,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.disk import compaction
-from kvstore.disk.base import DiskObject, DiskWrite, Pin
-from kvstore.disk.files import FileCalls
-from protocol.keys import BlockKey
+from moonserve.kvstore.disk import compaction
+from moonserve.kvstore.disk.base import DiskObject, DiskWrite, Pin
+from moonserve.kvstore.disk.io.segment_file import FileCalls
+from moonserve.protocol.kv_blocks import BlockKey
 from tests.kvstore.disk.tiers import SEGMENT, SMALL, Stand, for_ever, opened, written
 from tests.thoroughness import examples
 
@@ -232,7 +232,7 @@ async def lived(folder: Path, disk: Disk, rng: random.Random, *, strict: bool) -
 
 @settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 2**32), strict=st.booleans())
-def test_whatever_the_disk_had_not_written_yet_is_missed_and_nothing_else(
+def test_a_power_loss_costs_only_unwritten_objects(
     tmp_path_factory: pytest.TempPathFactory, seed: int, strict: bool
 ) -> None:
     """After a power cut, only data not yet durable is missing, also if compaction moves objects meanwhile."""

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.disk.base import DiskObject
+from moonserve.kvstore.disk.base import DiskObject
 from tests.kvstore.disk.tiers import CAPACITY, SMALL, Stand, opened, written
 from tests.thoroughness import examples
 

@@ -13,12 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvstore.disk.base import PAGE
-from kvstore.disk.folder import Folder
-from kvstore.disk.format import FORMAT_VERSION
-from kvstore.disk.ring import Ring
-from kvstore.disk.tier import DiskOptions, SsdTier
-from protocol.errors import ConfigError
+from moonserve.kvstore.disk.base import PAGE
+from moonserve.kvstore.disk.io.folder import Folder
+from moonserve.kvstore.disk.io.format import FORMAT_VERSION
+from moonserve.kvstore.disk.io.uring import Ring
+from moonserve.kvstore.disk.tier import DiskOptions, SsdTier
+from moonserve.protocol.errors import ConfigError
 from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, Stand, found_in, opened, written
 
 
@@ -29,7 +29,7 @@ def small_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(Ring, "opened", lambda waits, memory: None)
 
 
-async def test_space_of_released_objects_comes_back_for_ever(tmp_path: Path) -> None:
+async def test_compaction_always_reclaims_the_space_of_released_objects(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         kept = [written(number) for number in range(1000, 1010)]
         assert all(await stand.put(kept))
@@ -57,7 +57,7 @@ async def test_one_call_that_fills_segments_leaves_room_for_their_footers(tmp_pa
     assert await found_in(tmp_path, options, capacity=8 * 256 * PAGE) == {write.object for write in writes}
 
 
-async def test_what_fits_into_no_segment_or_header_is_refused(tmp_path: Path) -> None:
+async def test_objects_larger_than_a_segment_or_header_allows_are_refused(tmp_path: Path) -> None:
     largest = SEGMENT - 4 * PAGE  # segment head, object header and two pages of footer
     async with opened(tmp_path) as stand:
         assert [stand.tier.takes(largest), stand.tier.takes(largest + 1)] == [True, False]
@@ -66,7 +66,7 @@ async def test_what_fits_into_no_segment_or_header_is_refused(tmp_path: Path) ->
         assert await stand.put([written(3, tenant="t" * 2000)]) == [False]
 
 
-async def test_reading_at_a_place_that_was_given_up_is_a_miss(tmp_path: Path) -> None:
+async def test_a_read_at_a_released_place_is_a_miss(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         await stand.put([written(1), written(2)])
         there = stand.read_of(written(2).object)
@@ -85,7 +85,7 @@ async def test_a_cancelled_write_is_not_found_later(tmp_path: Path) -> None:
     assert not await found_in(tmp_path)
 
 
-async def test_a_cancelled_read_leaves_its_memory_alone_afterwards(tmp_path: Path) -> None:
+async def test_a_cancelled_read_no_longer_writes_to_its_memory(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         write = written(1)
         await stand.put([write])
@@ -97,7 +97,7 @@ async def test_a_cancelled_read_leaves_its_memory_alone_afterwards(tmp_path: Pat
         assert stand.tier._scratch.num_borrowed == 0
 
 
-async def test_a_folder_that_is_not_the_one_it_was_is_refused(tmp_path: Path) -> None:
+async def test_a_replaced_folder_is_refused(tmp_path: Path) -> None:
     """A folder is refused if its identity has another format, is damaged or lost, or if it has a foreign segment."""
     for name in ("a", "b"):
         async with opened(tmp_path / name) as stand:
@@ -160,7 +160,7 @@ async def test_nothing_is_left_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_recovery_gives_pieces_and_says_how_far_it_is(tmp_path: Path) -> None:
+async def test_recovery_yields_batches_and_reports_progress(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         assert all(await stand.put([written(number) for number in range(20)]))
     shares: list[float] = []
@@ -173,7 +173,7 @@ async def test_recovery_gives_pieces_and_says_how_far_it_is(tmp_path: Path) -> N
     assert shares[-1] == 1.0
 
 
-async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
+async def test_recovery_can_be_cancelled(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         assert all(await stand.put([written(number) for number in range(20)]))
     tier = await SsdTier.open(tmp_path, 8 * SEGMENT, SMALL, Owner().moved, Owner().health_changed)
@@ -184,7 +184,7 @@ async def test_recovery_may_be_given_up(tmp_path: Path) -> None:
     assert len(await found_in(tmp_path)) == 20
 
 
-async def test_the_next_segment_is_there_before_it_is_needed_and_is_a_spare_file_if_it_never_is(tmp_path: Path) -> None:
+async def test_the_next_segment_is_prepared_ahead_and_becomes_a_spare_file_if_unused(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
         segments, log = stand.tier._segments, stand.tier._log
         await put_while(stand, lambda: not log.is_nearly_full)

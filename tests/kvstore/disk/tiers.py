@@ -15,11 +15,11 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.disk.base import DiskObject, DiskRead, DiskWrite, Health, Place
-from kvstore.disk.files import FileCalls
-from kvstore.disk.log import Segment
-from kvstore.disk.tier import DiskOptions, SsdTier
-from protocol.keys import BlockKey
+from moonserve.kvstore.disk.base import DiskObject, DiskRead, DiskWrite, Health, Place
+from moonserve.kvstore.disk.io.segment_file import FileCalls
+from moonserve.kvstore.disk.log_state import Segment
+from moonserve.kvstore.disk.tier import DiskOptions, SsdTier
+from moonserve.protocol.kv_blocks import BlockKey
 
 SEGMENT = 64 * 2**10
 CAPACITY = 8 * SEGMENT
@@ -112,9 +112,9 @@ class Stand:
 
     async def settled(self) -> None:
         """Waits for footers, the preparation of new files, and compaction in flight."""
-        await self.tier._compactor.settled()
-        while await self.tier._segments.sealed():
-            await self.tier._compactor.settled()
+        await self.tier._compactor.wait_until_idle()
+        while await self.tier._segments.wait_for_footer():
+            await self.tier._compactor.wait_until_idle()
         if (prepared := self.tier._segments._prepared) is not None:
             await asyncio.wait([prepared])
 
@@ -124,7 +124,7 @@ class Stand:
         assert self.tier._scratch.num_borrowed == 0
         if self.tier._ring is not None:
             self.tier._ring.validate()
-            assert self.tier._ring.num_under_way == 0
+            assert self.tier._ring.num_in_flight == 0
         assert all(map(log.is_live, self.owner.places.values()))
 
 
@@ -150,9 +150,6 @@ async def found_in(folder: Path, *how: Any, **options: Any) -> set[DiskObject]:
     """Returns the objects that a restart finds. Further arguments are passed on to `opened`."""
     async with opened(folder, *how, **options) as stand:
         return set(stand.owner.places)
-
-
-# Disks that hang or fail
 
 
 class Clock:

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.allocator import padded
-from kvstore.client import KvStore
-from kvstore.client.backstage import Backstage
-from kvstore.client.keys import Key, block_of
-from kvstore.client.placement import Placement
-from protocol.keys import BlockKey
-from protocol.pb import kvstore_pb2, kvstore_pb2_grpc
-from protocol.rpc import Channels
-from protocol.status import NotReady
+from moonserve.kvstore.client import KvStore
+from moonserve.kvstore.client.node_access.background import BackgroundLoop
+from moonserve.kvstore.client.node_access.objects import Key, block_of
+from moonserve.kvstore.client.placement import Placement
+from moonserve.kvstore.state.allocator import padded
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from moonserve.protocol.process.child_process import NotReady
+from moonserve.protocol.rpc.grpc_transport import Channels
 from tests import processes
 from tests.kvstore.client.pools import BOTH, running_registry, store_of
 from tests.kvstore.directory.cluster import Questions, asking
 from tests.kvstore.faults.values import value_of
-from tests.kvstore.nodes import TOKEN, Node
+from tests.kvstore.node.nodes import TOKEN, Node
 from tests.patience import PATIENCE_S, until
 from tests.stopping import stopped
 
@@ -62,7 +62,7 @@ class Pool:
     flags: tuple[str, ...] = ()
     disks: dict[str, Path] = field(default_factory=dict)
     running: dict[str, Node] = field(default_factory=dict)
-    backstage: Backstage = field(default_factory=Backstage)
+    background: BackgroundLoop = field(default_factory=BackgroundLoop)
     channels: Channels = field(default_factory=lambda: Channels(TOKEN))
 
     def begin(self, node_id: str) -> Starting:
@@ -136,7 +136,7 @@ class Pool:
             async with asking(int(self.registry.rpartition(":")[2])) as asks:
                 return await question(asks)
 
-        return self.backstage.ask(ask(), PATIENCE_S)
+        return self.background.run(ask(), PATIENCE_S)
 
     def ask(self, node_id: str, method: str, request: Any = None, timeout_s: float = PATIENCE_S) -> Any:
         """Makes a unary call to a node. Raises the call's errors."""
@@ -144,7 +144,7 @@ class Pool:
         async def call() -> Any:
             return await self.channels.call(self._method(node_id, method), request, timeout_s=timeout_s)
 
-        return self.backstage.ask(call(), timeout_s + PATIENCE_S)
+        return self.background.run(call(), timeout_s + PATIENCE_S)
 
     def stream(self, node_id: str, method: str, request: Any) -> list[Any]:
         """Returns all replies of a streaming call to a node."""
@@ -152,7 +152,7 @@ class Pool:
         async def everything() -> list[Any]:
             return [each async for each in self.channels.stream(self._method(node_id, method), request)]
 
-        return self.backstage.ask(everything(), PATIENCE_S)
+        return self.background.run(everything(), PATIENCE_S)
 
     def _method(self, node_id: str, method: str) -> Any:
         channel = self.channels.to(self.running[node_id].rpc_address)
@@ -243,5 +243,5 @@ def running_pool(folder: Path, num_nodes: int, *flags: str, ssd: str = "", regis
 def _end(pool: Pool) -> None:
     for node in pool.running.values():
         node.kill()
-    pool.backstage.ask(pool.channels.close(), PATIENCE_S)
-    pool.backstage.close()
+    pool.background.run(pool.channels.close(), PATIENCE_S)
+    pool.background.close()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client import KvStore
-from protocol.errors import DeadlineExceeded, PeerLost
-from tests.kvstore.disk.mounts import mounted, read_only
+from moonserve.kvstore.client import KvStore
+from moonserve.protocol.errors import DeadlineExceeded, PeerLost
+from tests.kvstore.faults.mounts import mounted, read_only
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import put_many, value_of
 from tests.patience import until
@@ -35,7 +35,7 @@ def held_by(pool: Pool, node_id: str, names: list[bytes]) -> list[bytes]:
         return [name for name in names if store.get(name) is not None]
 
 
-def test_what_is_removed_while_a_node_is_dead_does_not_come_back_with_it(tmp_path: Path) -> None:
+def test_an_object_removed_while_its_node_is_dead_stays_removed(tmp_path: Path) -> None:
     with running_pool(tmp_path, 3, *ON_DISK, ssd="64MiB") as pool:
         removed = put_on(pool, "store-1", "removed")
         kept = put_on(pool, "store-1", "kept")
@@ -49,7 +49,7 @@ def test_what_is_removed_while_a_node_is_dead_does_not_come_back_with_it(tmp_pat
         pool.audit([], held=kept, gone=removed)
 
 
-def test_what_a_node_is_told_by_others_is_told_on_by_it_and_over_restarts(tmp_path: Path) -> None:
+def test_a_node_passes_on_learned_removals_even_after_a_restart(tmp_path: Path) -> None:
     with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
         removed = put_on(pool, "store-1", "removed")
         with pool.store() as store:
@@ -76,7 +76,7 @@ def test_a_value_stored_anew_after_a_removal_stays(tmp_path: Path) -> None:
         assert held_by(pool, "store-1", names) == names
 
 
-def test_of_two_values_the_one_that_was_stored_while_the_other_was_away_counts(tmp_path: Path) -> None:
+def test_a_value_stored_during_an_absence_replaces_the_older_one(tmp_path: Path) -> None:
     with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
         with pool.alone("store-1") as store:
             store.put(b"replaced", b"old")
@@ -130,7 +130,7 @@ def test_a_node_that_was_stopped_until_it_was_forgotten_shows_nothing_old(tmp_pa
         pool.add_up()
 
 
-def test_what_is_removed_while_the_disk_is_read_only_is_remembered_by_others(tmp_path: Path) -> None:
+def test_a_removal_on_a_read_only_disk_is_kept_by_other_nodes(tmp_path: Path) -> None:
     with mounted(tmp_path / "store-0", 128 * 2**20) as disk, running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
         names = put_on(pool, "store-0", "removed", 5)
         kept = put_on(pool, "store-0", "kept", 5)

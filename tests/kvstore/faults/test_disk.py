@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvstore.client import plain_key
+from moonserve.kvstore.client import plain_key
 from tests.kvstore.client.pools import both_ways
-from tests.kvstore.disk.mounts import fill_up, flip, flip_bits, mounted, read_only, segments, take_away
+from tests.kvstore.faults.mounts import fill_up, flip, flip_bits, mounted, read_only, segments, take_away
 from tests.kvstore.faults.pool import Pool, running_pool
 from tests.kvstore.faults.values import FOR_EVER, Load, put_many, value_of
 from tests.patience import until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.registry.base import TTL_S
+from moonserve.protocol.membership.registry import TTL_S
 from tests.kvstore.faults.pool import running_pool
 from tests.kvstore.faults.values import Load
 from tests.patience import PATIENCE_S

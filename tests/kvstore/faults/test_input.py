@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
-from protocol.pb import kvstore_pb2 as pb
+from moonserve.protocol.errors import InvalidRequest, MoonserveError, PeerLost, StaleLease
+from moonserve.protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.faults.pool import Pool, running_pool
 
 DRAM = 8 * 2**20
@@ -70,7 +70,7 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize("what", SENSELESS)
-def test_what_makes_no_sense_is_refused_and_leaves_no_trace(pool: Pool, what: str) -> None:
+def test_invalid_input_is_refused_without_effect(pool: Pool, what: str) -> None:
     method, request = SENSELESS[what]
     before = pool.stats("store-0")
     with pytest.raises((InvalidRequest, StaleLease, PeerLost)) as caught:
@@ -82,7 +82,7 @@ def test_what_makes_no_sense_is_refused_and_leaves_no_trace(pool: Pool, what: st
 
 
 @pytest.mark.parametrize("wait_s", [-1.0, math.nan, math.inf])
-def test_a_writer_cannot_wait_for_ever(pool: Pool, wait_s: float) -> None:
+def test_a_writer_waits_for_another_only_until_its_deadline(pool: Pool, wait_s: float) -> None:
     held = reserving(100, b"w" * 16, ttl_s=1.0)
     pool.ask("store-0", "Reserve", held)
     waiting = reserving(100, b"w" * 16, wait_s=wait_s)
@@ -106,6 +106,6 @@ def test_a_writer_cannot_wait_for_ever(pool: Pool, wait_s: float) -> None:
         ("Abort", pb.StoreAbortRequest(reservation_id="unknown")),
     ],
 )
-def test_what_is_unknown_is_no_error(pool: Pool, method: str, request_: Any) -> None:
+def test_unknown_keys_are_no_error(pool: Pool, method: str, request_: Any) -> None:
     pool.ask("store-0", method, request_)
     pool.add_up()

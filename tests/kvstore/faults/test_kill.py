@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import free_port
-from kvstore.client import KvStore, plain_key
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.kvstore.client import KvStore, plain_key
 from tests.kvstore.client.pools import both_ways
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client import plain_key
-from protocol.errors import Overloaded
-from protocol.pb import kvstore_pb2 as pb
+from moonserve.kvstore.client import plain_key
+from moonserve.protocol.errors import Overloaded
+from moonserve.protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
 from tests.kvstore.faults.values import put_many
 

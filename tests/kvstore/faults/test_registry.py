@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import free_port
-from protocol.errors import PeerLost
-from protocol.keys import BlockKey
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.protocol.errors import PeerLost
+from moonserve.protocol.kv_blocks import BlockKey
 from tests.kvstore.directory.cluster import running_directory
 from tests.kvstore.faults.pool import Pool, held, running_pool
 from tests.kvstore.faults.values import Load, put_many, value_of
@@ -25,7 +25,7 @@ OUTAGES = [
 
 
 @pytest.mark.parametrize(("outage_s", "pause_s"), OUTAGES)
-def test_redis_may_be_killed_and_come_back_empty(tmp_path: Path, outage_s: float, pause_s: float) -> None:
+def test_a_killed_redis_may_return_empty(tmp_path: Path, outage_s: float, pause_s: float) -> None:
     with RedisServer() as redis, running_pool(tmp_path, 3, "--dram", "256MiB", registry=redis.url) as pool:
         with pool.store() as store, Load(store, "redis", pause_s=pause_s) as load:
             load.go_on(20)

@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from kvstore.client import KvStore
-from protocol.errors import DeadlineExceeded, Overloaded, PeerLost, StaleLease
+from moonserve.kvstore.client import KvStore
+from moonserve.protocol.errors import DeadlineExceeded, Overloaded, PeerLost, StaleLease
 from tests.patience import PATIENCE_S, until
 
 BLAMELESS = (PeerLost, DeadlineExceeded, Overloaded, StaleLease)

@@ -15,9 +15,9 @@ import sys
 
 import numpy as np
 
-from kvstore.native.base import Entry
-from kvstore.native.metadata import KeyIndex
-from protocol.keys import BlockKey
+from moonserve.kvstore.index_layout import Entry
+from moonserve.kvstore.published_index import KeyIndex
+from moonserve.protocol.kv_blocks import BlockKey
 
 PAGE = 4096
 NUM_PLACES = 48

@@ -15,22 +15,21 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvstore.native.base import Entry
-from kvstore.native.layout import (
+from moonserve.kvstore.index_layout import (
     HEADER,
     RETIRED_AT,
     SLOT,
     VERSION_AT,
-    Copied,
+    CopyResult,
+    Entry,
     Geometry,
+    IndexMoved,
+    LocateStatus,
     NotCopied,
     Presence,
-    Retired,
-    Standing,
 )
-from kvstore.native.metadata import KeyIndex
-from kvstore.native.reader import MappedReader, Unknown
-from protocol.errors import Incompatible
+from moonserve.kvstore.published_index import IndexUnknown, KeyIndex, MappedReader
+from moonserve.protocol.errors import Incompatible
 from tests.kvstore.native import mutator
 from tests.kvstore.native.mutator import key_of
 
@@ -58,7 +57,7 @@ def reader_of(index: KeyIndex, data: bytes = DATA) -> MappedReader:
     return MappedReader(index.memory.toreadonly(), memoryview(data))
 
 
-def copy(reader: MappedReader, *numbers: int) -> tuple[Copied, np.ndarray]:
+def copy(reader: MappedReader, *numbers: int) -> tuple[CopyResult, np.ndarray]:
     """Copies keys into one row of 4096 bytes each. Returns the outcome and the rows."""
     into = np.zeros((len(numbers), 4096), np.uint8)
     addresses = np.array([row.ctypes.data for row in into], np.uint64)
@@ -86,7 +85,7 @@ BATCH = {
 }
 
 
-def test_a_copy_of_a_batch_says_of_each_key_what_came_of_it() -> None:
+def test_a_copied_batch_reports_the_result_of_each_key() -> None:
     copied, into = copy(reader_of(index_of(BATCH)), *range(1, 8))
     on_disk, too_small, absent, unknown = NotCopied.ON_DISK, NotCopied.TOO_SMALL, NotCopied.ABSENT, NotCopied.UNKNOWN
     assert copied.lengths.tolist() == [1000, on_disk, too_small, 0, absent, unknown, 256]
@@ -107,36 +106,36 @@ def located(reader: MappedReader, *numbers: int, budget: int = 1 << 20) -> tuple
     return told, [ctypes.string_at(address, nbytes) for address, nbytes in pieces[:num_pieces].tolist()]
 
 
-def test_a_batch_is_located_with_the_memory_of_what_fits() -> None:
+def test_locate_returns_the_memory_of_objects_that_fit() -> None:
     """Objects that are too large, over budget, on disk, absent or out of bounds get a row, but no piece of memory."""
     entries = BATCH | {8: entry_at(1024, 1500)}
     told, pieces = located(reader_of(index_of(entries)), *range(1, 7), 8, 7, budget=1300)
     standings = "SENT ON_DISK IN_MEMORY SENT MISSING UNKNOWN IN_MEMORY SENT"
-    assert [Standing(row[0]).name for row in told] == standings.split()
+    assert [LocateStatus(row[0]).name for row in told] == standings.split()
     assert [row[1] for row in told] == [1000, 1000, 4097, 0, 0, 257, 1500, 256]
-    assert all(row[2:] == ([0, 0] if row[0] == Standing.MISSING else [77, 9]) for row in told)
+    assert all(row[2:] == ([0, 0] if row[0] == LocateStatus.MISSING else [77, 9]) for row in told)
     assert pieces == [DATA[512:1512], DATA[-256:]]
 
 
-def test_calls_over_retired_memory_say_so() -> None:
+def test_calls_over_retired_memory_raise_index_moved() -> None:
     index = index_of({1: entry_at(0)})
     reader, memory = reader_of(index), index.memory
     for number in range(2, 200):
         index.insert(key_of(number), entry_at(0))
     assert memory[RETIRED_AT] == 1
     for call in (reader.find, reader.exists, lambda _: copy(reader, 1), lambda _: located(reader, 1)):
-        with pytest.raises(Retired):
+        with pytest.raises(IndexMoved):
             call(key_of(1))
-    with pytest.raises(Retired):
+    with pytest.raises(IndexMoved):
         MappedReader(memory, memoryview(DATA))
 
 
-def test_a_writer_that_stopped_in_the_midst_of_a_change_does_not_stop_readers() -> None:
+def test_a_writer_stopped_during_a_change_does_not_block_readers() -> None:
     index = index_of({1: entry_at(0, 100)})
     index.memory[VERSION_AT] |= 1
     reader = reader_of(index)
     assert reader.find(key_of(1)) == entry_at(0, 100)
-    with pytest.raises(Unknown):
+    with pytest.raises(IndexUnknown):
         reader.find(key_of(2))
     packed = b"".join(map(key_of, range(1, 3000)))
     assert set(reader.exists(packed)[1:]) == {Presence.UNKNOWN}
@@ -144,18 +143,18 @@ def test_a_writer_that_stopped_in_the_midst_of_a_change_does_not_stop_readers() 
     assert copied.lengths.tolist() == [100, NotCopied.UNKNOWN]
 
 
-def test_an_entry_whose_fields_do_not_belong_together_is_not_believed() -> None:
+def test_an_entry_with_inconsistent_fields_is_ignored() -> None:
     index = index_of({1: entry_at(0)})
     offset = slot_of(index)
     for at in range(16, 48):
         index.memory[offset + at] ^= 4
-        with pytest.raises(Unknown):
+        with pytest.raises(IndexUnknown):
             reader_of(index).find(key_of(1))
         index.memory[offset + at] ^= 4
     assert reader_of(index).find(key_of(1)) == entry_at(0)
 
 
-def test_an_entry_that_left_its_place_and_came_back_is_not_what_it_was() -> None:
+def test_an_entry_that_moved_and_came_back_has_another_tag() -> None:
     index = index_of({1: entry_at(256)})
     slot = slice(slot_of(index), slot_of(index) + SLOT.size)
     before = bytes(index.memory[slot])
@@ -184,7 +183,7 @@ def test_memory_that_is_not_an_index_is_refused(at: int, value: bytes) -> None:
         Geometry.parse(b"", 0)
 
 
-def test_a_table_without_an_empty_slot_ends_where_its_memory_does() -> None:
+def test_a_search_of_a_full_table_ends_at_its_last_slot() -> None:
     index = index_of({1: entry_at(0)})
     offset = slot_of(index)
     slot = bytes(index.memory[offset : offset + 48])
@@ -225,14 +224,14 @@ def reader_over(memory: memoryview) -> MappedReader:
         data = memory[mutator.PAGE : mutator.DATA_END].toreadonly()
         try:
             reader = MappedReader(memory[offset:].toreadonly(), data)
-        except Retired:
+        except IndexMoved:
             continue
         memory[mutator.READ_AT :][: mutator.WHERE.size] = mutator.WHERE.pack(offset)
         return reader
 
 
 @pytest.mark.slow
-def test_whatever_is_copied_while_another_process_rewrites_it_is_whole() -> None:
+def test_objects_copied_while_another_process_rewrites_them_are_whole() -> None:
     seen: Counter[str] = Counter()
     with mutating() as memory:
         reader = reader_over(memory)
@@ -240,7 +239,7 @@ def test_whatever_is_copied_while_another_process_rewrites_it_is_whole() -> None
             seen["batches"] += 1
             try:
                 seen.update(check_batch(reader))
-            except Retired:
+            except IndexMoved:
                 seen["retired"] += 1
                 reader = reader_over(memory)
     assert seen["copied"] > 0

@@ -13,18 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvstore.native import metadata
-from kvstore.native.base import MAX_RECORDS, NO_RECORD, Entry
-from kvstore.native.layout import HEADER, MAX_LOAD, NUM_TAIL, SLOT, more_slots
-from kvstore.native.metadata import KeyIndex, RankHeap
-from kvstore.native.slot_index import WORD_BITS, Column, HolderKernel, SlotIndex
-from protocol.keys import KEY_BYTES, BlockKey
-from protocol.native import C_FLAGS
+from moonserve.kvstore import published_index
+from moonserve.kvstore.directory.block_table import WORD_BITS, Column, SlotIndex
+from moonserve.kvstore.directory.holders import HolderKernel
+from moonserve.kvstore.index_layout import (
+    HEADER,
+    MAX_LOAD,
+    MAX_RECORDS,
+    NO_RECORD,
+    NUM_TAIL,
+    SLOT,
+    Entry,
+    next_num_slots,
+)
+from moonserve.kvstore.published_index import KeyIndex
+from moonserve.kvstore.state.eviction.base import RankHeap
+from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
+from moonserve.protocol.process.native_libraries import C_FLAGS
 from tests.compilers import compile_strictly
 from tests.kvstore.native.mutator import key_of
 from tests.thoroughness import examples
 
-SOURCES = sorted(Path(metadata.__file__).parent.glob("*.c"))
+SOURCES = sorted((Path(published_index.__file__).parent / "native").glob("*.c"))
 SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
@@ -149,7 +159,7 @@ def test_any_sequence_of_calls_agrees_with_pythons_own_containers(machine: type[
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_compilers_have_nothing_to_complain_about(compiler: str, source: Path, tmp_path: Path) -> None:
+def test_compilers_give_no_warnings(compiler: str, source: Path, tmp_path: Path) -> None:
     compile_strictly(compiler, source, C_FLAGS, tmp_path)
 
 
@@ -188,7 +198,7 @@ def test_an_index_grows_early_when_entries_would_run_over_its_end() -> None:
     assert geometry.num_slots * MAX_LOAD < NUM_TAIL
     sizes = [geometry.num_slots]
     while sizes[-1] * MAX_LOAD < NUM_TAIL + 40:
-        sizes.append(more_slots(sizes[-1]))
+        sizes.append(next_num_slots(sizes[-1]))
     crowd = list(islice(keys_at_the_end(geometry.seed, sizes[-1]), NUM_TAIL + 10))
     for record, key in enumerate(crowd):
         index.insert(key, entry_with(record))
@@ -202,7 +212,7 @@ def keys_at_the_end(seed: int, num_slots: int) -> Iterator[BlockKey]:
 
 
 def home(key: BlockKey, seed: int, num_slots: int) -> int:
-    """Returns the slot where metadata.c starts the search for `key`."""
+    """Returns the slot where published_index.c starts the search for `key`."""
     golden, word = 0x9E3779B97F4A7C15, 2**64 - 1
 
     def fold(a: int, b: int) -> int:
@@ -231,14 +241,14 @@ def test_regular_keys_are_spread_like_random_ones(step: int) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_into_a_slot_is_refused(wrong: dict[str, int]) -> None:
+def test_an_entry_that_does_not_fit_into_a_slot_is_refused(wrong: dict[str, int]) -> None:
     index = KeyIndex()
     with pytest.raises(ValueError, match=r"no slot|multiple"):
         index.insert(key_of(1), dataclasses.replace(entry_with(0), **wrong))
     assert index.find(key_of(1)) is None
 
 
-def test_what_compiled_code_would_misread_is_refused() -> None:
+def test_values_out_of_range_for_compiled_code_are_refused() -> None:
     index, short = KeyIndex(), BlockKey(b"short")
     for call in (index.find, index.record_of, index.remove, index.records_in):
         with pytest.raises(ValueError, match="bytes"):
@@ -251,7 +261,7 @@ def test_what_compiled_code_would_misread_is_refused() -> None:
         RankHeap().rank_all(np.array([0, -1]), 1)
 
 
-def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug() -> None:
+def test_a_duplicate_insert_or_missing_key_raises_assertion_error() -> None:
     index = KeyIndex()
     index.insert(key_of(1), entry_with(1))
     with pytest.raises(AssertionError):
@@ -259,9 +269,6 @@ def test_a_key_that_is_there_or_not_when_it_should_be_is_our_own_bug() -> None:
     for call in (index.remove, lambda key: index.relocate(key, 0)):
         with pytest.raises(AssertionError):
             call(key_of(2))
-
-
-# The index of rows by key, and the kernel that finds holders of leading rows
 
 
 def column_of(num_rows: int, seed: int = 1) -> Column:
@@ -289,7 +296,7 @@ def test_every_key_is_found_at_its_row_while_the_index_grows_and_shrinks() -> No
     assert len(index) == 5_000
 
 
-def test_a_column_that_moved_is_followed() -> None:
+def test_the_index_follows_a_moved_column() -> None:
     index, column = SlotIndex(), column_of(10)
     index.insert(column, rows_of(3))
     moved = column.copy()
@@ -313,7 +320,7 @@ def test_rows_that_the_column_lacks_and_torn_keys_are_refused() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 199)), max_size=400))
 @settings(max_examples=examples(40), deadline=None)
-def test_any_order_of_changes_leaves_exactly_what_is_there(changes: list[tuple[bool, int]]) -> None:
+def test_any_order_of_changes_leaves_the_exact_index(changes: list[tuple[bool, int]]) -> None:
     index, column, present = SlotIndex(), column_of(200), set()
     for adds, row in changes:
         if adds and row not in present:
@@ -349,7 +356,7 @@ def test_runs_are_those_of_a_loop_over_all_bits(columns: list[list[int]], rows: 
         assert runs[bit] == expected
 
 
-def test_columns_that_moved_are_found_again() -> None:
+def test_the_kernel_follows_moved_columns() -> None:
     """The kernel reads a table's new columns after growth has replaced the old ones."""
     kernel = HolderKernel()
     rows = np.array([0], np.int64)

@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
-from conductor.config import ConductorConfig
-from conductor.service import serve as serve_conductor
-from decode_worker.config import DecodeConfig
-from decode_worker.worker import serve as serve_decode
-from gateway.config import GatewayConfig
-from gateway.server import serve as serve_gateway
-from kvstore.config import StoreConfig
-from kvstore.node import serve as serve_store
-from models import demo_model_path
-from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import serve as serve_prefill
+from moonserve.conductor.config import ConductorConfig
+from moonserve.conductor.service import serve as serve_conductor
+from moonserve.decode_worker.config import DecodeConfig
+from moonserve.decode_worker.worker import serve as serve_decode
+from moonserve.gateway.config import GatewayConfig
+from moonserve.gateway.server import serve as serve_gateway
+from moonserve.kvstore.config import StoreConfig
+from moonserve.kvstore.node.process import serve as serve_store
+from moonserve.models import demo_model_path
+from moonserve.prefill_worker.config import PrefillConfig
+from moonserve.prefill_worker.worker import serve as serve_prefill
 from tests.patience import PATIENCE_S, answered
 from tests.rdma.expected import NUM_TOKENS, PROMPT, Expected
 from tests.services import serving
@@ -64,7 +64,7 @@ def shown(url: str) -> dict[str, dict[str, Any]]:
         return {each["instance_id"]: each for each in json.load(reply)["instances"]}
 
 
-async def test_a_request_is_served_with_its_kv_over_rdma(tmp_path: Path) -> None:
+async def test_a_request_transfers_its_kv_over_rdma(tmp_path: Path) -> None:
     """KV goes from the prefill worker to the decode worker, and into the store."""
     async with AsyncExitStack() as stack:
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.errors import PeerLost
+from moonserve.protocol.errors import PeerLost
+from moonserve.transfer import Op, Transfer, TransferEngine, TransferOptions
+from moonserve.transfer.rdma.queue_pairs import QueuePairSet
+from moonserve.transfer.rdma.verbs import VerbsQueuePair
 from tests.patience import PATIENCE_S, until
 from tests.transfer.conftest import TOKEN, PeerInProcess
-from transfer import Op, Transfer, TransferEngine, TransferOptions
-from transfer.rdma.rail import PairSet
-from transfer.rdma.verbs import VerbsQueuePair
 
 pytestmark = pytest.mark.timeout(600)
 LARGE = 1 << 20
@@ -99,14 +99,14 @@ def test_a_peer_killed_mid_batch_fails_it_and_its_successor_is_served(
 def test_queue_pairs_forced_to_fail_mid_batch_are_replaced(
     engine: TransferEngine, doomed: Remote, under_way: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[PairSet] = []
-    connect = PairSet.connect
+    made: list[QueuePairSet] = []
+    connect = QueuePairSet.connect
 
-    def remember(self: PairSet, peers: object) -> None:
+    def remember(self: QueuePairSet, peers: object) -> None:
         connect(self, peers)  # type: ignore[arg-type]
         made.append(self)
 
-    monkeypatch.setattr(PairSet, "connect", remember)
+    monkeypatch.setattr(QueuePairSet, "connect", remember)
     batch = engine.submit(large_reads(engine, doomed), deadline_s=2 * PATIENCE_S)
     assert under_way.wait(PATIENCE_S)
     for pairs in tuple(made):
@@ -121,7 +121,7 @@ def resources() -> str:
     return shown.stdout
 
 
-def test_nothing_is_left_after_cycles_of_connecting_and_closing(shared: Remote) -> None:
+def test_connecting_and_closing_repeatedly_leaks_nothing(shared: Remote) -> None:
     def cycle() -> None:
         with engine_over_rdma() as engine:
             there_and_back(engine, shared, 4096)
@@ -143,9 +143,7 @@ def link(interface: str, state: str) -> None:
     subprocess.run(["ip", "link", "set", interface, state], check=True)
 
 
-def test_a_rail_that_goes_down_mid_batch_is_done_without(
-    engine: TransferEngine, doomed: Remote, under_way: threading.Event
-) -> None:
+def test_batch_survives_rail_that_goes_down(engine: TransferEngine, doomed: Remote, under_way: threading.Event) -> None:
     batch = engine.submit(large_reads(engine, doomed), deadline_s=2 * PATIENCE_S)
     assert under_way.wait(PATIENCE_S)
     link("eth1", "down")

@@ -1,4 +1,4 @@
-"""RDMA devices through pyverbs, without the engine: the contract of `transfer.rdma.fabric`."""
+"""RDMA devices through pyverbs, without the engine: the contract of `transfer.rdma.device`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from transfer.native import address_of
-from transfer.rdma.device import choose
-from transfer.rdma.fabric import Completion, CompletionQueue, Device, PairAddress, QueuePair
-from transfer.rdma.verbs import VerbsFabric
+from moonserve.transfer.memory.data_plane import address_of
+from moonserve.transfer.rdma.device import Completion, CompletionQueue, PairAddress, QueuePair, RdmaDevice, choose_ports
+from moonserve.transfer.rdma.verbs import VerbsFabric
 
 
 class End:
     """Queue pair with its completion queue."""
 
-    def __init__(self, device: Device, *, serves: bool) -> None:
+    def __init__(self, device: RdmaDevice, *, serves: bool) -> None:
         self.device = device
         self.completions: CompletionQueue = device.make_completion_queue(512)
         self.pair: QueuePair = device.make_queue_pair(self.completions, send_depth=128, receive_depth=8, serves=serves)
@@ -47,15 +46,15 @@ class End:
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
+def device() -> Iterator[RdmaDevice]:
     fabric = VerbsFabric()
-    device = fabric.open(choose(fabric.ports(), ())[0])
+    device = fabric.open(choose_ports(fabric.ports(), ())[0])
     yield device
     device.close()
 
 
 @pytest.fixture
-def ends(device: Device) -> Iterator[tuple[End, End]]:
+def ends(device: RdmaDevice) -> Iterator[tuple[End, End]]:
     near, far = End(device, serves=False), End(device, serves=True)
     far.pair.connect(near.address)
     near.pair.connect(far.address)
@@ -65,14 +64,14 @@ def ends(device: Device) -> Iterator[tuple[End, End]]:
 
 
 def test_a_port_with_a_routable_gid_is_found_for_each_interface() -> None:
-    ports = choose(VerbsFabric().ports(), ())
+    ports = choose_ports(VerbsFabric().ports(), ())
     assert [port.name for port in ports] == ["rxe0:1", "rxe1:1"]
     assert [port.gid and port.gid.ip for port in ports] == ["10.77.0.1", "10.77.1.1"]
     assert {port.gid and port.gid.kind for port in ports} == {"RoCE v2"}
 
 
 @contextmanager
-def reading(device: Device, near: End, *, remote_read: bool) -> Iterator[tuple[Callable[[int], None], bytearray]]:
+def reading(device: RdmaDevice, near: End, *, remote_read: bool) -> Iterator[tuple[Callable[[int], None], bytearray]]:
     """Yields a function that posts a read with a token, and the buffer it fills. The source may not be readable."""
     memory, target = bytearray(b"x" * 4096), bytearray(4096)
     source = device.register(address_of(memory), 4096, remote_read=remote_read, remote_write=not remote_read)
@@ -83,7 +82,7 @@ def reading(device: Device, near: End, *, remote_read: bool) -> Iterator[tuple[C
     into.close()
 
 
-def test_memory_without_permission_cannot_be_read(device: Device, ends: tuple[End, End]) -> None:
+def test_memory_without_permission_cannot_be_read(device: RdmaDevice, ends: tuple[End, End]) -> None:
     near, _ = ends
     with reading(device, near, remote_read=False) as (read, target):
         read(1)
@@ -91,7 +90,7 @@ def test_memory_without_permission_cannot_be_read(device: Device, ends: tuple[En
         assert target == bytes(4096)
 
 
-def test_a_failed_pair_ends_its_peers_requests(device: Device, ends: tuple[End, End]) -> None:
+def test_a_failed_queue_pair_ends_the_peers_requests(device: RdmaDevice, ends: tuple[End, End]) -> None:
     near, far = ends
     with reading(device, near, remote_read=True) as (read, target):
         far.pair.fail()

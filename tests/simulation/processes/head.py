@@ -7,25 +7,25 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from conductor.events import Heartbeat, Tick
-from conductor.limits import Limits
-from conductor.policies import make_policy
-from conductor.service import ConductorService
-from conductor.state import ConductorState
-from gateway.config import GatewayConfig
-from gateway.generation.detokenize import ByteDecoder
-from gateway.generation.service import Gateway
-from gateway.generation.timings import PHASES
-from protocol.metrics import RequestMetrics, SchedulerMetrics
-from protocol.pb import conductor_pb2_grpc
-from protocol.tracing import Tracer
+from moonserve.conductor.events import Heartbeat, Tick
+from moonserve.conductor.placement.admission import Limits
+from moonserve.conductor.placement.policies import make_policy
+from moonserve.conductor.service import ConductorMetrics, ConductorService
+from moonserve.conductor.state import ConductorState
+from moonserve.gateway.cluster.request_metrics import RequestMetrics
+from moonserve.gateway.config import GatewayConfig
+from moonserve.gateway.generation.detokenizer import ByteDecoder
+from moonserve.gateway.generation.request_timing import PHASES
+from moonserve.gateway.generation.service import Gateway
+from moonserve.protocol.pb import conductor_pb2_grpc
+from moonserve.protocol.process.tracing import Tracer
 from tests.simulation.model import VOCABULARY
 from tests.simulation.processes.members import CONDUCTOR
 from tests.simulation.processes.process import Process, until
 
 CHARACTERS = tuple(bytes([0x40 + token]) for token in range(VOCABULARY))
 # Shared by all worlds, since metrics are only added to.
-SCHEDULER_METRICS = SchedulerMetrics(CollectorRegistry())
+SCHEDULER_METRICS = ConductorMetrics(CollectorRegistry())
 REQUEST_METRICS = RequestMetrics(CollectorRegistry(), "model", "gateway", PHASES)
 
 
@@ -42,7 +42,7 @@ class Conductor(Process):
         conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, self.server)
 
     async def serve(self) -> None:
-        await self.service.housekeep(1.0)
+        await self.service.tick_periodically(1.0)
 
     def validate(self) -> None:
         self.state.validate()

@@ -5,30 +5,28 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from decode_worker.keeping import KeepingCosts
-from decode_worker.limits import Limits as DecodeLimits
-from decode_worker.service import DecodeService
-from decode_worker.servicers import LandingServicer, LandingZone
-from decode_worker.state import DecodeState
-from engine.block_pool import BlockPool
-from kvstore.client.blocks import BlockStores
-from kvstore.home_finder import HomeFinder
-from prefill_worker.landing_client import LandingClient
-from prefill_worker.ledger import Limits as PrefillLimits
-from prefill_worker.service import PrefillService
-from prefill_worker.servicer import PrefillServicer
-from prefill_worker.state import PrefillState
-from protocol.ids import Role, new_id
-from protocol.keys import BlockKey
-from protocol.membership import BlockLog, Membership
-from protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
-from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.wire import endpoint_to_wire, role_to_wire, to_message
+from moonserve.decode_worker.decisions.limits_and_counters import Limits as DecodeLimits
+from moonserve.decode_worker.decisions.offloading import OffloadCosts
+from moonserve.decode_worker.service import DecodeService, LandingServicer, LandingZone
+from moonserve.decode_worker.state import DecodeState
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.prefill_worker.decisions.shared_state import Limits as PrefillLimits
+from moonserve.prefill_worker.decode_client import DecodeClient
+from moonserve.prefill_worker.service import PrefillService
+from moonserve.prefill_worker.state import PrefillState
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.membership.heartbeats import BlockLog, Membership
+from moonserve.protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
+from moonserve.protocol.request import Role, new_id
+from moonserve.protocol.rpc.wire import endpoint_to_wire, role_to_wire, to_message
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
+from moonserve.transfer.config import TransferTimeout
+from moonserve.worker.home_finder import HomeFinder
+from moonserve.worker.process import KvMemory
+from moonserve.worker.service import PrefillServicer, WorkerServicer
 from tests.simulation.model import FINGERPRINT, LAYOUT, VOCABULARY, Engine
 from tests.simulation.processes.process import Process, until, until_one_fails
-from transfer.config import Patience
-from worker.memory import KvMemory
-from worker.service import WorkerServicer
 
 CONDUCTOR = "conductor:1"
 STOP_GRACE_S = 0.5
@@ -61,7 +59,7 @@ class Member(Process):
     async def leave(self) -> None:
         """Leaves the cluster and stops accepting calls."""
         self._belonging.cancel()
-        await self.membership.leave()
+        await self.membership.deregister()
         self.world.network.servers.pop(self.address, None)
         await asyncio.sleep(STOP_GRACE_S)
 
@@ -153,10 +151,10 @@ class Prefill(Worker):
             engine=self.engine,
             memory=self.memory,
             transfer=self.transfer,
-            landings=LandingClient(self.channels, fingerprint=FINGERPRINT, ttl_s=terms.landing_ttl_s),
+            landings=DecodeClient(self.channels, fingerprint=FINGERPRINT, ttl_s=terms.landing_ttl_s),
             stores=self.stores,
             landing_ttl_s=terms.landing_ttl_s,
-            patience=Patience(base_s=terms.transfer_timeout_s),
+            patience=TransferTimeout(base_s=terms.transfer_timeout_s),
             look_for_home=self.look,
             clock=self.life.clock,
         )
@@ -166,7 +164,7 @@ class Prefill(Worker):
 
     def removed(self, key: BlockKey) -> None:
         super().removed(key)
-        self.state.evicted(key)
+        self.state.on_evicted(key)
 
     async def finish(self) -> None:
         await self.leave()
@@ -179,7 +177,7 @@ class Prefill(Worker):
         return request
 
     def unrest(self) -> str:
-        held, sequences = self.state.num_held_blocks, self.state._ledger.sequences.values()
+        held, sequences = self.state.num_held_blocks, self.state._shared.sequences.values()
         who = ", ".join(f"{each.request_id} {each.phase}" for each in sequences)
         return "" if self.state.is_idle and not held else f"{held} blocks held by {who}"
 
@@ -190,7 +188,7 @@ class Decode(Worker):
     def make_service(self) -> DecodeService:
         terms, costs = self.world.terms, None
         if self.home:
-            costs = KeepingCosts(prefill=DEAR, block_bytes=LAYOUT.block_bytes, host=self.life.name, with_answers=True)
+            costs = OffloadCosts(prefill=DEAR, block_bytes=LAYOUT.block_bytes, host=self.life.name, with_answers=True)
         limits = DecodeLimits(
             block_size=LAYOUT.block_size,
             max_num_seqs=terms.max_num_seqs,

@@ -8,9 +8,8 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import MoonserveError
-from protocol.ids import Role
-from protocol.request import Endpoint
+from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.request import Endpoint, Role
 from tests.simulation.calls import SimulatedChannels
 from tests.simulation.loop import Life
 from tests.simulation.network import Server

@@ -6,31 +6,28 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from kvstore import eviction
-from kvstore.allocator import ALIGNMENT
-from kvstore.catalog import Catalog
-from kvstore.catching_up import CatchingUp
-from kvstore.config import StoreConfig
-from kvstore.directory.follower import STORE_ROLE, Following
-from kvstore.directory.index import Directory
-from kvstore.disk.base import Health
-from kvstore.event_log import EventLog
-from kvstore.generations import first_of
-from kvstore.index_segment import IndexSegments
-from kvstore.native.metadata import KeyIndex
-from kvstore.service import StoreService
-from kvstore.state import StoreState
-from kvstore.stored import Watermarks
-from protocol.checksum import checksum
-from protocol.ids import InstanceId, Role
-from protocol.keys import NO_PARENT, BlockKey
-from protocol.membership import BlockLog
-from protocol.pb import kvstore_pb2_grpc, registry_pb2_grpc
-from protocol.registry.base import Member as Seated
-from protocol.registry.embedded import EmbeddedRegistry
-from protocol.registry.remote import RemoteRegistry
-from protocol.registry.seat import Seat
-from protocol.registry.service import RegistryService
+from moonserve.kvstore.config import StoreConfig
+from moonserve.kvstore.directory.holders import Directory
+from moonserve.kvstore.directory.node_follower import STORE_ROLE, ClusterFollower
+from moonserve.kvstore.disk.base import Health
+from moonserve.kvstore.node.catch_up import CatchUp
+from moonserve.kvstore.node.event_log import EventLog
+from moonserve.kvstore.node.service import StoreService
+from moonserve.kvstore.published_index import IndexSegments, KeyIndex
+from moonserve.kvstore.state import eviction
+from moonserve.kvstore.state.allocator import ALIGNMENT
+from moonserve.kvstore.state.catalog import Catalog
+from moonserve.kvstore.state.catalog_tables import first_generation_of
+from moonserve.kvstore.state.objects import Watermarks
+from moonserve.kvstore.state.state import StoreState
+from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
+from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry, RegistryService
+from moonserve.protocol.membership.heartbeats import BlockLog
+from moonserve.protocol.membership.registry import Member as Seated
+from moonserve.protocol.membership.registry_client import RemoteRegistry
+from moonserve.protocol.membership.registry_lease import RegistryLease
+from moonserve.protocol.pb import kvstore_pb2_grpc, registry_pb2_grpc
+from moonserve.protocol.request import InstanceId, Role
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.processes.members import Member
 from tests.simulation.processes.process import Process, until_one_fails
@@ -55,23 +52,23 @@ class Node(Process):
         service = self.service = StoreService(
             config, transfer, memory, endpoint, self.state, indexes, events, clock, peers=self.channels
         )
-        changed, numbers = service._changed, itertools.count()
+        changed, numbers = service._on_change, itertools.count()
 
         def changed_and_proven() -> None:
             changed()
             if next(numbers) % prove_every == 0:
                 self.validate()
 
-        service._changed = changed_and_proven  # type: ignore[method-assign]
+        service._on_change = changed_and_proven  # type: ignore[method-assign]
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(service, self.server)
 
     def unrest(self) -> str:
-        usage, moves = self.state.catalog.usage(), self.state.moves
+        usage, moves = self.state.catalog.usage(), self.state.tier_moves
         held: dict[str, Any] = {
             "leased": usage.num_leased,
             "reserved": usage.reserved_bytes,
             "windows": sorted(self.transfer.windows),
-            "stores": moves.num_stores,
+            "stores": moves.num_writes,
         }
         return ", ".join(f"{value} {what}" for what, value in held.items() if value)
 
@@ -107,7 +104,7 @@ class PoolDirectory(Process):
         self.index = Directory()
         self.registry = EmbeddedRegistry(self.life.clock, lambda: self.life.epoch << 40)
         registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.registry), self.server)
-        self._following = Following(self.index, self.channels, lambda keys: None, self.life.clock)
+        self._following = ClusterFollower(self.index, self.channels, lambda keys: None, self.life.clock)
 
     async def serve(self) -> None:
         await self._following.run(self.registry)
@@ -161,19 +158,19 @@ class PoolNode(Node):
             announce=self.shown,
             watermarks=Watermarks(evict_above=0.8, evict_share=0.1),
             quotas={"limited": QUOTA_UNITS * ALIGNMENT},
-            first_generation=first_of(self.life.epoch),
+            first_generation=first_generation_of(self.life.epoch),
         )
         options = {"ssd": f"{folder}:1MiB", "ssd_write_through": rng.random() < 0.3}
         self.make_service(catalog, self.memory, events, indexes, PROVE_EVERY, **options)
-        mover, remembering = self.service.mover, self.service.remembering
-        self.disk = SimulatedDisk(self.world.media[name], rng, self.state.moves.relocated, mover.health_changed)
+        mover, remembering = self.service.mover, self.service.removal_store
+        self.disk = SimulatedDisk(self.world.media[name], rng, self.state.tier_moves.relocated, mover.health_changed)
         await remembering.load(is_first_life=self.life.epoch == 1)
-        mover.expect(self.disk)
+        mover.set_disk(self.disk)
         catalog.use_disk(self.disk)
         registry = RemoteRegistry(DIRECTORY, "token", channels=self.channels)
-        self.catching_up = CatchingUp(name, registry, remembering, self.state, self.channels)
+        self.catching_up = CatchUp(name, registry, remembering, self.state, self.channels)
         member = Seated(endpoint=self.endpoint(), role=STORE_ROLE, owner=name)
-        self.seat = Seat(registry, member, before_rejoin=self.catching_up.before_rejoin)
+        self.seat = RegistryLease(registry, member, before_rejoin=self.catching_up.before_rejoin)
 
     async def serve(self) -> None:
         mover = self.service.mover

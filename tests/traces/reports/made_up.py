@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from traces.simulator.results import End, InstanceSample, ReplicaSample, RequestOutcome, SimulationResult
+from moonserve.traces.simulator.results import End, InstanceSample, ReplicaSample, RequestOutcome, SimulationResult
 
 
 def outcome(index: int, **given: Any) -> RequestOutcome:

@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.errors import ConfigError
+from moonserve.protocol.errors import ConfigError
+from moonserve.traces import plots
+from moonserve.traces.output import format_ms, format_ms_as_seconds, format_scaled, format_tick
+from moonserve.traces.simulation_report import page, write_page
+from moonserve.traces.simulator.results import SimulationResult, results_from_json
 from tests.traces.reports.document import Document
 from tests.traces.reports.made_up import made_up, outcome, rejected, result, sample
-from traces.reports import plots, write_page
-from traces.reports.numbers import milliseconds, scaled, seconds, tick
-from traces.reports.page import page
-from traces.reports.saved import results_from_json
-from traces.simulator.results import SimulationResult
 
 ODD = "a <b> & \"c\" 'd' $x^2$ _e </svg><script>"
 COMPUTED = "What first tokens waited for"
@@ -29,7 +28,7 @@ def headings(*results: SimulationResult) -> list[str]:
     return Document(page(results)).headings
 
 
-def test_what_the_data_has_is_drawn_and_odd_names_are_escaped() -> None:
+def test_all_data_is_drawn_and_names_are_escaped() -> None:
     """Special characters in names of results, reasons and instances are escaped in tables, captions and drawings."""
     odd = made_up(ODD)
     odd = replace(odd, outcomes=(outcome(0), rejected(1, "<i>&")), instances=(sample(1.0, "<p>$&", 1),))
@@ -45,7 +44,7 @@ def test_what_the_data_has_is_drawn_and_odd_names_are_escaped() -> None:
     assert len(document.drawings) == 2 + 1 + 2 + 2 + 2
 
 
-def test_what_the_data_lacks_is_left_out() -> None:
+def test_missing_data_is_left_out() -> None:
     assert headings(result("nothing", duration_s=0.0)) == [COMPUTED]
     assert headings(result("zero", outcome(0, ttft_s=0.0, tbt_s=0.0)))[0] != "Latencies"
     steady = [outcome(index, predicted_ttft_s=0.0) for index in range(4)]
@@ -91,14 +90,14 @@ def test_a_curve_ends_below_the_whole_by_what_was_rejected_and_is_thinned_but_fo
 
 def test_loads_are_what_was_sampled_and_unknown_elsewhere() -> None:
     samples = [sample(0.0, "d-0", 3), sample(4.0, "d-0", 1), sample(1.0, "d-1", 2), sample(1.0, "e-0", 9, 7.5)]
-    table, _ = plots.table_of(samples, ["d-0", "d-1"])
+    table, _ = plots.load_table(samples, ["d-0", "d-1"])
     assert table[0].tolist() == pytest.approx([4, math.nan, 2], nan_ok=True)
     assert table[1].tolist() == pytest.approx([math.nan, 3, math.nan], nan_ok=True)
-    table, what = plots.table_of(samples, ["e-0"])
+    table, what = plots.load_table(samples, ["e-0"])
     assert (table[0][1], what) == (7.5, "predicted queue, s")
     names = ["prefill-10", "prefill-2", "decode-0", "7", "vllm"]
     kinds = {"prefill": ["prefill-2", "prefill-10"], "decode": ["decode-0"], "instances": ["7"], "vllm": ["vllm"]}
-    assert plots.kinds_of([sample(0.0, name, 0) for name in names]) == kinds
+    assert plots.instances_by_kind([sample(0.0, name, 0) for name in names]) == kinds
 
 
 def test_predictions_count_where_both_are_known() -> None:
@@ -111,10 +110,10 @@ def test_predictions_count_where_both_are_known() -> None:
 @pytest.mark.parametrize(
     ("write", "numbers", "texts"),
     [
-        (tick, (0, 0.05, 30, 1500, 3e6, -2000), ["0", "0.05", "30", "1.5k", "3M", "-2k"]),
-        (scaled, (0, 0.25, 99_999, 1.7e13, math.inf), ["0", "0.25", "99,999", "17 T", "–"]),
-        (milliseconds, (1.25, 1234.5, math.nan), ["1.2", "1,234", "–"]),
-        (seconds, (5, 12_345, math.nan), ["0.005", "12.35", "–"]),
+        (format_tick, (0, 0.05, 30, 1500, 3e6, -2000), ["0", "0.05", "30", "1.5k", "3M", "-2k"]),
+        (format_scaled, (0, 0.25, 99_999, 1.7e13, math.inf), ["0", "0.25", "99,999", "17 T", "–"]),
+        (format_ms, (1.25, 1234.5, math.nan), ["1.2", "1,234", "–"]),
+        (format_ms_as_seconds, (5, 12_345, math.nan), ["0.005", "12.35", "–"]),
     ],
 )
 def test_numbers_are_for_people(write: Callable[[float], str], numbers: tuple[float, ...], texts: list[str]) -> None:

@@ -12,10 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
+from moonserve.protocol.errors import ConfigError
+from moonserve.traces.simulator.results import (
+    End,
+    InstanceSample,
+    ReplicaSample,
+    RequestOutcome,
+    SimulationResult,
+    results_from_json,
+    results_to_json,
+)
 from tests.traces.reports.made_up import made_up, outcome, rejected, result
-from traces.reports.saved import results_from_json, results_to_json
-from traces.simulator.results import End, InstanceSample, ReplicaSample, RequestOutcome, SimulationResult
 
 seconds = st.floats(allow_nan=False)
 counts = st.integers(0, 2**53)
@@ -49,7 +56,7 @@ results = st.builds(
 
 
 @given(st.lists(results, max_size=3))
-def test_what_was_written_is_read_back_equal(given_results: list[SimulationResult]) -> None:
+def test_results_are_read_back_equal(given_results: list[SimulationResult]) -> None:
     """Infinite numbers and any text are read back too. NaN is in the next test, since it is unequal to itself."""
     text = results_to_json(given_results)
     assert results_from_json(text) == given_results
@@ -74,7 +81,7 @@ def test_rows_are_columns_and_what_an_older_program_did_not_write_has_its_defaul
     assert results_from_json(json.dumps(whole)) == [result("r", outcome(0), rejected(1))]
 
 
-def test_what_is_not_ours_is_refused() -> None:
+def test_other_json_is_refused() -> None:
     good = json.loads(results_to_json([made_up("m", num_requests=2)]))
     ragged = json.loads(json.dumps(good))
     ragged["results"][0]["outcomes"]["index"].pop()

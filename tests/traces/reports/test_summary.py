@@ -7,12 +7,11 @@ from itertools import accumulate
 
 import pytest
 
-from protocol.timeline import Timeline, mean, percentile
+from moonserve.protocol.latency import Timeline, mean, percentile
+from moonserve.traces.client import Outcome
+from moonserve.traces.replay import RequestResult, build_report, format_report
+from moonserve.traces.simulator.results import End, RequestOutcome, format_summary, summary
 from tests.traces.reports.made_up import made_up, outcome, rejected, result
-from traces.client import Outcome
-from traces.report import Sent, build_report, format_report
-from traces.reports import format_summary, summary
-from traces.simulator.results import End, RequestOutcome
 
 
 def four() -> list[RequestOutcome]:
@@ -72,7 +71,7 @@ def test_a_replay_and_a_simulation_of_the_same_requests_have_the_same_figures() 
         *(Outcome(status=200, error=None, timeline=each, prompt_tokens=100, cached_tokens=50) for each in timelines),
         Outcome(status=429, error="busy", timeline=None),
     ]
-    sent = [Sent(lateness_s=0.0, ideal_cached_tokens=0, input_length=100, outcome=each) for each in replayed]
+    sent = [RequestResult(lateness_s=0.0, ideal_cached_tokens=0, input_length=100, outcome=each) for each in replayed]
     report = build_report(sent, duration_s=10.0, ttft_slo_s=30.0, tbt_slo_s=0.1)
     figures = summary(result("same", *simulated, rejected(3, "busy")))
     shared = report.keys() & figures.keys() - {"errors"}
@@ -91,11 +90,11 @@ def test_the_table_has_a_row_per_result_with_rejections_beside_latencies() -> No
     assert "…  " in lines[3]
 
 
-def sent(outcome: Outcome, lateness_s: float = 0.0) -> Sent:
-    return Sent(lateness_s=lateness_s, ideal_cached_tokens=4, input_length=10, outcome=outcome)
+def sent(outcome: Outcome, lateness_s: float = 0.0) -> RequestResult:
+    return RequestResult(lateness_s=lateness_s, ideal_cached_tokens=4, input_length=10, outcome=outcome)
 
 
-def success(*token_at: float) -> Sent:
+def success(*token_at: float) -> RequestResult:
     timeline = Timeline(1.0, token_at)
     return sent(Outcome(status=200, error=None, timeline=timeline, prompt_tokens=10, cached_tokens=2))
 

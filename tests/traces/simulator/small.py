@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from protocol.profile import DecodeProfile, PrefillProfile
-from traces.format import TraceRecord
-from traces.simulator.clock import Clock, Timed
-from traces.simulator.coupled import CoupledCluster
-from traces.simulator.events import Event
-from traces.simulator.journey import Journey
-from traces.simulator.run import cluster_of, journeys_of
-from traces.simulator.spec import ClusterSpec, CoupledSpec, ModelProfile
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
+from moonserve.traces.format import TraceRecord
+from moonserve.traces.simulator.cluster.coupled import CoupledCluster
+from moonserve.traces.simulator.cluster.event_loop import Event, EventLoop, TimedEvent
+from moonserve.traces.simulator.cluster.request_state import RequestState
+from moonserve.traces.simulator.cluster.run import cluster_of, request_states_of
+from moonserve.traces.simulator.spec import ClusterSpec, CoupledSpec, ModelProfile
 
 BLOCK = 10
 
@@ -53,16 +52,16 @@ def request(
     )
 
 
-def run_checked(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord]) -> tuple[Any, list[Journey]]:
+def run_checked(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord]) -> tuple[Any, list[RequestState]]:
     """Runs the trace, validates the cluster after every event, and returns the cluster and its requests."""
-    journeys = journeys_of(records, spec.block_size, spec.model.max_model_len)
-    cluster = CoupledCluster(spec, journeys) if isinstance(spec, CoupledSpec) else cluster_of(spec, journeys)
+    states = request_states_of(records, spec.block_size, spec.model.max_model_len)
+    cluster = CoupledCluster(spec, states) if isinstance(spec, CoupledSpec) else cluster_of(spec, states)
 
-    def handle(event: Event, now: float) -> list[Timed[Event]]:
+    def handle(event: Event, now: float) -> list[TimedEvent[Event]]:
         following = cluster.handle(event, now)
         cluster.validate()
         return following
 
-    clock: Clock[Event] = Clock()
+    clock: EventLoop[Event] = EventLoop()
     clock.run(cluster.begin(), handle)
-    return cluster, journeys
+    return cluster, states

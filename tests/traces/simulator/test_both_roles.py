@@ -7,60 +7,59 @@ from typing import Any
 
 import pytest
 
-from conductor.roles.controller import RoleTerms
-from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.step_budget import CHUNK_SHARE
+from moonserve.conductor.role_switching import RoleThresholds
+from moonserve.protocol.step_time import CHUNK_SHARE, DecodeProfile, PrefillProfile
+from moonserve.traces.simulator.cluster.conditional_disaggregation import ConditionalCluster
+from moonserve.traces.simulator.cluster.request_state import RequestState
+from moonserve.traces.simulator.cluster.run import simulate
+from moonserve.traces.simulator.results import End
+from moonserve.traces.simulator.spec import Fault
 from tests.traces.simulator.small import MODEL, request, run_checked, spec
-from traces.simulator.conditional import ConditionalCluster
-from traces.simulator.journey import Journey
-from traces.simulator.results import End
-from traces.simulator.run import simulate
-from traces.simulator.spec import Fault
 
 # 1,000 prompt tokens per second; a decode step of 20 ms leaves 30 ms for chunks, of half the objective of 0.1 s.
 QUICK = replace(MODEL, prefill=PrefillProfile(c0=0.0, c1=0.001, c2=0.0), decode=DecodeProfile(c0=0.02, c1=0.0, c2=0.0))
 LONG = request(0.0, 4_000, 5)
 
 
-def run_conditional(*records: Any, **changes: Any) -> tuple[ConditionalCluster, list[Journey], list[int]]:
+def run_conditional(*records: Any, **changes: Any) -> tuple[ConditionalCluster, list[RequestState], list[int]]:
     """Returns the cluster, its requests, and the indexes of the requests that one machine served alone."""
-    cluster, journeys = run_checked(spec(model=QUICK, conditional=True, tbt_slo_s=0.1, **changes), records)
+    cluster, states = run_checked(spec(model=QUICK, conditional=True, tbt_slo_s=0.1, **changes), records)
     assert isinstance(cluster, ConditionalCluster)
-    return cluster, journeys, [j.index for j in journeys if j.placement is not None and j.placement.is_undivided]
+    return cluster, states, [j.index for j in states if j.placement is not None and j.placement.is_local_prefill]
 
 
 def test_a_short_prompt_behind_a_long_one_is_read_by_the_decode_machine() -> None:
     """With 4 s of prefill queued, 60 tokens are prefilled in two steps of 50 ms on the idle decode machine."""
-    cluster, journeys, undivided = run_conditional(LONG, request(0.1, 60, 5, base=1_000))
+    cluster, states, undivided = run_conditional(LONG, request(0.1, 60, 5, base=1_000))
     assert undivided == [1]
-    assert 0.1 < (journeys[1].first_token_at or 0.0) < 0.3
+    assert 0.1 < (states[1].first_token_at or 0.0) < 0.3
     assert cluster.counters["undivided"] == 1
 
 
-def test_steps_with_chunks_keep_to_their_share_of_the_objective() -> None:
+def test_steps_with_chunks_take_at_most_their_share_of_the_objective() -> None:
     """While another prompt is prefilled on the same machine, no token gap of a decoding request exceeds the budget."""
     records = [request(0.0, 40, 60), request(0.3, 4_000, 5, base=1_000), request(0.4, 200, 5, base=2_000)]
-    _, journeys, undivided = run_conditional(*records)
+    _, states, undivided = run_conditional(*records)
     assert 2 in undivided
-    assert max(journeys[0].gaps_s[1:]) <= CHUNK_SHARE * 0.1 + 1e-9
+    assert max(states[0].gaps_s[1:]) <= CHUNK_SHARE * 0.1 + 1e-9
 
 
-def test_new_blocks_reach_a_store_and_are_read_by_whoever_needs_them_next() -> None:
+def test_new_blocks_reach_a_store_and_are_read_from_it() -> None:
     again = request(2.0, 105, 2, hash_ids=range(1_000, 1_010), base=3_000)
-    cluster, journeys, undivided = run_conditional(LONG, request(0.1, 100, 2, base=1_000), again)
+    cluster, states, undivided = run_conditional(LONG, request(0.1, 100, 2, base=1_000), again)
     assert undivided == [1, 2]
-    assert journeys[2].cached_tokens == 100
+    assert states[2].cached_tokens == 100
     assert cluster.counters["blocks_fetched"] == 10
 
 
 def test_a_machine_that_dies_while_it_reads_loses_no_request() -> None:
     """Its request is placed again on another machine and completes."""
     faults = (Fault(instance="decode-0", at_s=0.15),)
-    _, journeys, _ = run_conditional(LONG, request(0.1, 100, 5, base=1_000), num_decode=2, faults=faults)
-    assert (journeys[1].end, journeys[1].num_generated) == (End.COMPLETED, 5)
+    _, states, _ = run_conditional(LONG, request(0.1, 100, 5, base=1_000), num_decode=2, faults=faults)
+    assert (states[1].end, states[1].num_generated) == (End.COMPLETED, 5)
 
 
-SOON = RoleTerms(hold_s=2.0, cool_down_s=10.0)
+SOON = RoleThresholds(hold_s=2.0, cool_down_s=10.0)
 
 
 @pytest.mark.slow
@@ -69,9 +68,9 @@ def test_decode_machines_with_nothing_to_do_help_to_prefill() -> None:
     a machine that gets no time to finish are placed again."""
     shape = spec(num_prefill=1, num_decode=3, ttft_slo_s=10.0, roles=SOON)
     records = [request(i / 1.8, 100, 2, base=1_000 * i) for i in range(108)]
-    cluster, journeys = run_checked(replace(shape, role_drain_s=0.0), records)
-    assert any(journey.attempt == 2 for journey in journeys)
-    assert {journey.end for journey in journeys} == {End.COMPLETED}
+    cluster, states = run_checked(replace(shape, role_drain_s=0.0), records)
+    assert any(state.attempt == 2 for state in states)
+    assert {state.end for state in states} == {End.COMPLETED}
     assert 1 <= cluster.counters["role_changes"] <= 2
     results = [simulate(each, records) for each in (replace(shape, roles=None), shape)]
     in_time = [sum((o.ttft_s or 99.0) <= 10.0 for o in result.outcomes) for result in results]

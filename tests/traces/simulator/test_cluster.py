@@ -11,20 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.roles.controller import RoleTerms
-from protocol.errors import ConfigError
-from protocol.profile import DecodeProfile
+from moonserve.conductor.role_switching import RoleThresholds
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.step_time import DecodeProfile
+from moonserve.traces.format import TraceRecord
+from moonserve.traces.simulator.cluster.event_loop import EventLoop, TimedEvent
+from moonserve.traces.simulator.cluster.run import simulate
+from moonserve.traces.simulator.results import End, results_to_json
+from moonserve.traces.simulator.spec import ClusterSpec, Crowding, Fault, Overheads
 from tests.thoroughness import examples
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked, spec
-from traces.format import TraceRecord
-from traces.reports.saved import results_to_json
-from traces.simulator.clock import Clock, Timed
-from traces.simulator.results import End
-from traces.simulator.run import simulate
-from traces.simulator.spec import ClusterSpec, Crowding, Fault, Overheads
 
 NEAR = pytest.approx
-SWITCHING = RoleTerms(hold_s=0.0, cool_down_s=0.5)
+SWITCHING = RoleThresholds(hold_s=0.0, cool_down_s=0.5)
 
 
 class Case(NamedTuple):
@@ -74,12 +73,12 @@ def test_a_prefix_is_fetched_when_its_holder_is_busy_unless_the_pool_is_local(po
     """If the machine that holds blocks 0 … 9 is busy, the other one fetches and keeps them; a local pool does not."""
     shared = list(range(10))
     records = [request(0.0, 105, 2, shared), request(10.0, 2000, 2, shared, 100), request(10.5, 105, 2, shared, 900)]
-    cluster, journeys = run_checked(spec(num_prefill=2, pool=pool), records)
-    first, second, third = (journey.outcome(0.0) for journey in journeys)
+    cluster, states = run_checked(spec(num_prefill=2, pool=pool), records)
+    first, second, third = (state.outcome(0.0) for state in states)
     assert (third.prefill == first.prefill, second.cached_tokens) == (False, 100)
     expected = 10 if pool == "global" else 0
     assert (third.cached_tokens, cluster.loads.blocks_fetched) == (10 * expected, expected)
-    assert [node.store.prefix(journeys[0].keys) for node in cluster.prefills] == [10, 10]
+    assert [node.store.prefix(states[0].keys) for node in cluster.prefills] == [10, 10]
 
 
 @pytest.mark.parametrize(
@@ -97,11 +96,11 @@ def test_decode_load_rejects_on_arrival_or_at_handoff(changes: dict[str, Any], r
     decodes is rejected at the time that `admission` defines, and its blocks are freed."""
     model = replace(MODEL, decode=DecodeProfile(c0=0.0, c1=0.05, c2=0.0))
     records = [request(0.0, 100, 400), request(2.0, 100, 400, base=200)]
-    cluster, journeys = run_checked(spec(model=model, tbt_slo_s=0.06, **changes), records)
-    second = journeys[1].outcome(0.0)
-    assert [each.end for each in journeys] == [End.COMPLETED, End.REJECTED if reason else End.COMPLETED]
+    cluster, states = run_checked(spec(model=model, tbt_slo_s=0.06, **changes), records)
+    second = states[1].outcome(0.0)
+    assert [each.end for each in states] == [End.COMPLETED, End.REJECTED if reason else End.COMPLETED]
     assert (second.reason, second.prefill_s) == (reason, NEAR(computed_s))
-    assert journeys[1].num_generated == (computed_s if reason else 400)
+    assert states[1].num_generated == (computed_s if reason else 400)
     assert [node.machine.leased_blocks for node in cluster.decodes] == [0]
 
 
@@ -122,9 +121,6 @@ def test_decode_load_rejects_on_arrival_or_at_handoff(changes: dict[str, Any], r
 def test_specs_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         simulate(spec(**changes), [request(0.0, 100, 2)])
-
-
-# -- any trace
 
 
 @st.composite
@@ -191,15 +187,15 @@ def test_every_request_ends_once_and_nothing_leaks(spec: ClusterSpec, records: l
     """Completed requests have all tokens, blocks and bytes are conserved, nothing is in flight at the end, and a second
     run gives the same bytes. This holds for any trace, faults and cluster (with role changes, undivided requests or
     shared hosts), validated after every event."""
-    cluster, journeys = run_checked(spec, records)
-    for journey in journeys:
-        outcome = journey.outcome(0.0)
+    cluster, states = run_checked(spec, records)
+    for state in states:
+        outcome = state.outcome(0.0)
         if outcome.end is End.COMPLETED:
-            assert journey.num_generated == journey.num_outputs == len(journey.gaps_s) + 1
+            assert state.num_generated == state.num_outputs == len(state.gaps_s) + 1
             assert outcome.ttft_s is not None
-            assert min(journey.gaps_s, default=0.0) >= -1e-9
+            assert min(state.gaps_s, default=0.0) >= -1e-9
             assert outcome.cached_tokens < outcome.input_length
-            if journey.attempt == 1 and spec.prefill_group == 1 and not spec.conditional:
+            if state.attempt == 1 and spec.prefill_group == 1 and not spec.conditional:
                 parts = outcome.queue_s + outcome.load_s + outcome.prefill_s
                 assert outcome.ttft_s >= parts - 1e-9 or spec.mixes_prompts
     assert cluster.gateway.num_open == 0
@@ -209,84 +205,81 @@ def test_every_request_ends_once_and_nothing_leaks(spec: ClusterSpec, records: l
     for prefill in cluster.prefills:
         assert prefill.machine.num_waiting + prefill.machine.num_running == 0
     if not spec.faults and spec.admission == "none" and not spec.double_check:
-        failed = {journey.reason for journey in journeys if journey.end is not End.COMPLETED}
+        failed = {state.reason for state in states if state.end is not End.COMPLETED}
         assert failed <= {"invalid_request"} or spec.roles is not None
     results = [replace(simulate(spec, records), wall_s=0.0) for _ in range(2)]
-    assert results[0].outcomes == tuple(journey.outcome(records[0].arrived_s) for journey in journeys)
+    assert results[0].outcomes == tuple(state.outcome(records[0].arrived_s) for state in states)
     assert results_to_json(results[:1]) == results_to_json(results[1:])
-
-
-# -- faults
 
 
 def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
     """If the machine dies 1 s into the answer, after 20 tokens, the other tokens follow after a second prefill."""
     faults = (Fault(instance="decode-0", at_s=2.01),)
     records = [request(0.0, 100, 60)]
-    _, (journey,) = run_checked(spec(num_decode=2, faults=faults), records)
-    assert journey.end is End.COMPLETED
-    assert (journey.attempt, journey.num_generated, len(journey.gaps_s)) == (2, 60, 59)
-    assert max(journey.gaps_s) > 0.1
-    assert journey.outcome(0.0).ttft_s == NEAR(1.0, abs=1e-6)
-    assert journey.placement is not None
-    assert journey.placement.decode.instance_id == "decode-1"
+    _, (state,) = run_checked(spec(num_decode=2, faults=faults), records)
+    assert state.end is End.COMPLETED
+    assert (state.attempt, state.num_generated, len(state.gaps_s)) == (2, 60, 59)
+    assert max(state.gaps_s) > 0.1
+    assert state.outcome(0.0).ttft_s == NEAR(1.0, abs=1e-6)
+    assert state.placement is not None
+    assert state.placement.decode.instance_id == "decode-1"
 
 
 def test_prompts_of_a_dead_prefill_machine_are_computed_elsewhere() -> None:
     records = [request(0.0, 500, 3, base=100 * number) for number in range(4)]
     faults = (Fault(instance="prefill-0", at_s=1.0),)
-    _, journeys = run_checked(spec(num_prefill=2, faults=faults), records)
-    assert all(journey.end is End.COMPLETED for journey in journeys)
-    assert sum(journey.attempt == 2 for journey in journeys) == 2
-    assert {j.placement.prefill.instance_id for j in journeys if j.placement} == {"prefill-1"}
+    _, states = run_checked(spec(num_prefill=2, faults=faults), records)
+    assert all(state.end is End.COMPLETED for state in states)
+    assert sum(state.attempt == 2 for state in states) == 2
+    assert {j.placement.prefill.instance_id for j in states if j.placement} == {"prefill-1"}
 
 
 def test_a_request_waits_for_a_machine_that_comes_back_and_fails_when_nobody_does_in_time() -> None:
     faults = (Fault(instance="prefill-0", at_s=0.5, for_s=8.0),)
-    _, (journey,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
-    assert journey.end is End.COMPLETED
-    assert 9.5 <= (journey.first_token_at or 0.0) <= 10.0
+    _, (state,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
+    assert state.end is End.COMPLETED
+    assert 9.5 <= (state.first_token_at or 0.0) <= 10.0
     faults = (Fault(instance="decode-0", at_s=0.5),)
-    _, (journey,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
-    assert (journey.end, journey.reason) == (End.FAILED, "no_worker")
-    assert 20.0 < journey.ended_at < 30.0
+    _, (state,) = run_checked(spec(faults=faults), [request(0.0, 100, 3)])
+    assert (state.end, state.reason) == (End.FAILED, "no_worker")
+    assert 20.0 < state.ended_at < 30.0
 
 
 def test_a_silent_machine_finishes_what_it_has_and_gets_nothing_new_until_it_speaks() -> None:
     """It is removed after five silent heartbeat intervals; its blocks are known again with its first heartbeat."""
     faults = (Fault(instance="prefill-0", at_s=1.0, for_s=20.0, silent=True),)
     records = [request(float(at), 100, 2, base=0) for at in (0, 10, 15, 30)]
-    _, journeys = run_checked(spec(num_prefill=2, faults=faults), records)
-    placed = [j.placement.prefill.instance_id for j in journeys if j.placement]
-    assert all(journey.end is End.COMPLETED for journey in journeys)
+    _, states = run_checked(spec(num_prefill=2, faults=faults), records)
+    placed = [j.placement.prefill.instance_id for j in states if j.placement]
+    assert all(state.end is End.COMPLETED for state in states)
     assert placed[:3] == ["prefill-0", "prefill-1", "prefill-1"]
-    assert journeys[1].cached_tokens == 0, "a removed store is not read"
-    assert journeys[3].cached_tokens == 9 * BLOCK
+    assert states[1].cached_tokens == 0, "a removed store is not read"
+    assert states[3].cached_tokens == 9 * BLOCK
 
 
 def test_a_machine_that_was_dead_has_only_what_lay_on_its_disk() -> None:
     model = replace(MODEL, dram_tokens=200, disk_tokens=5_000)
     records = [request(float(at), 200, 2, base=at) for at in (0, 100, 200)]
     faults = (Fault(instance="prefill-0", at_s=150.0, for_s=10.0),)
-    _, journeys = run_checked(spec(model=model, faults=faults), [*records, request(300.0, 200, 2)])
-    assert all(journey.end is End.COMPLETED for journey in journeys)
-    assert journeys[3].cached_tokens == 19 * BLOCK, "the first prompt was demoted to disk before"
+    _, states = run_checked(spec(model=model, faults=faults), [*records, request(300.0, 200, 2)])
+    assert all(state.end is End.COMPLETED for state in states)
+    assert states[3].cached_tokens == 19 * BLOCK, "the first prompt was demoted to disk before"
 
 
 def test_events_of_one_instant_come_in_the_order_in_which_they_were_returned() -> None:
     seen: list[tuple[float, str]] = []
 
-    def handle(event: str, now: float) -> list[Timed[str]]:
+    def handle(event: str, now: float) -> list[TimedEvent[str]]:
         seen.append((now, event))
-        return [Timed(2.0, "c"), Timed(now, "b")] if event == "a" else []
+        return [TimedEvent(2.0, "c"), TimedEvent(now, "b")] if event == "a" else []
 
-    clock: Clock[str] = Clock()
-    clock.run([Timed(2.0, "last but one"), Timed(1.0, "a")], handle)
+    clock: EventLoop[str] = EventLoop()
+    clock.run([TimedEvent(2.0, "last but one"), TimedEvent(1.0, "a")], handle)
     assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "last but one"), (2.0, "c")]
     assert (clock.now, clock.num_events) == (2.0, 4)
 
 
 def test_an_event_of_the_past_is_refused() -> None:
-    clock: Clock[str] = Clock()
+    clock: EventLoop[str] = EventLoop()
     with pytest.raises(ValueError, match="before"):
-        clock.run([Timed(1.0, "a")], lambda event, now: [Timed(0.5, "b")])
+        clock.run([TimedEvent(1.0, "a")], lambda event, now: [TimedEvent(0.5, "b")])

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
-from protocol.profile import DecodeProfile, PrefillProfile
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
+from moonserve.traces.format import TraceRecord
+from moonserve.traces.simulator.cluster.run import simulate
+from moonserve.traces.simulator.results import End
+from moonserve.traces.simulator.spec import CoupledSpec, ModelProfile
 from tests.thoroughness import examples
 from tests.traces.simulator.small import BLOCK, MODEL, request, run_checked
-from traces.format import TraceRecord
-from traces.simulator.results import End
-from traces.simulator.run import simulate
-from traces.simulator.spec import CoupledSpec, ModelProfile
 
 EXACT = replace(
     MODEL,
@@ -38,12 +38,12 @@ class Seq:
 
     record: TraceRecord
     tokens: int
-    missing: int
+    num_uncomputed: int
     token_at: list[Any] = field(default_factory=list)
 
     def compute(self, count: int, profile: PrefillProfile) -> Any:
-        start = self.tokens - self.missing
-        self.missing -= count
+        start = self.tokens - self.num_uncomputed
+        self.num_uncomputed -= count
         return profile.seconds(start + count, start)
 
 
@@ -62,7 +62,7 @@ def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
             seq = waiting.pop(0)
             if spec.prefix_caching:
                 usable = seq.record.hash_ids[: (seq.tokens - 1) // BLOCK]
-                seq.missing -= BLOCK * sum(1 for _ in itertools.takewhile(known.__contains__, usable))
+                seq.num_uncomputed -= BLOCK * sum(1 for _ in itertools.takewhile(known.__contains__, usable))
             running.append(seq)
         if not running:
             now = todo[0].record.arrived_s
@@ -72,7 +72,7 @@ def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
         for seq in sampling:
             if not seq.token_at:
                 known.update(seq.record.hash_ids[: seq.record.input_length // BLOCK])
-            seq.missing = 1
+            seq.num_uncomputed = 1
             seq.tokens += 1
             seq.token_at.append(now)
         running = [seq for seq in running if len(seq.token_at) < seq.record.output_length]
@@ -81,21 +81,21 @@ def reference(spec: CoupledSpec, records: list[TraceRecord]) -> list[list[Any]]:
 
 def step(spec: CoupledSpec, running: list[Seq]) -> tuple[Any, list[Seq]]:
     """Returns the duration of the next step and the sequences that get a token at its end."""
-    behind = [seq for seq in running if seq.missing > 1]
-    sampling = [seq for seq in running if seq.missing == 1]
+    behind = [seq for seq in running if seq.num_uncomputed > 1]
+    sampling = [seq for seq in running if seq.num_uncomputed == 1]
     prefill = spec.model.prefill
     if behind and not spec.chunked_prefill:
-        return behind[0].compute(behind[0].missing, prefill), behind[:1]
+        return behind[0].compute(behind[0].num_uncomputed, prefill), behind[:1]
     seconds: Any = 0
     if sampling:
         seconds = spec.model.decode.step_s(len(sampling), sum(seq.tokens for seq in sampling))
     budget = spec.max_num_batched_tokens - len(sampling)
     for seq in behind:
-        count = min(budget, seq.missing)
+        count = min(budget, seq.num_uncomputed)
         if count > 0:
             budget -= count
             seconds += seq.compute(count, prefill)
-            sampling += [] if seq.missing else [seq]
+            sampling += [] if seq.num_uncomputed else [seq]
     return seconds, sampling
 
 
@@ -113,11 +113,13 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
 
 @settings(deadline=None, max_examples=examples(20))
 @given(records=traces(), chunked=st.booleans(), caching=st.booleans(), budget=st.integers(4, 60))
-def test_tokens_come_when_a_loop_says_so(records: list[TraceRecord], chunked: bool, caching: bool, budget: int) -> None:
+def test_token_times_equal_those_of_a_simple_loop(
+    records: list[TraceRecord], chunked: bool, caching: bool, budget: int
+) -> None:
     """All token times equal the reference's in exact arithmetic, with and without chunks and prefix caching."""
     exact = spec(model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget)
-    _, journeys = run_checked(exact, records)
-    found = [list(itertools.accumulate([each.first_token_at, *each.gaps_s])) for each in journeys]
+    _, states = run_checked(exact, records)
+    found = [list(itertools.accumulate([each.first_token_at, *each.gaps_s])) for each in states]
     assert found == reference(exact, records)
 
 
@@ -144,9 +146,9 @@ def test_with_little_memory_every_request_still_ends_once(
         max_num_batched_tokens=30,
         num_instances=num_instances,
     )
-    for journey in run_checked(little, records)[1]:
-        assert journey.end is End.COMPLETED
-        assert journey.num_generated == journey.num_outputs == len(journey.gaps_s) + 1
+    for state in run_checked(little, records)[1]:
+        assert state.end is End.COMPLETED
+        assert state.num_generated == state.num_outputs == len(state.gaps_s) + 1
 
 
 def test_requests_go_to_the_machine_with_the_fewest() -> None:

@@ -13,20 +13,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decode_worker import actions, events
-from decode_worker.limits import Limits
-from decode_worker.state import DecodeState
-from engine.batch import Sampled, Slice
-from engine.block_pool import BlockPool
-from protocol.errors import InvalidRequest
-from protocol.ids import GatewayId, LeaseId, RequestId
-from protocol.profile import DecodeProfile, PrefillProfile
-from protocol.request import Request, SamplingParams
+from moonserve.decode_worker.decisions import events
+from moonserve.decode_worker.decisions.limits_and_counters import Limits
+from moonserve.decode_worker.state import DecodeState
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.model.batch import Sampled, Slice
+from moonserve.protocol.errors import InvalidRequest
+from moonserve.protocol.request import GatewayId, LeaseId, Request, RequestId, SamplingParams
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
+from moonserve.traces.simulator.decode import DecodeMachine, LandingGranted
+from moonserve.traces.simulator.sequence import Finished
+from moonserve.traces.simulator.spec import ModelProfile
 from tests.thoroughness import examples
 from tests.traces.simulator.small import MODEL
-from traces.simulator.decode import DecodeMachine, Granted
-from traces.simulator.sequence import Finished
-from traces.simulator.spec import ModelProfile
 
 BLOCK = 4
 FOREVER = 1_000_000_000
@@ -103,13 +102,13 @@ class LiveMachine:
         while pending:
             for action in self._state.handle(pending.pop(0), now):
                 match action:
-                    case actions.GrantLease(lease_id=lease_id):
-                        outcomes.append(Granted(lease_id))
-                    case actions.VerifyBlocks(lease_id=lease_id):
+                    case events.GrantLease(lease_id=lease_id):
+                        outcomes.append(LandingGranted(lease_id))
+                    case events.VerifyBlocks(lease_id=lease_id):
                         pending.append(events.Verified(lease_id=lease_id, corrupt=()))
-                    case actions.CloseWindow(lease_id=lease_id):
+                    case events.CloseWindow(lease_id=lease_id):
                         pending.append(events.WindowClosed(lease_id=lease_id))
-                    case actions.RunStep(slices=slices):
+                    case events.RunStep(slices=slices):
                         self._slices, self.wake_at = slices, now + self._step_s(slices)
         return outcomes
 
@@ -159,7 +158,7 @@ def play(machine: Any, prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
                 cancelled.add(name)
                 outcomes = machine.cancel(name, now)
         for outcome in outcomes:
-            if isinstance(outcome, Granted):
+            if isinstance(outcome, LandingGranted):
                 name = outcome.request_id
                 token_at[name] = [now]
                 heapq.heappush(heap, (now + by_name[name].carried_s, next(order), "land", name))

@@ -11,12 +11,11 @@ from operator import attrgetter
 
 import pytest
 
-from protocol.timeline import percentile
+from moonserve.protocol.latency import percentile
+from moonserve.traces.format import TraceRecord
+from moonserve.traces.simulator.cluster.run import simulate
+from moonserve.traces.simulator.results import End, results_to_json
 from tests.traces.simulator.small import request, run_checked, spec
-from traces.format import TraceRecord
-from traces.reports.saved import results_to_json
-from traces.simulator.results import End
-from traces.simulator.run import simulate
 
 
 def arrivals(tenant: str, *, number: int, over_s: float, seed: int = 1, least: int = 50) -> list[TraceRecord]:
@@ -35,7 +34,7 @@ def in_order(records: Iterable[TraceRecord]) -> list[TraceRecord]:
 
 
 @pytest.mark.parametrize("policy", ["global-cache-aware", "moonserve"])
-def test_a_flood_leaves_another_tenants_p90_within_twice_of_what_it_is_alone(policy: str) -> None:
+def test_a_flood_at_most_doubles_another_tenants_p90(policy: str) -> None:
     """The flood is four times the capacity of two machines; as one tenant, the quiet requests wait behind it."""
     quiet = arrivals("quiet", number=30, over_s=100.0)
     flood = arrivals("flood", number=180, over_s=45.0)
@@ -55,7 +54,7 @@ def test_a_flood_leaves_another_tenants_p90_within_twice_of_what_it_is_alone(pol
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_two_who_always_wait_get_work_by_weight(weight: float) -> None:
+def test_two_busy_tenants_get_work_by_weight(weight: float) -> None:
     """Tokens computed until the first tenant has no work left follow the weights, within a few prompts' length."""
     both = [*arrivals("a", number=200, over_s=1.0), *arrivals("b", seed=2, number=200, over_s=1.0)]
     records = in_order(replace(record, output_length=1) for record in both)
@@ -68,22 +67,22 @@ def test_two_who_always_wait_get_work_by_weight(weight: float) -> None:
     assert abs(a - b / weight) <= 3 * 2 * 400, "answers count as expected until they end"
 
 
-def test_under_overload_who_asks_for_more_than_its_share_is_rejected_and_others_are_not() -> None:
+def test_overload_rejects_only_tenants_above_their_share() -> None:
     """One tenant requests five times as much as each of three others, whose total the cluster could serve."""
     numbers = {"a": 60, "b": 12, "c": 12, "d": 12}
     each = (arrivals(tenant, seed=5, number=number, over_s=10.0, least=20) for tenant, number in numbers.items())
     overloaded = spec(num_prefill=4, num_decode=2, admission="predicted", ttft_slo_s=12.0, tbt_slo_s=0.06)
-    _, journeys = run_checked(overloaded, in_order(chain(*each)))
-    rejected = Counter(j.record.tenant for j in journeys if j.end is End.REJECTED)
+    _, states = run_checked(overloaded, in_order(chain(*each)))
+    rejected = Counter(j.record.tenant for j in states if j.end is End.REJECTED)
     assert rejected["a"] >= 30
     assert rejected["b"] + rejected["c"] + rejected["d"] <= 2
 
 
 def test_a_tenant_alone_is_served_as_requests_without_one() -> None:
     records = arrivals("any", seed=3, number=120, over_s=60.0)
-    wish = spec(num_prefill=2, num_decode=2, admission="predicted", ttft_slo_s=8.0)
+    fair = spec(num_prefill=2, num_decode=2, admission="predicted", ttft_slo_s=8.0)
     nameless = [replace(record, tenant="") for record in records]
-    found = [replace(simulate(wish, each), wall_s=0.0) for each in (records, nameless)]
+    found = [replace(simulate(fair, each), wall_s=0.0) for each in (records, nameless)]
     assert {one.end for one in found[0].outcomes} == {End.COMPLETED, End.REJECTED}
     assert results_to_json(found[:1]) == results_to_json(found[1:])
 

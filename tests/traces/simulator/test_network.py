@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traces.simulator.network import Demand, Network, fair_rates
+from moonserve.traces.simulator.network import Demand, Network, fair_rates
 
 LINKS = ("a", "b", "c", "d")
 CAPACITY = dict(enumerate((10.0, 4.0, 7.0, 1.0)))
@@ -76,7 +76,7 @@ JOBS = st.builds(
 
 @settings(deadline=None)
 @given(jobs=st.lists(JOBS, min_size=1, max_size=10))
-def test_flows_end_when_the_reference_says_so(jobs: list[Job]) -> None:
+def test_flows_end_as_in_the_reference(jobs: list[Job]) -> None:
     """Incremental recomputation gives the same ends as recomputing every rate, and bytes are conserved."""
     jobs.sort(key=lambda job: job.at)
     flows = network()
@@ -93,7 +93,7 @@ def test_flows_end_when_the_reference_says_so(jobs: list[Job]) -> None:
         flows.validate()
     expected = reference(jobs)
     assert [ends[number + 1] for number in range(len(jobs))] == pytest.approx(expected, rel=1e-6)
-    assert flows.bytes_carried == pytest.approx(sum(job.num_bytes for job in jobs))
+    assert flows.bytes_transferred == pytest.approx(sum(job.num_bytes for job in jobs))
     assert all(end >= job.at + job.earliest_s for job, end in zip(jobs, expected, strict=True))
 
 
@@ -104,5 +104,5 @@ def test_a_cancelled_flow_leaves_its_share_to_others() -> None:
         flows.cancel(first, 10.0)
     assert flows.wake_at == 15.0
     assert flows.advance(15.0) == [second]
-    assert (flows.bytes_carried, flows.bytes_given_up) == (150.0, 50.0)
+    assert (flows.bytes_transferred, flows.bytes_cancelled) == (150.0, 50.0)
     flows.validate()

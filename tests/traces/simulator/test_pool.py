@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.events import BlockChanges
-from protocol.keys import NO_PARENT, BlockKey
+from moonserve.conductor.events import BlockChanges
+from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
+from moonserve.traces.simulator.cluster.heartbeats_and_samples import block_key_of
+from moonserve.traces.simulator.pool import BlockLease, Store
 from tests.thoroughness import examples
-from traces.simulator.pool import Held, Store
-from traces.simulator.sampling import key_of
 
 
 def chain(*ids: int) -> tuple[BlockKey, ...]:
-    return tuple(key_of(each) for each in ids)
+    return tuple(block_key_of(each) for each in ids)
 
 
 def stored(num_blocks: int, num_disk_blocks: int, *chains: tuple[BlockKey, ...]) -> Store:
@@ -23,7 +23,7 @@ def stored(num_blocks: int, num_disk_blocks: int, *chains: tuple[BlockKey, ...])
     return store
 
 
-def test_what_is_being_read_stays_and_new_blocks_are_refused() -> None:
+def test_leased_blocks_stay_and_new_blocks_are_refused() -> None:
     store = stored(2, 0, chain(1, 2))
     held = store.hold(chain(1, 2, 3))
     assert len(held) == 2
@@ -34,7 +34,7 @@ def test_what_is_being_read_stays_and_new_blocks_are_refused() -> None:
     assert store.present(chain(1, 2, 4)) == [True, False, True]
 
 
-def test_what_memory_has_no_room_for_lies_on_disk_until_it_is_read() -> None:
+def test_blocks_without_room_in_memory_stay_on_disk_until_read() -> None:
     store = stored(2, 2, chain(1, 2), chain(3, 4))
     assert store.present(chain(1, 2, 3, 4)) == [True] * 4
     held = store.hold(chain(1, 2))
@@ -78,7 +78,7 @@ def test_changes_add_up_to_what_is_here(data: st.DataObject, num_blocks: int, nu
     """After any puts, overlapping reads and heartbeats, held blocks stay, capacities are kept, and the reported changes
     add up to the contents, with the right parents."""
     store, conductor = Store(num_blocks, num_disk, policy), Follower()
-    reads: list[tuple[tuple[BlockKey, ...], Held]] = []
+    reads: list[tuple[tuple[BlockKey, ...], BlockLease]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         # A path in a tree with four branches at each block; a block's id encodes its whole path.
         path = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
@@ -101,4 +101,4 @@ def test_changes_add_up_to_what_is_here(data: st.DataObject, num_blocks: int, nu
     assert snapshot.first_seq == snapshot.next_seq == conductor.seq
     for key, parent in conductor.known.items():
         number = int.from_bytes(key, "little") - 1
-        assert parent == (NO_PARENT if number < 100 else key_of(number // 10))
+        assert parent == (NO_PARENT if number < 100 else block_key_of(number // 10))

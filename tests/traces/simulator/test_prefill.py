@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.profile import PrefillProfile
-from traces.simulator.prefill import PREPARED_AHEAD, ChunkBegun, Computed, PrefillMachine, Prepare, Prompt
+from moonserve.protocol.step_time import PrefillProfile
+from moonserve.traces.simulator.prefill import (
+    PREPARED_AHEAD,
+    ChunkStarted,
+    PrefillMachine,
+    Prepare,
+    Prompt,
+    PromptComputed,
+)
 
 PROFILE = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)  # one second per token
 
@@ -31,10 +38,10 @@ class Job:
         return Prompt(request_id=f"p{number}", rank=rank, num_tokens=self.num_tokens, submitted_at=self.at)
 
 
-def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkBegun], list[tuple[float, Prompt]]]:
+def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkStarted], list[tuple[float, Prompt]]]:
     """Returns chunks in order of their start, and prompts with their end times. Validates after every event."""
     todo = [(job.at, 0, number) for number, job in enumerate(jobs)]  # (time, 1 if its prefix is loaded, job number)
-    chunks: list[ChunkBegun] = []
+    chunks: list[ChunkStarted] = []
     done: list[tuple[float, Prompt]] = []
     while todo or machine.wake_at is not None:
         todo.sort()
@@ -53,7 +60,7 @@ def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkBegun]
             if isinstance(outcome, Prepare):
                 number = outcome.prompt.rank[1]
                 todo.append((now + jobs[number].load_s, 1, number))
-            elif isinstance(outcome, Computed):
+            elif isinstance(outcome, PromptComputed):
                 done.append((now, outcome.prompt))
             else:
                 chunks.append(outcome)
@@ -129,7 +136,7 @@ def test_a_cancelled_prompt_is_never_computed() -> None:
         assert machine.cancel("p0", 1.0) == []
     assert machine.advance(5.0) == []
     (chunk,) = machine.prefix_loaded("p1", 0, 6.0)
-    assert isinstance(chunk, ChunkBegun)
+    assert isinstance(chunk, ChunkStarted)
     machine.validate()
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonserve.traces.format import TraceRecord
+from moonserve.traces.simulator.cluster.gateway import processor_sharing
+from moonserve.traces.simulator.cluster.run import simulate
+from moonserve.traces.simulator.shared_host import SharedHost
+from moonserve.traces.simulator.spec import Crowding, Overheads
 from tests.traces.simulator.small import MODEL, request, run_checked, spec
-from traces.format import TraceRecord
-from traces.simulator.gateway import by_turns
-from traces.simulator.host import Host
-from traces.simulator.run import simulate
-from traces.simulator.spec import Crowding, Overheads
 
 NEAR = pytest.approx
 
@@ -79,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_overheads_and_company(case: Case) -> None:
+def test_overheads_depend_on_simultaneous_work(case: Case) -> None:
     """Times equal those calculated by hand: 100 tokens take 1 s to compute, a decode step takes 50 ms."""
     model = replace(MODEL, overheads=case.overheads, crowding=case.crowding)
     outcomes = simulate(spec(model=model), case.records).outcomes
@@ -90,17 +90,17 @@ def test_overheads_and_company(case: Case) -> None:
         assert each.finished_s == NEAR(each.arrived_s + each.ttft_s + decode_s)
 
 
-def test_who_comes_while_another_is_worked_at_gets_every_other_turn() -> None:
+def test_a_request_that_arrives_during_anothers_work_gets_every_other_turn() -> None:
     """With 1 s of work each, the first is alone for 0.5 s and shares the rest. The second then has half of its work
     left, and the third arrives when both are done."""
-    assert list(by_turns([0.0, 0.5, 4.0], 1.0)) == NEAR([1.5, 2.0, 5.0])
-    assert list(by_turns([0.0, 0.5, 4.0], 0.0)) == [0.0, 0.5, 4.0]
+    assert list(processor_sharing([0.0, 0.5, 4.0], 1.0)) == NEAR([1.5, 2.0, 5.0])
+    assert list(processor_sharing([0.0, 0.5, 4.0], 0.0)) == [0.0, 0.5, 4.0]
 
 
 @given(st.lists(st.floats(0.0, 20.0), max_size=20), st.floats(0.01, 3.0))
 def test_turns_lose_no_work_and_keep_the_order(instants: list[float], work_s: float) -> None:
     instants.sort()
-    done = list(by_turns(instants, work_s))
+    done = list(processor_sharing(instants, work_s))
     assert len(done) == len(instants)
     assert done == sorted(done)
     free_at = 0.0  # sequential work ends at the same time as work by turns
@@ -114,8 +114,8 @@ def test_turns_lose_no_work_and_keep_the_order(instants: list[float], work_s: fl
 def gaps_beside_a_prompt(**crowding: Any) -> list[float]:
     """Returns the gaps of 101 tokens, during which another machine computes a prompt of 1 s."""
     records = [request(0.0, 100, 101), request(2.02, 100, 1, base=50)]
-    _, journeys = run_checked(spec(model=replace(MODEL, crowding=Crowding(**crowding))), records)
-    return journeys[0].gaps_s
+    _, states = run_checked(spec(model=replace(MODEL, crowding=Crowding(**crowding))), records)
+    return states[0].gaps_s
 
 
 def test_decode_steps_take_longer_while_a_prompt_is_computed_and_no_longer() -> None:
@@ -132,7 +132,7 @@ def test_clients_get_tokens_bunched_as_measured_and_the_last_one_when_it_is_due(
     assert sum(gap == 0.0 for gap in gaps_s) == NEAR(10, abs=1)
 
 
-def test_company_costs_what_was_measured_of_it() -> None:
+def test_simultaneous_work_costs_what_was_measured() -> None:
     """A machine does not slow itself. The last factor holds for more machines. Decode machines, larger batches and
     handoffs have factors of their own; a handoff counts its own machine too if that goes on computing."""
     crowding = Crowding(
@@ -144,7 +144,7 @@ def test_company_costs_what_was_measured_of_it() -> None:
         landing_beside_prefills=(1.0, 1.3),
         handoff=(1.0, 3.0, 4.0),
     )
-    host = Host(crowding, Overheads(landing_s=0.01, handoff_s=0.01))
+    host = SharedHost(crowding, Overheads(landing_s=0.01, handoff_s=0.01))
     steps = {
         # machine that begins or ends: chunk factor of p0, landing, handoff, handoff while p0 goes on
         ("p0", True): (1.0, 0.01, 0.01, 0.03),
@@ -153,17 +153,17 @@ def test_company_costs_what_was_measured_of_it() -> None:
         ("p1", False): (1.5, 0.04, 0.01, 0.03),
     }
     for (name, computes), expected in steps.items():
-        assert host.note(name, computes, decodes=name == "d0")
-        assert not host.note(name, computes, decodes=name == "d0")
+        assert host.set_computing(name, computes, decodes=name == "d0")
+        assert not host.set_computing(name, computes, decodes=name == "d0")
         assert (
             host.prefill_slowdown("p0")(),
-            host.overheads_beside("p0").landing_s,
+            host.overheads_now("p0").landing_s,
             host.handoff_s("p0", goes_on=False),
             host.handoff_s("p0", goes_on=True),
         ) == NEAR(expected)
     factors = [host.decode_slowdown("d0")(num_seqs).factor for num_seqs in (1, 2, 4, 40)]
     assert factors == NEAR([1.5, 2.0, 3.0, 3.0])
-    assert not Host(Crowding(), Overheads()).is_shared
+    assert not SharedHost(Crowding(), Overheads()).is_shared
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -171,5 +171,5 @@ def test_a_prompt_that_begins_finds_all_that_was_computed_before(mixes: bool) ->
     """The second of two prompts that arrive at once starts after the first and reuses the ten shared blocks."""
     shared = list(range(10))
     records = [request(0.0, 150, 1, shared), request(0.0, 150, 1, shared, base=90)]
-    _, journeys = run_checked(spec(mixes_prompts=mixes, chunk_tokens=100), records)
-    assert [journey.cached_tokens for journey in journeys] == [0, 100]
+    _, states = run_checked(spec(mixes_prompts=mixes, chunk_tokens=100), records)
+    assert [state.cached_tokens for state in states] == [0, 100]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.timeline import mean
+from moonserve.protocol.latency import mean
+from moonserve.traces.experiments import figures_1_5_8, table_2_figures_9_10_11
+from moonserve.traces.experiments.published_figure import CONVERSATION, PublicTrace
+from moonserve.traces.experiments.testbed import effective_share, hit_ratio
+from moonserve.traces.format import TraceRecord, read_trace
+from moonserve.traces.simulator.results import SimulationResult
+from moonserve.traces.workload.prompts import ideal_cached_tokens
 from tests.public_trace import TRACE, needs_trace
 from tests.thoroughness import THOROUGH
-from traces.format import TraceRecord, read_trace
-from traces.prompts import ideal_cached_tokens
-from traces.reproduction import figure_1, figure_5, figure_8, figure_9, table_2
-from traces.reproduction.figure import CONVERSATION, Subject
-from traces.reproduction.testbed import effective, hit_ratio
-from traces.simulator.results import SimulationResult
 
 pytestmark = [pytest.mark.trace, pytest.mark.slow, pytest.mark.timeout(900), needs_trace]
 
@@ -27,27 +27,27 @@ POLICIES = ("random", "load balance", "local cache-aware", "global cache-aware")
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject(name=TRACE.name, kind=CONVERSATION, records=read_trace(TRACE))
+def subject() -> PublicTrace:
+    return PublicTrace(name=TRACE.name, kind=CONVERSATION, records=read_trace(TRACE))
 
 
 @pytest.fixture(scope="module")
-def records(subject: Subject) -> list[TraceRecord]:
+def records(subject: PublicTrace) -> list[TraceRecord]:
     return list(subject.records[:NUM_RECORDS])
 
 
 @pytest.fixture(scope="module")
-def by_policy(subject: Subject, records: list[TraceRecord]) -> dict[str, SimulationResult]:
+def by_policy(subject: PublicTrace, records: list[TraceRecord]) -> dict[str, SimulationResult]:
     """Results of 8 prefill and 8 decode machines that admit every request, so that rejections do not lower a mean. An
     ordinary run omits the random policy, whose long queues are slow to simulate."""
-    runs = figure_5.runs(subject)
+    runs = figures_1_5_8.figure_5_runs(subject)
     return {name: runs[name].do(records) for name in POLICIES[0 if THOROUGH else 1 :]}
 
 
-def test_table_2_and_figure_9_hold(subject: Subject) -> None:
+def test_table_2_and_figure_9_hold(subject: PublicTrace) -> None:
     """Counts, lengths, the hit curve and the reusable share of tokens equal the values stated for this trace."""
-    for figure in (table_2.FIGURE, figure_9.FIGURE):
-        claims = figure.finding(subject, {}).claims
+    for figure in (table_2_figures_9_10_11.TABLE_2, table_2_figures_9_10_11.FIGURE_9):
+        claims = figure.evaluate(subject, {}).claims
         assert claims
         assert all(claims.values()), figure.title
     reusable = sum(ideal_cached_tokens(subject.records, 512)) / sum(each.input_length for each in subject.records)
@@ -74,23 +74,23 @@ def test_the_pool_hits_almost_as_the_ideal(records: list[TraceRecord], by_policy
 
 
 def test_figure_8_device_time_per_request(
-    subject: Subject, records: list[TraceRecord], by_policy: dict[str, SimulationResult]
+    subject: PublicTrace, records: list[TraceRecord], by_policy: dict[str, SimulationResult]
 ) -> None:
     """Published ratios to the pool's time: plain 1.56, local prefix caching 1.43, chunked prefill 1.90. The beginning
     of the trace has fewer hits."""
-    runs, pooled = figure_8.runs(subject), by_policy["global cache-aware"].counters["device_s"]
+    runs, pooled = figures_1_5_8.figure_8_runs(subject), by_policy["global cache-aware"].counters["device_s"]
     baselines = ("vLLM", "vLLM with prefix caching", "vLLM with chunked prefill")
     plain, caching, chunked = (runs[name].do(records).counters["device_s"] / pooled for name in baselines)
     assert (plain, caching) == pytest.approx((1.56, 1.43) if THOROUGH else (1.29, 1.25), abs=0.06)
     assert (1.6 if THOROUGH else 1.4) <= chunked <= 1.95
 
 
-def test_figure_1_at_one_speed_all_published_gains_are_reached(subject: Subject) -> None:
+def test_figure_1_at_one_speed_all_published_gains_are_reached(subject: PublicTrace) -> None:
     """Effective requests exceed vLLM's by 498, 157 and 59 % at 100, 200 and 300 ms; the pool keeps 95 % at 100 ms. The
     first sixth of the trace gives 460 % at 100 ms, since vLLM's machines begin idle."""
     published = (4.98 if THOROUGH else 4.5, 1.57, 0.59)
-    runs, records = figure_1.runs(subject), subject.records[:NUM_RECORDS_1]
+    runs, records = figures_1_5_8.figure_1_runs(subject), subject.records[:NUM_RECORDS_1]
     pool, vllm = (runs[f"{name} 1.6"].do(records) for name in ("pool", "vLLM"))
-    assert effective(pool, 0.1) >= 0.95
-    gains = [effective(pool, tbt) / effective(vllm, tbt) - 1 for tbt in figure_1.TBT_SLOS_S]
+    assert effective_share(pool, 0.1) >= 0.95
+    gains = [effective_share(pool, tbt) / effective_share(vllm, tbt) - 1 for tbt in figures_1_5_8.TBT_SLOS_S]
     assert all(ours >= theirs for ours, theirs in zip(gains, published, strict=True))

@@ -6,9 +6,9 @@ import random
 import struct
 from enum import IntEnum
 
-from transfer import scatter
-from transfer.scatter import Rows
-from transfer.tcp.frames import Header, Kind, encode
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.scatter import Rows
+from moonserve.transfer.tcp.frames import Header, Kind, encode
 
 INTERESTING = (
     *(0, 1, 2, 7, 8, 4095, 4096, 4097, 65535, 65536, 65537, 1 << 20, (1 << 20) + 1, 1 << 31),

@@ -25,7 +25,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import MoonserveError
+from moonserve.protocol.errors import MoonserveError
+from moonserve.transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import address_of
+from moonserve.transfer.memory.memfd import OwnedMemory
+from moonserve.transfer.memory.scatter import Rows
+from moonserve.transfer.paths import peer_address
+from moonserve.transfer.paths.peer_address import parse_address
+from moonserve.transfer.tcp import handshake
+from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.frames import (
+    HEADER_BYTES,
+    Header,
+    Kind,
+    ProtocolViolation,
+    decode,
+    encode,
+    receive_rows,
+    request,
+)
+from moonserve.transfer.transport_interface import Credentials
 from tests.patience import PATIENCE_S, until
 from tests.thoroughness import examples
 from tests.transfer.conftest import TOKEN
@@ -41,15 +61,6 @@ from tests.transfer.fuzz.mutations import (
     session,
 )
 from tests.transfer.stage import GUARD, dial
-from transfer import Op, RemoteSegment, Transfer, TransferEngine, TransferOptions, address, scatter
-from transfer.address import parse
-from transfer.base import Credentials
-from transfer.native import address_of
-from transfer.scatter import Rows
-from transfer.shm.memfd import OwnedMemory
-from transfer.tcp import handshake
-from transfer.tcp.connection import Connection
-from transfer.tcp.frames import HEADER_BYTES, Header, Kind, ProtocolViolation, decode, encode, receive_rows, request
 
 TOTAL_S = float(os.environ.get("MOONSERVE_FUZZ_S", "10"))
 FIRST_SEED = int(os.environ.get("MOONSERVE_FUZZ_SEED", "0"))
@@ -132,7 +143,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 def attack(quarry: Quarry, seed: int) -> bytes:
     """Runs one session. Returns everything that the engine sent."""
-    rng, instance = random.Random(seed), parse(quarry.engine.address).instance
+    rng, instance = random.Random(seed), parse_address(quarry.engine.address).instance
     said = session(rng, address_of(quarry.buffer), near=quarry.near)
     with closing(dial(quarry.engine.address)) as connection:
         if rng.random() < 0.1:
@@ -184,7 +195,9 @@ def _send_all(sock: socket.socket, quarry: Quarry, said: Said) -> None:
 
 
 @pytest.mark.timeout(TOTAL_S + 600)
-def test_mutated_sessions_neither_end_the_engine_nor_get_outside(quarry: Quarry, failures: list[BaseException]) -> None:
+def test_mutated_sessions_do_not_end_the_engine_or_reach_memory_outside(
+    quarry: Quarry, failures: list[BaseException]
+) -> None:
     ends_at = time.monotonic() + TOTAL_S * 0.4
     seed = FIRST_SEED
     while time.monotonic() < ends_at:
@@ -198,7 +211,7 @@ def test_mutated_sessions_neither_end_the_engine_nor_get_outside(quarry: Quarry,
     quarry.require_untouched()
     quarry.require_serving()
     sys.stdout.write(f"{seed - FIRST_SEED} sessions\n")
-    until(lambda: len(quarry.engine._hosted.served) <= 2)  # connections end asynchronously
+    until(lambda: len(quarry.engine._state.served) <= 2)  # connections end asynchronously
 
 
 often = settings(max_examples=examples(150), deadline=None)
@@ -219,7 +232,7 @@ def fed(data: bytes, work: Callable[[Connection], T]) -> T:
 
 @often
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
-def test_any_bytes_are_a_header_or_a_violation(data: bytes) -> None:
+def test_any_bytes_decode_to_a_header_or_a_violation(data: bytes) -> None:
     with suppress(ProtocolViolation):
         assert encode(decode(data)) == data
 
@@ -228,9 +241,7 @@ def test_any_bytes_are_a_header_or_a_violation(data: bytes) -> None:
 @given(
     st.lists(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), max_size=5), st.integers(0, 10_000), st.integers(0, 7)
 )
-def test_a_sealed_request_is_read_as_it_was_sent_or_not_at_all(
-    rows: list[tuple[int, int, int]], place: int, bit: int
-) -> None:
+def test_a_changed_sealed_request_is_rejected(rows: list[tuple[int, int, int]], place: int, bit: int) -> None:
     sent = scatter.rows(*rows)
     header = Header(Kind.READ, entries=len(sent), segment_id=3)
     frame = bytearray(request(header, sent, sealed=True))
@@ -250,7 +261,7 @@ def test_a_sealed_request_is_read_as_it_was_sent_or_not_at_all(
 
 @often
 @given(st.binary(max_size=300))
-def test_either_end_survives_any_handshake_and_believes_none(data: bytes) -> None:
+def test_both_ends_survive_any_handshake_and_accept_none(data: bytes) -> None:
     def respond(connection: Connection) -> None:
         handshake.respond(connection, CREDENTIALS, 7, checksums=True)
 
@@ -266,7 +277,7 @@ def test_either_end_survives_any_handshake_and_believes_none(data: bytes) -> Non
 
 @often
 @given(st.text(max_size=200))
-def test_any_text_is_an_address_or_an_error(text: str) -> None:
+def test_any_text_parses_to_an_address_or_an_error(text: str) -> None:
     for candidate in (text, f"ms2;{text}", f"ms2;id=00;host=h;tcp={text}"):
         with suppress(MoonserveError):
-            address.parse(str(address.parse(candidate)))
+            peer_address.parse_address(str(peer_address.parse_address(candidate)))

@@ -1,1 +1,0 @@
-"""Benchmarks of the engine and of its memory management."""

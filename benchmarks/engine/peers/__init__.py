@@ -1,1 +1,0 @@
-"""Other engines as contestants. All but transformers run in a separate Python environment."""

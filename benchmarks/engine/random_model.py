@@ -1,0 +1,67 @@
+"""Writes the 110M model with random weights: `python -m benchmarks.engine.random_model FOLDER`.
+
+The weights are the same every time. It is a separate program so that the measuring process need not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.engine.shapes import SMALL
+
+_DEVIATION = 0.02  # as transformers initializes a Llama
+
+
+def write(folder: Path) -> None:
+    """Writes the model. config.json is written last, so that its presence means a complete model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: _weight(shape, generator).to(torch.bfloat16) for name, shape in _shapes().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    unfinished = folder / "config.unfinished"
+    unfinished.write_text(json.dumps(SMALL, indent=2))
+    os.replace(unfinished, folder / "config.json")
+
+
+def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape)
+    return torch.empty(shape).normal_(std=_DEVIATION, generator=generator)
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    hidden, inner, vocab = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["vocab_size"]
+    queries = SMALL["num_attention_heads"] * SMALL["head_dim"]
+    keys = SMALL["num_key_value_heads"] * SMALL["head_dim"]
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    layers = {
+        f"model.layers.{number}.{name}.weight": shape
+        for number in range(SMALL["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+    ends: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    return {**ends, **layers}
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,1 +1,0 @@
-"""Measures the effect of faults on a client: `python -m benchmarks.faults` (docs/faults.md)."""

@@ -1,1 +1,0 @@
-"""Runs all checks that need a GPU and prints one table: `benchmarks/gpu_check.sh`."""

@@ -1,1 +1,0 @@
-"""Other stores as contestants. Their modules run in a separate environment (.venv-bench)."""

@@ -1,1 +1,0 @@
-"""Other transfer engines as contestants, used from Python according to their documentation."""

@@ -1,1 +1,0 @@
-"""Cost models behind every prediction, one per file."""

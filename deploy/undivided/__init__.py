@@ -1,1 +1,0 @@
-"""A decode worker that also prefills prompts that are placed on it undivided (docs/conditional-disaggregation.md)."""

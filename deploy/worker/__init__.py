@@ -1,1 +1,0 @@
-"""A worker that can change between prefill and decode while it runs (docs/role-switching.md)."""

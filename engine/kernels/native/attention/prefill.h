@@ -1,0 +1,271 @@
+/* Prefill: attention of tiles of neighbouring tokens to the cached prefix and to the chunk itself, both in the pool.
+ *
+ * A tile's rows are all its tokens times all query heads that share a KV head. Rows are lanes of vectors, so softmax
+ * never works across lanes. Keys are broadcast word by word against transposed queries, then values against weights.
+ * The same small kernel, whose sums stay in registers, computes both products. K and V are copied once per tile of
+ * tokens, only as far as the tile sees them, into a few KiB that stay in the L1 cache. Softmax is online, in float32;
+ * weights are rounded to the queries' dtype T before the product with V. S is the element type of the pool: codes are
+ * converted to T when K and V are copied, and their scales are applied to scores and weights.
+ */
+#pragma once
+
+#include "plan.h"
+
+constexpr int64_t KEY_TILE = 64;
+#if defined(__AVX512F__)
+constexpr int64_t WIDTH = 3, HEIGHT = 8; /* of the small kernel: sums take 24 of 32 registers */
+#else
+constexpr int64_t WIDTH = 1, HEIGHT = 4;
+#endif
+constexpr int64_t MAX_VECTORS = 12; /* vectors of rows in a tile */
+constexpr int64_t MAX_ROWS = MAX_VECTORS * LANES;
+/* A hidden score. It is not lower because, in a tile that is all hidden, the rounding error of score · scale - highest
+ * must stay small: the tile then adds finite values, whose factor becomes 0 once a token is seen. */
+constexpr float HIDDEN = -1e9f;
+
+/* Workspace of one tile of tokens and one KV head. Rows are in bands of WIDTH vectors; a band's part of `queries` and
+ * `sums` is [words or dims, vectors in this band]. */
+struct Workspace {
+    Words queries[MAX_VECTORS * MAX_HEAD_DIM];
+    Floats sums[MAX_VECTORS * MAX_HEAD_DIM];
+    Floats highest[MAX_VECTORS], totals[MAX_VECTORS];
+    Integers positions[MAX_VECTORS];
+    Words keys[KEY_TILE * MAX_HEAD_DIM / LANES];   /* [keys, words] */
+    Words values[KEY_TILE * MAX_HEAD_DIM / LANES]; /* [keys / PER_WORD, head_dim]: neighbouring keys share a word */
+    float key_scales[KEY_TILE], value_scales[KEY_TILE]; /* of a quantised pool */
+    Floats scores[KEY_TILE * WIDTH];
+    Words weights[KEY_TILE * WIDTH];
+};
+
+/* Constants of the work on one tile. */
+template <typename T, typename S> struct Work {
+    const Plan &plan;
+    const Tensors<T, S> &tensors;
+    const Tile &tile;
+    int64_t kv_head, group, words, dims; /* dims: head_dim, rounded up to a multiple of HEIGHT */
+    Workspace &space;
+};
+
+/* out[m][n] = keep[n] · out[m][n] + Σₖ left[m, k] · right[k][n] for HEIGHT m and VECTORS n. */
+template <typename T, int VECTORS, bool KEEP>
+INLINE void multiply(Floats *out, const Floats *keep, const uint32_t *left, int64_t left_row, int64_t left_step,
+                     const Words *right, int64_t steps) {
+    Floats sums[HEIGHT][VECTORS];
+#pragma GCC unroll 8
+    for (int m = 0; m < HEIGHT; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) sums[m][n] = KEEP ? out[m * VECTORS + n] * keep[n] : Floats{};
+    for (int64_t k = 0; k < steps; k++) {
+        Words row[VECTORS];
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) row[n] = right[k * VECTORS + n];
+#pragma GCC unroll 8
+        for (int m = 0; m < HEIGHT; m++) {
+            const uint32_t one = left[m * left_row + k * left_step];
+#pragma GCC unroll 4
+            for (int n = 0; n < VECTORS; n++) sums[m][n] = accumulate((const T *)0, sums[m][n], row[n], one);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < HEIGHT; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) out[m * VECTORS + n] = sums[m][n];
+}
+
+/* -- filling the workspace */
+
+/* Row r is token r / group with query head r % group. Lanes behind the last row repeat its token with zero queries. */
+template <typename T, typename S> static void load_queries(const Work<T, S> &work, int64_t num_vectors) {
+    const Plan &plan = work.plan;
+    const int64_t num_rows = work.tile.num_tokens * work.group;
+    for (int64_t band = 0; band < num_vectors; band += WIDTH) {
+        const int64_t width = least(WIDTH, num_vectors - band);
+        uint32_t *to = (uint32_t *)(work.space.queries + band * work.words);
+        for (int64_t r = 0; r < width * LANES; r++) {
+            const int64_t row = band * LANES + r, token = least(row, num_rows - 1) / work.group;
+            uint32_t words[MAX_HEAD_DIM];
+            words[work.words - 1] = 0;
+            if (row >= num_rows) memset(words, 0, work.words * sizeof words[0]);
+            else {
+                const int64_t head = work.kv_head * work.group + row % work.group;
+                const T *from = work.tensors.queries + (work.tile.row + token) * work.tensors.query_stride;
+                memcpy(words, from + head * plan.head_dim, plan.head_dim * sizeof(T));
+            }
+            for (int64_t w = 0; w < work.words; w++) to[w * width * LANES + r] = words[w];
+            ((int32_t *)work.space.positions)[row] = (int32_t)(work.tile.position + token);
+        }
+    }
+    for (int64_t v = 0; v < num_vectors; v++) {
+        work.space.highest[v] = splat(HIDDEN);
+        work.space.totals[v] = Floats{};
+    }
+    for (int64_t s = 0; s < num_vectors * work.dims; s++) work.space.sums[s] = Floats{};
+}
+
+INLINE void interleave(uint32_t *to, const float *const (&rows)[1], int64_t dims) {
+    memcpy(to, rows[0], dims * sizeof(float));
+}
+
+INLINE void interleave(uint32_t *to, const Bfloat16 *const (&rows)[2], int64_t dims) {
+    for (int64_t d = 0; d < dims; d++) to[d] = rows[0][d].bits | (uint32_t)rows[1][d].bits << 16;
+}
+
+/* Returns a token's K or V in place, or unpacked into `space` with the scale in `scale`. */
+template <typename T> INLINE const T *head_of(const T *head, float *, T *, int64_t) { return head; }
+
+template <typename T, typename S> INLINE const T *head_of(const S *row, float *scale, T *space, int64_t dim) {
+    unpack(space, row, dim);
+    *scale = scale_of(row, dim);
+    return space;
+}
+
+/* Loads K and V of `count` tokens from `first` on. Tokens outside of [oldest, end), which no row sees, become 0. */
+template <typename T, typename S>
+static void load_keys_and_values(const Work<T, S> &work, int64_t first, int64_t count, int64_t oldest, int64_t end) {
+    static const T zeros[MAX_HEAD_DIM] = {};
+    const Plan &plan = work.plan;
+    Workspace &space = work.space;
+    const int64_t dim = plan.head_dim;
+    uint32_t *keys = (uint32_t *)space.keys, *values = (uint32_t *)space.values;
+    T key_space[MAX_HEAD_DIM], value_space[PER_WORD<T>][MAX_HEAD_DIM];
+    const T *key, *rows[PER_WORD<T>];
+    int64_t at = 0, left = 0; /* of this block */
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t part = k % PER_WORD<T>;
+        const bool seen = first + k >= oldest && first + k < end;
+        if (seen && left == 0) {
+            at = place(plan, work.tile.table, first + k) + work.kv_head * head_size<S>(dim);
+            left = plan.block_size - (first + k) % plan.block_size;
+        }
+        key = rows[part] = zeros;
+        space.key_scales[k] = space.value_scales[k] = 0.0f;
+        if (seen) {
+            key = head_of(work.tensors.keys + at, space.key_scales + k, key_space, dim);
+            rows[part] = head_of(work.tensors.values + at, space.value_scales + k, value_space[part], dim);
+            at += plan.slot_stride, left--;
+        }
+        keys[k * work.words + work.words - 1] = 0;
+        memcpy(keys + k * work.words, key, dim * sizeof(T));
+        if (part == PER_WORD<T> - 1) {
+            uint32_t *to = values + k / PER_WORD<T> * work.dims;
+            interleave(to, rows, dim);
+            for (int64_t d = dim; d < work.dims; d++) to[d] = 0;
+        }
+    }
+}
+
+/* -- one band of rows against one tile of keys */
+
+template <int VECTORS>
+INLINE void hide(Floats *scores, const Integers *positions, int64_t first, int64_t count, int64_t window) {
+    const int32_t span = (int32_t)least(window, 1 << 30);
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) {
+            const Integers distance = positions[n] - (int32_t)(first + k);
+            scores[k * VECTORS + n] =
+                select((distance >= 0) & (distance < span), scores[k * VECTORS + n], splat(HIDDEN));
+        }
+}
+
+INLINE Words as_weights(const float *, const Floats (&p)[1]) { return (Words)p[0]; }
+INLINE Words as_weights(const Bfloat16 *, const Floats (&p)[2]) { return join(p[0], p[1]); }
+
+/* Multiplies the scores by the scales of their keys. */
+template <int VECTORS> INLINE void scale_scores(Floats *scores, const float *scales, int64_t count) {
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) scores[k * VECTORS + n] = scores[k * VECTORS + n] * splat(scales[k]);
+}
+
+/* Turns `count` rows of scores into weights. `keep` gets the factor of all earlier sums. The weights, but not the
+ * totals, are multiplied by `value_scales` if it is not null. */
+template <typename T, int VECTORS>
+INLINE void weigh_rows(const Floats *scores, Words *weights, int64_t count, Floats *highest, Floats *totals,
+                       float scale, const float *value_scales, Floats *keep) {
+    Floats best[VECTORS], total[VECTORS];
+    for (int n = 0; n < VECTORS; n++) best[n] = splat(HIDDEN);
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) best[n] = maximum(best[n], scores[k * VECTORS + n]);
+    for (int n = 0; n < VECTORS; n++) {
+        best[n] = maximum(highest[n], best[n] * scale);
+        keep[n] = power_of_two(highest[n] - best[n]);
+        highest[n] = best[n];
+        total[n] = totals[n] * keep[n];
+    }
+    for (int64_t k = 0; k < count; k += PER_WORD<T>)
+#pragma GCC unroll 4
+        for (int n = 0; n < VECTORS; n++) {
+            Floats p[PER_WORD<T>];
+            for (int i = 0; i < PER_WORD<T>; i++) {
+                p[i] = power_of_two(scores[(k + i) * VECTORS + n] * scale - best[n]);
+                total[n] = total[n] + p[i];
+                if (value_scales != nullptr) p[i] = p[i] * splat(value_scales[k + i]);
+            }
+            weights[k / PER_WORD<T> * VECTORS + n] = as_weights((const T *)0, p);
+        }
+    for (int n = 0; n < VECTORS; n++) totals[n] = total[n];
+}
+
+template <int VECTORS, typename T, typename S>
+static void attend_band(const Work<T, S> &work, int64_t band, int64_t first, int64_t count, bool partly) {
+    Workspace &space = work.space;
+    const Words *queries = space.queries + band * work.words;
+    Floats *sums = space.sums + band * work.dims, keep[VECTORS];
+    for (int64_t k = 0; k < count; k += HEIGHT)
+        multiply<T, VECTORS, false>(space.scores + k * VECTORS, nullptr, (const uint32_t *)space.keys + k * work.words,
+                                    work.words, 1, queries, work.words);
+    if (QUANTISED<S>) scale_scores<VECTORS>(space.scores, space.key_scales, count);
+    if (partly) hide<VECTORS>(space.scores, space.positions + band, first, count, work.plan.window);
+    weigh_rows<T, VECTORS>(space.scores, space.weights, count, space.highest + band, space.totals + band,
+                           (float)work.plan.scale, QUANTISED<S> ? space.value_scales : nullptr, keep);
+    for (int64_t d = 0; d < work.dims; d += HEIGHT)
+        multiply<T, VECTORS, true>(sums + d * VECTORS, keep, (const uint32_t *)space.values + d, 1, work.dims,
+                                   space.weights, count / PER_WORD<T>);
+}
+
+/* Attends from all bands to the keys from `first` on, of which the tile sees [oldest, end). */
+template <typename T, typename S>
+static void attend_keys(const Work<T, S> &work, int64_t num_vectors, int64_t first, int64_t oldest, int64_t end) {
+    const int64_t count = least(KEY_TILE, (end - first + HEIGHT - 1) / HEIGHT * HEIGHT), window = work.plan.window;
+    const int32_t *positions = (const int32_t *)work.space.positions;
+    load_keys_and_values(work, first, count, oldest, end);
+    for (int64_t band = 0; band < num_vectors; band += WIDTH) {
+        const int64_t width = least(WIDTH, num_vectors - band);
+        const int64_t from = positions[band * LANES], to = positions[(band + width) * LANES - 1];
+        if (first > to || from - (first + count - 1) >= window) continue;
+        const bool partly = first + count - 1 > from || to - first >= window;
+        if (width == 1) attend_band<1>(work, band, first, count, partly);
+        if (WIDTH > 1 && width == 2) attend_band<least(2, WIDTH)>(work, band, first, count, partly);
+        if (WIDTH > 2 && width == 3) attend_band<least(3, WIDTH)>(work, band, first, count, partly);
+    }
+}
+
+template <typename T, typename S> static void store_rows(const Work<T, S> &work) {
+    const Plan &plan = work.plan;
+    const int64_t num_rows = work.tile.num_tokens * work.group;
+    const int64_t num_vectors = (num_rows + LANES - 1) / LANES;
+    for (int64_t r = 0; r < num_rows; r++) {
+        const int64_t band = r / LANES / WIDTH * WIDTH, width = least(WIDTH, num_vectors - band);
+        const float *sums = (const float *)(work.space.sums + band * work.dims) + r - band * LANES;
+        const float factor = 1.0f / ((const float *)work.space.totals)[r];
+        const int64_t row = work.tile.row + r / work.group, head = work.kv_head * work.group + r % work.group;
+        T *to = work.tensors.out + (row * plan.heads + head) * plan.head_dim;
+        for (int64_t d = 0; d < plan.head_dim; d++) narrow(to + d, sums[d * width * LANES] * factor);
+    }
+}
+
+template <typename T, typename S>
+static void attend_tile(const Plan &plan, const Tensors<T, S> &tensors, const Tile &tile, int64_t kv_head) {
+    Workspace space;
+    const Work<T, S> work = {plan,  tensors, tile, kv_head, plan.heads / plan.kv_heads, words_per_head<T>(plan),
+                          (plan.head_dim + HEIGHT - 1) / HEIGHT * HEIGHT, space};
+    const int64_t num_vectors = (tile.num_tokens * work.group + LANES - 1) / LANES;
+    load_queries(work, num_vectors);
+    const int64_t oldest = most(0, tile.position - plan.window + 1), end = tile.position + tile.num_tokens;
+    /* Tiles of keys start at multiples of their size, so that no bit of a result depends on the prompt's chunks. */
+    for (int64_t first = oldest / KEY_TILE * KEY_TILE; first < end; first += KEY_TILE)
+        attend_keys(work, num_vectors, first, oldest, end);
+    store_rows(work);
+}

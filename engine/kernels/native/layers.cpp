@@ -1,0 +1,219 @@
+/* A decoder layer as two calls, before and after attention; the embedding before and the logits after all layers.
+ *
+ * Rows go through a call in groups that stay in the cache. Within a group, operations run one after another, and the
+ * thread_pool divides the rows or the panels of weights of each. The caller checks shapes.
+ */
+#include "thread_pool_start.h"
+#include "matrix_product.h"
+#include "quantise.h"
+#include "norm_and_rope.h"
+
+constexpr int64_t GROUP = 256;      /* rows */
+constexpr int64_t ROWS_AT_ONCE = 8; /* fewest rows per part of an operation too short to divide by single rows */
+
+struct Layer {
+    Matrix qkv, o, gate_up, down;
+    const float *input_norm, *qk_norm, *post_norm; /* qk_norm [heads + kv_heads, head_dim], or null */
+    void *keys, *values;                           /* this layer's part of the pool: [slots, kv_heads, head_dim],
+                                                      * a slot every `slot_stride` elements */
+};
+
+struct Model {
+    int64_t hidden_size, inner_size; /* inner_size is a multiple of 16 */
+    int64_t heads, kv_heads, head_dim, vocab_size;
+    int64_t slot_stride;
+    int64_t pool_format; /* 0: heads as they are computed, 1: rows of int8, 2: rows of fp8 */
+    const Layer *layers;
+    Matrix lm_head;
+    const float *final_norm;
+    const void *embedding;
+    ThreadPool *thread_pool;
+    void *normed, *inner; /* scratch of GROUP rows: [hidden_size] and [inner_size] */
+    float epsilon;
+};
+
+struct Step {
+    int64_t tokens;
+    const int64_t *positions, *slots;
+    const void *cosines, *sines; /* [positions, head_dim] */
+    void *hidden;                /* [tokens, hidden_size] */
+    void *heads;                 /* [tokens, heads + 2 kv_heads, head_dim]: queries, keys, values */
+};
+
+template <typename T, typename Finish>
+static void shared_product(const Model *model, const Matrix &matrix, const T *input, int64_t stride, int64_t rows,
+                           const Finish &finish) {
+    parallel_for(model->thread_pool, matrix.num_panels, 1,
+          [&](int64_t from, int64_t to) { product(matrix, input, stride, rows, from, to, finish); });
+}
+
+/* Normalizes rows of hidden states into `normed`. */
+template <typename T> static void shared_norm(const Model *model, const T *hidden, const float *weight, int64_t rows) {
+    const int64_t size = model->hidden_size;
+    parallel_for(model->thread_pool, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+        for (int64_t row = from; row < to; row++)
+            normalize(hidden + row * size, weight, (T *)model->normed + row * size, size, model->epsilon);
+    });
+}
+
+template <typename T, typename S> static void quantise_heads(const Model *model, S *rows, const T *heads) {
+    const int64_t dim = model->head_dim;
+    for (int64_t head = 0; head < model->kv_heads; head++)
+        quantise(heads + head * dim, rows + head * (dim + SCALE_BYTES), dim);
+}
+
+/* Stores a token's K or V in the pool. */
+template <typename T> static void store_heads(const Model *model, void *piece, const T *heads, int64_t slot) {
+    const int64_t place = slot * model->slot_stride;
+    switch (model->pool_format) {
+        case 1: return quantise_heads(model, (Int8 *)piece + place, heads);
+        case 2: return quantise_heads(model, (Fp8 *)piece + place, heads);
+        default: memcpy((T *)piece + place, heads, model->kv_heads * model->head_dim * sizeof(T));
+    }
+}
+
+/* Normalizes and rotates the heads of one token and stores its K and V. */
+template <typename T> static void place_token(const Model *model, const Layer *layer, const Step *step, int64_t token) {
+    const int64_t dim = model->head_dim, kv_size = model->kv_heads * dim;
+    const int64_t rotated = model->heads + model->kv_heads;
+    T *heads = (T *)step->heads + token * (rotated * dim + kv_size);
+    const T *cosines = (const T *)step->cosines + step->positions[token] * dim;
+    const T *sines = (const T *)step->sines + step->positions[token] * dim;
+    for (int64_t head = 0; head < rotated; head++) {
+        T *own = heads + head * dim;
+        if (layer->qk_norm != nullptr) normalize(own, layer->qk_norm + head * dim, own, dim, model->epsilon);
+        rotate(own, cosines, sines, dim);
+    }
+    store_heads(model, layer->keys, heads + model->heads * dim, step->slots[token]);
+    store_heads(model, layer->values, heads + rotated * dim, step->slots[token]);
+}
+
+template <typename T> static void project(const Model *model, const Step *step, const Layer *layer) {
+    const int64_t size = model->hidden_size, width = (model->heads + 2 * model->kv_heads) * model->head_dim;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        shared_norm(model, (const T *)step->hidden + first * size, layer->input_norm, rows);
+        shared_product(model, layer->qkv, (const T *)model->normed, size, rows,
+                       Store<T>{(T *)step->heads + first * width, width, width});
+        parallel_for(model->thread_pool, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+            for (int64_t row = from; row < to; row++) place_token<T>(model, layer, step, first + row);
+        });
+    }
+}
+
+template <typename T> static void finish(const Model *model, const Step *step, const Layer *layer, const T *attended) {
+    const int64_t size = model->hidden_size, inner_size = model->inner_size, seen_size = model->heads * model->head_dim;
+    T *normed = (T *)model->normed, *inner = (T *)model->inner;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        T *hidden = (T *)step->hidden + first * size;
+        const Add<T> residual = {hidden, size, size};
+        shared_product(model, layer->o, attended + first * seen_size, seen_size, rows, residual);
+        shared_norm(model, hidden, layer->post_norm, rows);
+        shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
+        shared_product(model, layer->down, inner, inner_size, rows, residual);
+    }
+}
+
+/* `output` and `feed` compute the two terms that `finish` adds, for ranks that each have a part of the layer. */
+template <typename T> static void output(const Model *model, const Step *step, const Layer *layer, const T *attended, T *out) {
+    const int64_t size = model->hidden_size, seen_size = model->heads * model->head_dim;
+    for (int64_t first = 0; first < step->tokens; first += GROUP)
+        shared_product(model, layer->o, attended + first * seen_size, seen_size, least(GROUP, step->tokens - first),
+                       Store<T>{out + first * size, size, size});
+}
+
+template <typename T> static void feed(const Model *model, const Step *step, const Layer *layer, T *out) {
+    const int64_t size = model->hidden_size, inner_size = model->inner_size;
+    T *normed = (T *)model->normed, *inner = (T *)model->inner;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        const T *hidden = (const T *)step->hidden + first * size;
+        shared_norm(model, hidden, layer->post_norm, rows);
+        shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
+        shared_product(model, layer->down, inner, inner_size, rows, Store<T>{out + first * size, size, size});
+    }
+}
+
+template <typename T> static void logits(const Model *model, const Step *step, float *output) {
+    const int64_t size = model->hidden_size, vocab = model->vocab_size;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        shared_norm(model, (const T *)step->hidden + first * size, model->final_norm, rows);
+        shared_product(model, model->lm_head, (const T *)model->normed, size, rows,
+                       Widen<T>{output + first * vocab, vocab, vocab});
+    }
+}
+
+template <typename T> static void embed(const Model *model, const Step *step, const int64_t *token_ids) {
+    const int64_t size = model->hidden_size;
+    for (int64_t token = 0; token < step->tokens; token++)
+        memcpy((T *)step->hidden + token * size, (const T *)model->embedding + token_ids[token] * size, size * sizeof(T));
+}
+
+/* embed: writes the tokens' hidden states. project: computes and rotates heads, stores K and V in the pool. finish:
+ * adds the projection of `attended` [tokens, heads, head_dim] and the MLP to the hidden states; output and feed write these
+ * two terms to `out` instead. logits: [tokens, vocab]. */
+#define DEFINE(NAME, T)                                                                                                \
+    extern "C" void embed_##NAME(const Model *model, const Step *step, const int64_t *token_ids) {                     \
+        embed<T>(model, step, token_ids);                                                                              \
+    }                                                                                                                  \
+    extern "C" void project_##NAME(const Model *model, const Step *step, int64_t layer) {                              \
+        project<T>(model, step, model->layers + layer);                                                                \
+    }                                                                                                                  \
+    extern "C" void finish_##NAME(const Model *model, const Step *step, int64_t layer, const T *attended) {                \
+        finish<T>(model, step, model->layers + layer, attended);                                                           \
+    }                                                                                                                  \
+    extern "C" void output_##NAME(const Model *model, const Step *step, int64_t layer, const T *attended, T *out) {        \
+        output<T>(model, step, model->layers + layer, attended, out);                                                      \
+    }                                                                                                                  \
+    extern "C" void feed_##NAME(const Model *model, const Step *step, int64_t layer, T *out) {                         \
+        feed<T>(model, step, model->layers + layer, out);                                                              \
+    }                                                                                                                  \
+    extern "C" void logits_##NAME(const Model *model, const Step *step, float *output) {                               \
+        logits<T>(model, step, output);                                                                                \
+    }
+
+DEFINE(float32, float)
+DEFINE(bfloat16, Bfloat16)
+
+/* True if these products are the fastest on this processor for many rows too, which they are not with matrix units.
+ * With AVX2 only, a library is faster in float32 and slower in bfloat16, which it must convert. */
+extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    return 1;
+#elif defined(__AVX512F__)
+    return !is_bfloat16;
+#elif defined(__AVX2__)
+    return is_bfloat16;
+#else
+    return 0;
+#endif
+}
+
+/* True if these products read compact weights (compact_weights.h). */
+extern "C" int32_t reads_compact(int32_t is_bfloat16) { return COMPACT && is_bfloat16; }
+
+/* -- single operations, for tests */
+
+#define DEFINE_PARTS(NAME, T)                                                                                          \
+    extern "C" void normalize_##NAME(const T *x, const float *weight, T *out, int64_t count, float epsilon) {          \
+        normalize(x, weight, out, count, epsilon);                                                                     \
+    }                                                                                                                  \
+    extern "C" void rotate_##NAME(T *head, const T *cosines, const T *sines, int64_t head_dim) {                       \
+        rotate(head, cosines, sines, head_dim);                                                                        \
+    }                                                                                                                  \
+    extern "C" void quantise_##NAME(const T *head, void *row, int64_t head_dim, int64_t format) {                      \
+        if (format == 1) quantise(head, (Int8 *)row, head_dim);                                                        \
+        else quantise(head, (Fp8 *)row, head_dim);                                                                     \
+    }                                                                                                                  \
+    extern "C" void product_##NAME(const Matrix *matrix, const T *input, int64_t stride, int64_t rows, T *out,         \
+                                   int64_t outputs) {                                                                  \
+        product(*matrix, input, stride, rows, 0, matrix->num_panels, Store<T>{out, outputs, outputs});                 \
+    }                                                                                                                  \
+    extern "C" void gate_##NAME(const Matrix *matrix, const T *input, int64_t stride, int64_t rows, T *out) {          \
+        product(*matrix, input, stride, rows, 0, matrix->num_panels, Gate<T>{out, matrix->num_panels * LANES});        \
+    }
+
+DEFINE_PARTS(float32, float)
+DEFINE_PARTS(bfloat16, Bfloat16)

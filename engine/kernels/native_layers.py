@@ -1,0 +1,203 @@
+"""Kernels for CPUs in C++ (`engine/kernels/native/layers.cpp`): two calls per layer, whatever the number of rows.
+
+Weights are stored once, in the layout of the products. Owns the memory that the calls read and write. Results equal
+those of `torch_kernels` except for the order of sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moonserve.engine.kernels import AllReduce, Heads, Step
+from moonserve.engine.kernels.native_library import CLayer, CModel, CStep, LayersLibrary
+from moonserve.engine.kernels.weight_packing import LANES, Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
+from moonserve.engine.kv_cache.tensors import KvTensors
+from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.rope import RopeTable
+from moonserve.engine.model.weights import LayerWeights, Weights
+from moonserve.protocol.process.native_libraries import CompilerError
+
+_GROUP_ROWS = 256  # GROUP of layers.cpp
+_WORD_BYTES = 4
+_QUANTISED_FORMATS = {"int8": 1, "fp8": 2}  # `pool_format` of layers.cpp
+
+
+@dataclass(slots=True)
+class _Pass:
+    step: Step
+    structure: CStep
+    address: int  # of `structure`
+    hidden: torch.Tensor  # [tokens, hidden_size]
+    heads: Heads  # views of one buffer, which every layer overwrites
+    tables: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Memory that a layer's C++ structure points to."""
+
+    matrices: tuple[Matrix, Matrix, Matrix, Matrix]  # qkv, o, gate_up, down
+    norms: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # input, qk, post; float32
+
+    @classmethod
+    def make(cls, weights: LayerWeights, arena: Arena) -> _Layer:
+        qk_norm = None if weights.qk_norm is None else _floats(weights.qk_norm)
+        return cls(
+            (
+                pack(weights.qkv, weights.qkv_bias, arena),
+                pack(weights.o, weights.o_bias, arena),
+                pack_gates(weights.gate_up, weights.gate_up_bias, arena),
+                pack(weights.down, weights.down_bias, arena),
+            ),
+            (_floats(weights.input_norm), qk_norm, _floats(weights.post_norm)),
+        )
+
+    def structure(self, keys: torch.Tensor, values: torch.Tensor) -> CLayer:
+        matrices = [matrix.structure() for matrix in self.matrices]
+        norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
+        return CLayer(*matrices, *norms, keys.data_ptr(), values.data_ptr())
+
+
+class NativeKernels:
+    """`Kernels` for CPUs. Raises CompilerError if it is not available for this model or on this machine."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        pool: KvTensors,
+        num_threads: int,
+        cache_folder: Path | None,
+        compiling: Callable[[], None] | None = None,
+        collectives: AllReduce | None = None,
+    ) -> None:
+        """`collectives`: sums over the ranks that share the model; None = the model is whole."""
+        _check_limits(config, weights)
+        self._collectives = collectives
+        self._library = LayersLibrary(pool.dtype, cache_folder, compiling)
+        self._config = config
+        self._dtype = weights.embedding.dtype
+        self._pool = pool
+        self._rope = RopeTable(config.rope, config.head_dim, self._dtype)
+        self.thread_pool = self._library.make_thread_pool(num_threads)  # attention may use it between two calls
+        self._embedding = weights.embedding.contiguous()
+        self._final_norm = _floats(weights.norm)
+        compactor = Compactor(self._library) if self._library.reads_compact else None
+        arena = Arena(packed_bytes(_matrices(weights)), compactor)
+        self._layers = [_Layer.make(layer, arena) for layer in weights.layers]
+        self._lm_head = pack(weights.lm_head, None, arena)
+        inner_size = self._layers[0].matrices[2].num_panels * LANES
+        self._normed = torch.empty(_GROUP_ROWS, config.hidden_size, dtype=self._dtype)
+        self._inner = torch.empty(_GROUP_ROWS, inner_size, dtype=self._dtype)
+        self._structure = self._make_structure(inner_size)
+        self._address = ctypes.addressof(self._structure)
+
+    @property
+    def suits_many_rows(self) -> bool:
+        """True if these kernels are the fastest for prompts too, not only for single tokens."""
+        return self._library.suits_many_rows
+
+    def _make_structure(self, inner_size: int) -> CModel:
+        config, pool = self._config, self._pool
+        layers = (CLayer * len(self._layers))(*map(_Layer.structure, self._layers, pool.keys, pool.values))
+        return CModel(
+            config.hidden_size,
+            inner_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.vocab_size,
+            pool.slot_stride,
+            _QUANTISED_FORMATS.get(pool.layout.dtype, 0),
+            layers,
+            self._lm_head.structure(),
+            self._final_norm.data_ptr(),
+            self._embedding.data_ptr(),
+            self.thread_pool.address,
+            self._normed.data_ptr(),
+            self._inner.data_ptr(),
+            config.rms_norm_eps,
+        )
+
+    def begin(self, step: Step) -> _Pass:
+        config = self._config
+        queries, keys = config.num_heads, config.num_kv_heads
+        tokens = len(step.token_ids)
+        hidden = torch.empty(tokens, config.hidden_size, dtype=self._dtype)
+        heads = torch.empty(tokens, queries + 2 * keys, config.head_dim, dtype=self._dtype)
+        tables = self._rope.tables(step.longest)
+        structure = CStep(
+            tokens,
+            step.positions.data_ptr(),
+            step.slots.data_ptr(),
+            tables[0].data_ptr(),
+            tables[1].data_ptr(),
+            hidden.data_ptr(),
+            heads.data_ptr(),
+        )
+        address = ctypes.addressof(structure)
+        if step.hidden is None:
+            self._library.embed(self._address, address, step.token_ids.data_ptr())
+        else:
+            hidden.copy_(step.hidden)
+        parts = torch.split(heads, [queries, keys, keys], dim=1)
+        return _Pass(step, structure, address, hidden, (parts[0], parts[1], parts[2]), tables)
+
+    def project(self, layer: int, work: _Pass) -> Heads:
+        self._library.project(self._address, work.address, layer)
+        return work.heads
+
+    def finish(self, layer: int, work: _Pass, attended: torch.Tensor) -> None:
+        attended = attended.contiguous()
+        if self._collectives is None:
+            self._library.finish(self._address, work.address, layer, attended.data_ptr())
+            return
+        part = torch.empty_like(work.hidden)
+        self._library.output(self._address, work.address, layer, attended.data_ptr(), part.data_ptr())
+        self._collectives.all_reduce(work.hidden, part)
+        self._library.feed(self._address, work.address, layer, part.data_ptr())
+        self._collectives.all_reduce(work.hidden, part)
+
+    def hidden(self, work: _Pass) -> torch.Tensor:
+        return work.hidden
+
+    def select_rows(self, work: _Pass, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        work.hidden = work.hidden.index_select(0, rows)
+        work.structure.tokens = len(rows)
+        work.structure.hidden = work.hidden.data_ptr()
+        return attended.index_select(0, rows)
+
+    def logits(self, work: _Pass) -> torch.Tensor:
+        logits = torch.empty(len(work.hidden), self._config.vocab_size)
+        self._library.logits(self._address, work.address, logits.data_ptr())
+        return logits
+
+
+def _floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().contiguous()
+
+
+def _matrices(weights: Weights) -> list[torch.Tensor]:
+    layers = [(one.qkv, one.o, one.gate_up, one.down) for one in weights.layers]
+    return [*(matrix for layer in layers for matrix in layer), weights.lm_head]
+
+
+def _check_limits(config: ModelConfig, weights: Weights) -> None:
+    """Raises CompilerError if the weights are not on the CPU, or a row of input is not a whole number of words."""
+    if weights.embedding.device.type != "cpu":
+        raise CompilerError("native kernels are for CPUs")
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads · head_dim": config.num_heads * config.head_dim,
+    }
+    for what, size in sizes.items():
+        if size * weights.embedding.element_size() % _WORD_BYTES:
+            raise CompilerError(f"{what} {size} is odd")

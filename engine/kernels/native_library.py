@@ -1,0 +1,177 @@
+"""Python bindings of `engine/kernels/native/layers.cpp`: structures, functions and threads. Knows no tensors.
+
+The structures must match the C++ field by field. `load_kernels` defines how all C++ code of the engine is compiled and
+where its libraries are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moonserve.protocol.process.native_libraries import CompilerError, load_library
+
+# Only multiplications and additions may be fused, so that results do not depend on how a loop is cut. -ffast-math would
+# reorder sums, and would make every thread of the process flush denormals once a library is loaded.
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-pthread",
+)
+
+
+def load_kernels(
+    source: Path,
+    cache_folder: Path | None,
+    compiling: Callable[[], None] | None = None,
+    *,
+    flags: Sequence[str] = FLAGS,
+) -> ctypes.CDLL:
+    """Loads a C++ library of the engine, compiled or taken from `cache_folder`. Raises CompilerError."""
+    folder = None if cache_folder is None else cache_folder / "kernels"
+    return load_library(source, flags, folder, compiling)
+
+
+SOURCE = Path(__file__).parent / "native" / "layers.cpp"
+
+Call = Callable[..., None]
+"""A function of the library. It runs without the interpreter lock."""
+
+
+class CMatrix(ctypes.Structure):
+    """C structure `Matrix` of matrix_product.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("words", ctypes.c_int64),
+        ("num_panels", ctypes.c_int64),
+        ("exponents", ctypes.c_void_p),
+        ("outliers", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+    )
+
+
+class CLayer(ctypes.Structure):
+    """C structure `Layer` of layers.cpp."""
+
+    _fields_ = (
+        ("qkv", CMatrix),
+        ("o", CMatrix),
+        ("gate_up", CMatrix),
+        ("down", CMatrix),
+        ("input_norm", ctypes.c_void_p),
+        ("qk_norm", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+    )
+
+
+class CModel(ctypes.Structure):
+    """C structure `Model` of layers.cpp."""
+
+    _fields_ = (
+        ("hidden_size", ctypes.c_int64),
+        ("inner_size", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("slot_stride", ctypes.c_int64),
+        ("pool_format", ctypes.c_int64),
+        ("layers", ctypes.POINTER(CLayer)),
+        ("lm_head", CMatrix),
+        ("final_norm", ctypes.c_void_p),
+        ("embedding", ctypes.c_void_p),
+        ("thread_pool", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+class CStep(ctypes.Structure):
+    """C structure `Step` of layers.cpp."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+    )
+
+
+class LayersLibrary:
+    """Compiled functions for one dtype, "float32" or "bfloat16". Raises CompilerError."""
+
+    def __init__(
+        self,
+        dtype: str,
+        folder: Path | None,
+        compiling: Callable[[], None] | None = None,
+        *,
+        flags: Sequence[str] = FLAGS,
+    ) -> None:
+        self._library = load_kernels(SOURCE, folder, compiling, flags=flags)
+        self._dtype = dtype
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self.embed = self.function("embed", pointer, pointer, pointer)
+        self.project = self.function("project", pointer, pointer, count)
+        self.finish = self.function("finish", pointer, pointer, count, pointer)
+        self.output = self.function("output", pointer, pointer, count, pointer, pointer)
+        self.feed = self.function("feed", pointer, pointer, count, pointer)
+        self.logits = self.function("logits", pointer, pointer, pointer)
+        self.count_exponents = self._plain("count_exponents", pointer, count, pointer)
+        self.make_compact = self._plain("make_compact", pointer, count, count, pointer, pointer, pointer, pointer)
+
+    @property
+    def suits_many_rows(self) -> bool:
+        """True if no other library on this machine multiplies more than a few rows faster."""
+        return bool(self._library.suits_many_rows(self._dtype == "bfloat16"))
+
+    @property
+    def reads_compact(self) -> bool:
+        """True if products accept compact weights (`engine.kernels.weight_packing`), which are faster then."""
+        return bool(self._library.reads_compact(self._dtype == "bfloat16"))
+
+    def function(self, name: str, *arguments: type[Any]) -> Call:
+        """Returns the function `name` for the dtype; its result is void."""
+        return self._plain(f"{name}_{self._dtype}", *arguments)
+
+    def _plain(self, name: str, *arguments: type[Any]) -> Call:
+        found = self._library[name]
+        found.argtypes = arguments
+        found.restype = None
+        return found
+
+    def make_thread_pool(self, members: int) -> ThreadPool:
+        """Creates a thread pool of `members` threads, including the caller's. Raises CompilerError if the system
+        refuses more threads."""
+        return ThreadPool(self._library, members)
+
+
+class ThreadPool:
+    """Threads that share the work of each call (`engine/kernels/native/thread_pool.h`). They end with this object."""
+
+    def __init__(self, library: ctypes.CDLL, members: int) -> None:
+        library.thread_pool_start.restype = ctypes.c_void_p
+        library.thread_pool_stop.argtypes = [ctypes.c_void_p]
+        address = library.thread_pool_start(members)
+        if address is None:
+            raise CompilerError(f"the system refused {members - 1} more threads")
+        self.address: int = address
+        # Not run at interpreter exit: the process can end while the threads sleep.
+        weakref.finalize(self, library.thread_pool_stop, address).atexit = False

@@ -1,0 +1,131 @@
+"""Selects the implementations of attention and of a model's other layers by name. Nothing below imports this module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moonserve.engine.kernels import AllReduce, Attention, Geometry, Heads, Kernels, Pass, Step
+from moonserve.engine.kernels.native_attention import NativePagedAttention
+from moonserve.engine.kernels.native_layers import NativeKernels
+from moonserve.engine.kernels.native_library import ThreadPool
+from moonserve.engine.kernels.torch_attention import TorchPagedAttention
+from moonserve.engine.kernels.torch_layers import TorchKernels
+from moonserve.engine.kv_cache.tensors import KvTensors
+from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.weights import Weights
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.native_libraries import CompilerError
+
+ATTENTION_NAMES = KERNEL_NAMES = ("auto", "native", "torch", "triton")
+
+
+def make_attention(
+    name: str,
+    geometry: Geometry,
+    pool: KvTensors,
+    cache_folder: Path | None,
+    thread_pool: ThreadPool | None = None,
+) -> Attention:
+    """Creates the implementation called `name`. auto means triton for a pool on a GPU, otherwise native, or torch
+    without a `cache_folder`. Native attention runs in the threads of `thread_pool`, or in as many own threads as torch
+    has. Raises ConfigError for an unknown name, or if the implementation is not available."""
+    if name not in ATTENTION_NAMES:
+        raise ConfigError(f"attention backend {name!r} is not one of {', '.join(ATTENTION_NAMES)}")
+    if name == "triton" or (name == "auto" and pool.device.type == "cuda"):
+        from moonserve.engine.cuda.attention import TritonAttention  # not needed on CPUs
+
+        return TritonAttention(geometry, pool)
+    if name == "torch" or (name == "auto" and cache_folder is None):
+        return TorchPagedAttention(geometry, pool)
+    try:
+        return NativePagedAttention(geometry, pool, cache_folder, thread_pool)
+    except CompilerError as error:
+        raise ConfigError(f"native attention is not available: {error}; or start with --kernels torch") from error
+
+
+FEW_TOKENS = 16
+"""Up to this many rows, a product takes the time of reading its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    kernels: Kernels
+    work: Pass
+
+
+class MixedKernels:
+    """Two `Kernels` over one model and pool, for steps of `few` and of `many` tokens. Used on processors with matrix
+    units that a library uses and our own products do not. The weights are then stored twice."""
+
+    def __init__(self, few: Kernels, many: Kernels) -> None:
+        self.name = f"{few.name}+{many.name}"
+        self.few = few
+        self.many = many
+
+    def begin(self, step: Step) -> _Chosen:
+        kernels = self.few if len(step.token_ids) <= FEW_TOKENS else self.many
+        return _Chosen(kernels, kernels.begin(step))
+
+    def project(self, layer: int, work: _Chosen) -> Heads:
+        return work.kernels.project(layer, work.work)
+
+    def finish(self, layer: int, work: _Chosen, attended: torch.Tensor) -> None:
+        work.kernels.finish(layer, work.work, attended)
+
+    def hidden(self, work: _Chosen) -> torch.Tensor:
+        return work.kernels.hidden(work.work)
+
+    def select_rows(self, work: _Chosen, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return work.kernels.select_rows(work.work, rows, attended)
+
+    def logits(self, work: _Chosen) -> torch.Tensor:
+        return work.kernels.logits(work.work)
+
+
+def make_kernels(
+    name: str,
+    config: ModelConfig,
+    weights: Weights,
+    pool: KvTensors,
+    *,
+    num_threads: int,
+    cache_folder: Path | None,
+    compiling: Callable[[], None] | None = None,
+    collectives: AllReduce | None = None,
+) -> Kernels:
+    """Creates the implementation called `name`. auto means triton on a GPU; otherwise native, mixed with torch if that
+    is faster for prompts; or torch without a `cache_folder`. Native kernels run in `num_threads` own threads, torch's
+    in the process's. `compiling` is called before a compilation, which takes seconds. `collectives`: for a rank with a
+    share of the model. Raises ConfigError for an unknown name, or if the implementation is not available."""
+    if name not in KERNEL_NAMES:
+        raise ConfigError(f"kernels {name!r} are not one of {', '.join(KERNEL_NAMES)}")
+    if name == "triton" or pool.device.type == "cuda":
+        return _triton_kernels(name, config, weights, pool)
+    if name == "torch" or (name == "auto" and cache_folder is None):
+        return TorchKernels(config, weights, pool, collectives)
+    try:
+        native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, collectives)
+    except CompilerError as error:
+        raise ConfigError(f"native kernels are not available: {error}; or start with --kernels torch") from error
+    if name == "native" or native.suits_many_rows:
+        return native
+    return MixedKernels(native, TorchKernels(config, weights, pool, collectives))
+
+
+def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvTensors) -> Kernels:
+    from moonserve.engine.cuda.layers import TritonKernels  # not needed on CPUs
+
+    if name not in ("auto", "triton"):
+        raise ConfigError(f"the {name} kernels run on CPUs only; start with --kernels triton or auto")
+    return TritonKernels(config, weights, pool)
+
+
+def thread_pool_of(kernels: Kernels) -> ThreadPool | None:
+    """Returns the threads of native kernels, or None. Attention shares them, since they are idle between calls."""
+    if isinstance(kernels, MixedKernels):
+        return thread_pool_of(kernels.few)
+    return kernels.thread_pool if isinstance(kernels, NativeKernels) else None

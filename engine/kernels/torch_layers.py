@@ -1,0 +1,165 @@
+"""Kernels in plain torch operations, for any device: the reference for all other implementations.
+
+Projections are fused, tensors are updated in place, and nothing is computed per layer that can be computed per step.
+
+A `Linear` is a product with constant weights in the layout that is fastest for the CPU's library. With a few rows, a
+product is bound by reading its weights; oneDNN reads weights that were reordered once two to three times as fast as
+row-major ones. Without oneDNN the plain operation is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from moonserve.engine.kernels import AllReduce, Heads, Step
+from moonserve.engine.kv_cache.tensors import KvTensors
+from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.rope import RopeTable, apply_rope
+from moonserve.engine.model.weights import LayerWeights, Weights
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""Computes x [rows, in] → x · weightᵀ + bias [rows, out]."""
+
+# Number of rows for which weights are reordered. Measured: in bfloat16, 8 is as good as any number from 1 to 512; in
+# float32, it is twice as good as 1.
+_TYPICAL_ROWS = 8
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Creates the fastest `Linear` for a weight [out, in], which may keep a reordered copy instead of the weight."""
+    if weight.device.type == "cpu" and len(weight) and can_pack(weight.dtype):
+        return _packed(weight, bias)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    return plain
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """True if this build of torch and this CPU have reordered products in `dtype`."""
+    operations = torch.ops.mkldnn
+    if not torch._C._has_mkldnn or not hasattr(operations, "_linear_pointwise"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(operations._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+    product = torch.ops.mkldnn._linear_pointwise.default
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = product(x, packed, bias, "none", [], "")
+        return result
+
+    return linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """One decoder layer with prepared weights."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def make(cls, weights: LayerWeights) -> _Layer:
+        return cls(
+            input_norm=weights.input_norm,
+            qkv=make_linear(weights.qkv, weights.qkv_bias),
+            qk_norm=weights.qk_norm,
+            o=make_linear(weights.o, weights.o_bias),
+            post_norm=weights.post_norm,
+            gate_up=make_linear(weights.gate_up, weights.gate_up_bias),
+            down=make_linear(weights.down, weights.down_bias),
+        )
+
+
+@dataclass(slots=True)
+class _Pass:
+    hidden: torch.Tensor  # [tokens, hidden_size], updated in place
+    cos: torch.Tensor  # [tokens, 1, head_dim], and sin
+    sin: torch.Tensor
+    slots: torch.Tensor
+
+
+class TorchKernels:
+    """Reference implementation of `Kernels`."""
+
+    name = "torch"
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, pool: KvTensors, collectives: AllReduce | None = None
+    ) -> None:
+        """`collectives`: sums over the ranks that share the model; None = the model is whole."""
+        self._collectives = collectives
+        self._embedding = weights.embedding
+        self._final_norm = weights.norm
+        self._lm_head = make_linear(weights.lm_head, None)
+        self._layers = [_Layer.make(layer) for layer in weights.layers]
+        self._pool = pool
+        self._rope = RopeTable(config.rope, config.head_dim, weights.embedding.dtype)
+        self._epsilon = config.rms_norm_eps
+        self._head_dim = config.head_dim
+        self._q_heads = config.num_heads
+        self._rotated_heads = config.num_heads + config.num_kv_heads
+        self._all_heads = config.num_heads + 2 * config.num_kv_heads
+
+    def begin(self, step: Step) -> _Pass:
+        cos, sin = self._rope.rows(step.positions, step.longest)
+        return _Pass(self._embed(step), cos, sin, step.slots)
+
+    def _embed(self, step: Step) -> torch.Tensor:
+        if step.hidden is not None:
+            return step.hidden.clone()
+        return F.embedding(step.token_ids, self._embedding)
+
+    def project(self, layer: int, work: _Pass) -> Heads:
+        own = self._layers[layer]
+        normed = self._norm(work.hidden, own.input_norm)
+        heads = own.qkv(normed).view(-1, self._all_heads, self._head_dim)
+        rotated = heads[:, : self._rotated_heads]
+        if own.qk_norm is not None:
+            rotated = self._norm(rotated, own.qk_norm)
+        rotated = apply_rope(rotated, work.cos, work.sin)
+        keys, values = rotated[:, self._q_heads :], heads[:, self._rotated_heads :]
+        self._pool.write(layer, work.slots, keys, values)
+        return rotated[:, : self._q_heads], keys, values
+
+    def finish(self, layer: int, work: _Pass, attended: torch.Tensor) -> None:
+        own = self._layers[layer]
+        self._add(work.hidden, own.o(attended))
+        gate, up = own.gate_up(self._norm(work.hidden, own.post_norm)).chunk(2, dim=-1)
+        self._add(work.hidden, own.down(F.silu(gate).mul_(up)))
+
+    def _add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        if self._collectives is None:
+            hidden += part
+        else:
+            self._collectives.all_reduce(hidden, part)
+
+    def hidden(self, work: _Pass) -> torch.Tensor:
+        return work.hidden
+
+    def select_rows(self, work: _Pass, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        work.hidden = work.hidden.index_select(0, rows)
+        return attended.index_select(0, rows)
+
+    def logits(self, work: _Pass) -> torch.Tensor:
+        return self._lm_head(self._norm(work.hidden, self._final_norm)).float()
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Computes RMSNorm in float32, rounded to the compute dtype before the weight is applied, like transformers."""
+        shape = (hidden.shape[-1],)
+        return F.rms_norm(hidden, shape, None, self._epsilon) * weight

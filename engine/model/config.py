@@ -1,0 +1,366 @@
+"""Model configuration: reads a model folder's config.json into a `ModelConfig`. No torch.
+
+Owns the list of supported architectures and of rotary position settings, and the error messages about them. The forward
+pass never reads the JSON. Weights are checked by `engine.model.weights`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moonserve.engine.model.model_folder import JsonFields, read_json
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.kv_blocks import DTYPE_BYTES, KvLayout
+
+# -- rotary positions: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Configuration of the rotary position embedding; `engine.model.rope` computes it. Fields that a type does not
+    use keep their defaults."""
+
+    rope_type: str = "default"
+    theta: float = _DEFAULT_THETA
+    factor: float = 1.0
+    max_position_embeddings: int  # dynamic: length at which scaling begins
+    original_max_position_embeddings: int  # llama3, yarn: the context of pre-training
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # multiplies cos and sin; yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+def read_rope(fields: JsonFields, *, max_position_embeddings: int) -> RopeConfig:
+    """Returns the rotary configuration of a config.json. Raises ConfigError for unsupported types, missing factors."""
+    given = _given(fields)
+    theta = fields.number("rope_theta", default=_DEFAULT_THETA)
+    if given is None:
+        return RopeConfig(
+            theta=theta,
+            max_position_embeddings=max_position_embeddings,
+            original_max_position_embeddings=max_position_embeddings,
+        )
+    rope_type = _rope_type(given)
+    _require_whole_heads(given, fields, rope_type)
+    # Like in transformers, the field outside of the rope settings has precedence.
+    name = "original_max_position_embeddings"
+    original = fields.optional_count(name) or given.count(name, default=max_position_embeddings)
+    factor = _factor(given, rope_type, max_position_embeddings / original)
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=given.number("rope_theta", default=theta),
+        factor=factor,
+        max_position_embeddings=max_position_embeddings,
+        original_max_position_embeddings=original,
+        low_freq_factor=_llama3_factor(given, rope_type, "low_freq_factor", 1.0),
+        high_freq_factor=_llama3_factor(given, rope_type, "high_freq_factor", 4.0),
+        beta_fast=given.optional_number("beta_fast") or 32.0,
+        beta_slow=given.optional_number("beta_slow") or 1.0,
+        attention_factor=_attention_factor(given, rope_type, factor),
+        truncate=given.flag("truncate", default=True),
+    )
+
+
+def _given(fields: JsonFields) -> JsonFields | None:
+    """Returns the rope settings, from the older form unless it is empty. Raises ConfigError for settings per layer."""
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.nested(name)
+        if given is not None and not given.is_empty:
+            per_layer = given.objects()
+            if per_layer:
+                raise given.error(f"a separate rope for each kind of layer ({', '.join(per_layer)}) is not supported")
+            return given
+    return None
+
+
+def _require_whole_heads(given: JsonFields, fields: JsonFields, rope_type: str) -> None:
+    """Raises ConfigError for a partial rotary factor, which only the default rope ignores (like transformers)."""
+    beside = fields.number("partial_rotary_factor", default=1.0)
+    part = given.number("partial_rotary_factor", default=beside)
+    if part != 1.0 and rope_type != "default":
+        raise given.error("partial_rotary_factor is not supported")
+
+
+def _rope_type(given: JsonFields) -> str:
+    rope_type = given.text("rope_type", default=given.text("type", default="default"))
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise given.error(f"rope type {rope_type!r} is not supported, only {', '.join(SUPPORTED_ROPE_TYPES)}")
+    return rope_type
+
+
+def _factor(given: JsonFields, rope_type: str, implied: float) -> float:
+    if rope_type == "default":
+        return 1.0
+    factor = given.number("factor", default=implied if rope_type == "yarn" else None)
+    if factor < 1.0:
+        raise given.error(f"factor must be at least 1, not {factor}")
+    return factor
+
+
+def _llama3_factor(given: JsonFields, rope_type: str, name: str, unused: float) -> float:
+    return given.number(name, default=None if rope_type == "llama3" else unused)
+
+
+def _attention_factor(given: JsonFields, rope_type: str, factor: float) -> float:
+    """Returns YaRN's temperature (section 3.4 of its paper), or DeepSeek's form of it with two mscale fields."""
+    if rope_type != "yarn":
+        return 1.0
+    explicit = given.optional_number("attention_factor")
+    if explicit is not None:
+        return explicit
+    mscale, mscale_all_dim = (
+        given.optional_number("mscale"),
+        given.optional_number("mscale_all_dim"),
+    )
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+# -- the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Configuration of a Llama-type decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]  # per layer, in tokens; None = full attention
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each head's query and key (Qwen3)
+    initializer_range: float
+    dtype: str  # the checkpoint's, with float16 replaced by bfloat16
+    eos_token_ids: tuple[int, ...]  # may be empty
+
+    def resolve_dtype(self, name: str) -> str:
+        """Returns the compute dtype for a `--dtype` value; auto means the checkpoint's own. Raises ConfigError."""
+        if name == "auto":
+            return self.dtype
+        if name not in DTYPE_BYTES:
+            raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
+        return name
+
+    @property
+    def kv_identity(self) -> str:
+        """Everything that KV depends on in addition to the weights and their shapes; part of the fingerprint."""
+        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|"
+
+    def of_layers(self, layers: range) -> ModelConfig:
+        """Returns the configuration of a pipeline stage that has only these layers, renumbered from 0."""
+        windows = self.sliding_windows[layers.start : layers.stop]
+        return replace(self, num_layers=len(layers), sliding_windows=windows)
+
+    def kv_layout(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> KvLayout:
+        """Returns the layout of this model's KV cache. `dtype` is a `--dtype` value, `kv_dtype` a `--kv-cache-dtype`
+        value: auto means the compute dtype, fp8 and int8 quantise. Raises ConfigError."""
+        if block_size < 1:
+            raise ConfigError(f"block size must be at least 1, not {block_size}")
+        try:
+            return KvLayout(
+                num_layers=self.num_layers,
+                block_size=block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=self._kv_dtype(self.resolve_dtype(dtype), kv_dtype),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def _kv_dtype(self, dtype: str, name: str) -> str:
+        if name == "auto":
+            return dtype
+        if name in DTYPE_BYTES and name != dtype:
+            raise ConfigError(f"KV in {name} with a model in {dtype}: KV that is not quantised has the model's dtype")
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Differences of one architecture from Llama."""
+
+    biases: tuple[bool | str, bool | str, bool | str]  # of qkv, o, mlp; a string names the field that decides
+    sliding_windows: Callable[[JsonFields, int], tuple[int | None, ...]]
+    qk_norm: bool = False
+    # Defaults of transformers for fields that config.json lacks.
+    default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
+    default_kv_heads: int | None = None  # None = num_attention_heads
+    default_positions: int = 2048
+
+
+def _no_window(_fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _window(fields: JsonFields) -> int | None:
+    """Returns the sliding window: None if it is null, the default of transformers (4096) if it is absent."""
+    return fields.optional_count("sliding_window") if fields.has("sliding_window") else 4096
+
+
+def _mistral_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    return (_window(fields),) * num_layers
+
+
+def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    window = _window(fields)
+    if window is None or not fields.flag("use_sliding_window", default=False):
+        return (None,) * num_layers
+    layer_types = fields.strings("layer_types")
+    if layer_types is None:
+        first = fields.count("max_window_layers", default=28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(layer_types) != num_layers:
+        raise fields.error(f"layer_types names {len(layer_types)} layers, num_hidden_layers says {num_layers}")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(("attention_bias", "attention_bias", "mlp_bias"), _no_window),
+    "MistralForCausalLM": _Family(
+        (False, False, False),
+        _mistral_windows,
+        default_kv_heads=8,
+        default_positions=131_072,
+    ),
+    "Qwen2ForCausalLM": _Family(
+        (True, False, False),
+        _qwen_windows,
+        default_kv_heads=32,
+        default_positions=32_768,
+    ),
+    "Qwen3ForCausalLM": _Family(
+        ("attention_bias", "attention_bias", False),
+        _qwen_windows,
+        qk_norm=True,
+        default_head_dim=128,
+        default_kv_heads=32,
+        default_positions=32_768,
+    ),
+}
+
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Reads `path`/config.json and generation_config.json. Raises ConfigError that names the file and the field."""
+    if not path.is_dir():
+        raise ConfigError(f"model folder {path} does not exist or is not a folder")
+    fields = JsonFields(read_json(path / "config.json"), source=str(path / "config.json"))
+    architecture = _architecture(fields)
+    family = _FAMILIES[architecture]
+    num_layers = fields.count("num_hidden_layers")
+    num_heads = fields.count("num_attention_heads")
+    hidden_size = fields.count("hidden_size")
+    head_dim = _head_dim(fields, family, hidden_size, num_heads)
+    vocab_size = fields.count("vocab_size")
+    max_positions = fields.count("max_position_embeddings", default=family.default_positions)
+    qkv_bias, o_bias, mlp_bias = (
+        fields.flag(each, default=False) if isinstance(each, str) else each for each in family.biases
+    )
+    _require_silu(fields)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, family, num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        max_position_embeddings=max_positions,
+        rope=read_rope(fields, max_position_embeddings=max_positions),
+        sliding_windows=family.sliding_windows(fields, num_layers),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=family.qk_norm,
+        initializer_range=fields.number("initializer_range", default=0.02),
+        dtype=_dtype(fields),
+        eos_token_ids=_eos_token_ids(path, fields, vocab_size),
+    )
+
+
+def _architecture(fields: JsonFields) -> str:
+    names = fields.strings("architectures") or ()
+    for name in names:
+        if name in _FAMILIES:
+            return name
+    found = ", ".join(names) or "none (the field `architectures` is missing)"
+    raise fields.error(f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+
+
+def _head_dim(fields: JsonFields, family: _Family, hidden_size: int, num_heads: int) -> int:
+    head_dim = fields.optional_count("head_dim") or family.default_head_dim
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise fields.error(
+                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+                "and head_dim is not given"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} must be even for rotary positions")
+    return head_dim
+
+
+def _num_kv_heads(fields: JsonFields, family: _Family, num_heads: int) -> int:
+    """Returns the number of KV heads: the query heads' if it is null, the family's default if it is absent."""
+    name = "num_key_value_heads"
+    given = fields.optional_count(name) if fields.has(name) else family.default_kv_heads
+    num_kv_heads = given or num_heads
+    if num_heads % num_kv_heads:
+        raise fields.error(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    return num_kv_heads
+
+
+def _require_silu(fields: JsonFields) -> None:
+    activation = fields.text("hidden_act", default="silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error(f"hidden_act {activation!r} is not supported, only silu")
+
+
+def _dtype(fields: JsonFields) -> str:
+    """Returns the checkpoint's dtype. float16, which has no KV layout, is replaced by bfloat16."""
+    name = fields.text("dtype", default=fields.text("torch_dtype", default="float32"))
+    known = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+    if name not in known:
+        raise fields.error(f"dtype {name!r} is not supported, only {', '.join(known)}")
+    return known[name]
+
+
+def _eos_token_ids(path: Path, fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids of both files, generation_config.json first: chat models often name their end-of-turn token only
+    there. Ids outside the vocabulary are dropped: they cannot be sampled, and some files use -1 for "none"."""
+    ids: list[int] = []
+    generation = path / "generation_config.json"
+    if generation.exists():
+        ids += JsonFields(read_json(generation), source=str(generation)).token_ids("eos_token_id")
+    ids += fields.token_ids("eos_token_id")
+    return tuple(each for each in dict.fromkeys(ids) if 0 <= each < vocab_size)

@@ -1,0 +1,259 @@
+"""Metrics of requests: series for Prometheus since the start (`RequestMetrics`; names that vLLM dashboards read are
+kept), and figures of the last minute for people (`RecentFigures`, bounded; `now` is in monotonic seconds).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import Counter as LabelledCounter
+
+from moonserve.protocol.errors import error_classes
+from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.latency import percentile
+from moonserve.protocol.pb import conductor_pb2
+from moonserve.protocol.process.metrics import FastCounter, FastHistogram
+from moonserve.protocol.request import FinishReason, Role
+from moonserve.protocol.rpc.wire import role_from_wire
+
+_MODEL_LABELS = ("model_name", "engine")
+
+# From a cached prefix on a GPU (milliseconds) to the 30 s of the Mooncake paper's TTFT objective, and beyond.
+_TTFT_BUCKETS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+_TBT_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0,
+)  # fmt: skip
+_DURATION_BUCKETS = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+_TOKEN_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)  # fmt: skip
+# From negligible phases to a request that only queued.
+_PHASE_BUCKETS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+
+WINDOW_S = 60.0
+_MAX_SAMPLES = 4096
+_MAX_PREFIXES = 512
+_NUM_LATEST = 12
+_SHOWN_PREFIXES = 8
+_HALF_LIFE_S = 60.0  # of a prefix's heat
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Factory of metrics that carry the labels of one model."""
+
+    registry: CollectorRegistry
+    labels: tuple[str, str]
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, _MODEL_LABELS, registry=self.registry).labels(*self.labels)
+
+    def counter(self, name: str, text: str) -> LabelledCounter:
+        return LabelledCounter(name, text, _MODEL_LABELS, registry=self.registry).labels(*self.labels)
+
+    def count(self, name: str, text: str) -> FastCounter:
+        made = FastCounter(name, text, self._named())
+        self.registry.register(made)
+        return made
+
+    def durations(self, name: str, text: str, buckets: tuple[float, ...]) -> FastHistogram:
+        made = FastHistogram(name, text, self._named(), buckets)
+        self.registry.register(made)
+        return made
+
+    def _named(self) -> dict[str, str]:
+        return dict(zip(_MODEL_LABELS, self.labels, strict=True))
+
+    def counter_by(self, label: str, name: str, text: str) -> LabelledCounter:
+        """Makes a counter with a further label; the caller binds it together with the model's labels."""
+        return LabelledCounter(name, text, (*_MODEL_LABELS, label), registry=self.registry)
+
+    def histograms_by(
+        self, label: str, values: Sequence[str], name: str, text: str, buckets: tuple[float, ...]
+    ) -> dict[str, Histogram]:
+        """Makes a histogram with a further label and returns it by that label's value."""
+        labels = (*_MODEL_LABELS, label)
+        made = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+        return {value: made.labels(*self.labels, value) for value in values}
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, text, _MODEL_LABELS, registry=self.registry, buckets=buckets)
+        return made.labels(*self.labels)
+
+
+class RequestMetrics:
+    """Request metrics of a gateway, with the model's labels bound. At most one instance per registry."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]) -> None:
+        """`phases` are the phases into which `gateway.generation.request_timing` divides a request's time."""
+        of = _Model(registry, (model_name, engine))
+        gauge, counter, histogram = of.gauge, of.counter, of.histogram
+        self.running = gauge("vllm:num_requests_running", "Requests that have their first token.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests waiting for their first token.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
+        self.generation_tokens = of.count("vllm:generation_tokens", "Tokens generated.")
+        self.preemptions = counter("vllm:num_preemptions", "Sequences preempted on decode workers.")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used.")
+        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
+        self.inter_token_s = of.durations("vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS)
+        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS)
+        self.queue_s = histogram("vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATION_BUCKETS)
+        self.prefill_s = histogram("vllm:request_prefill_time_seconds", "Loading and computing.", _DURATION_BUCKETS)
+        self.decode_s = histogram("vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS)
+        self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS)
+        self.generation_length = histogram("vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS)
+        self.success = of.counter_by("finished_reason", "vllm:request_success", "Requests that ended well.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1.")
+        self.failures = of.counter_by(
+            "code", "moonserve_request_failures", "Requests that ended in an error, by its code."
+        )
+        self.retries = counter("moonserve_request_retries", "Requests placed again after a loss.")
+        self.phases = of.histograms_by(
+            "phase",
+            phases,
+            "moonserve_request_phase_seconds",
+            "Where the time of requests went.",
+            _PHASE_BUCKETS,
+        )
+        self._labels = of.labels
+        # All label values exist from the start, so that a rate over events that never happened is 0 and not missing.
+        for reason in FinishReason:
+            self.success.labels(*of.labels, reason.value)
+        for code in error_classes():
+            self.failures.labels(*of.labels, code)
+
+    def succeeded(self, finished_reason: str) -> None:
+        self.success.labels(*self._labels, finished_reason).inc()
+
+    def failed(self, code: str) -> None:
+        """`code` is that of a `protocol.errors` class."""
+        self.failures.labels(*self._labels, code).inc()
+
+
+class Samples:
+    """Durations of the last minute, at most the latest 4,096."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
+
+    def add(self, seconds: float, now: float) -> None:
+        self._samples.append((now, seconds))
+
+    def summary(self, now: float) -> dict[str, float | int | None]:
+        """Returns percentiles in seconds; None if there is no sample."""
+        recent = sorted(seconds for at, seconds in self._samples if at > now - WINDOW_S)
+        shown = {f"p{p}": percentile(recent, p) if recent else None for p in (50, 95, 99)}
+        return {**shown, "count": len(recent)}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Prefix:
+    """A prefix that requests had in common."""
+
+    num_tokens: int
+    heat: float = 0.0  # number of uses, each decaying
+    seen_at: float = 0.0
+    holders: set[str] = field(default_factory=set)  # instances found to have it
+
+    def at(self, now: float) -> float:
+        return float(self.heat * 0.5 ** ((now - self.seen_at) / _HALF_LIFE_S))
+
+
+class RecentFigures:
+    """Recent figures of one gateway."""
+
+    def __init__(self) -> None:
+        self.ttft = Samples()
+        self.gaps = Samples()
+        self.totals: Counter[str] = Counter(requests=0, finished=0, output_tokens=0, prompt_tokens=0, cached_tokens=0)
+        self.rejections: Counter[str] = Counter()  # by reason
+        self.failures: Counter[str] = Counter()  # by code
+        self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()
+        self._latest: deque[dict[str, Any]] = deque(maxlen=_NUM_LATEST)
+
+    def ended(
+        self,
+        request_id: str,
+        outcome: str,
+        tokens: Mapping[str, int],
+        ttft_s: float | None,
+        e2e_s: float,
+    ) -> None:
+        """Records the end of one choice. `outcome`: finish reason or error code. Times are seconds from arrival;
+        `ttft_s` is None if there was no token."""
+        times = {"ttft_s": ttft_s, "e2e_s": e2e_s}
+        self._latest.append({"request_id": request_id, "outcome": outcome, **tokens, **times})
+
+    def reused(self, leaf: BlockKey, num_tokens: int, holders: Iterable[str], now: float) -> None:
+        """Records that a prompt's first `num_tokens` tokens were found in caches. `leaf`: key of their last block."""
+        found = self._prefixes.setdefault(leaf, _Prefix(num_tokens=num_tokens, seen_at=now))
+        found.heat, found.seen_at = found.at(now) + 1.0, now
+        found.holders.update(holders)
+        self._prefixes.move_to_end(leaf)
+        if len(self._prefixes) > _MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+
+    def as_json(self, now: float) -> dict[str, Any]:
+        """Returns all figures except prefixes and requests, which are reserved for keys that may see all tenants."""
+        return {
+            "window_s": WINDOW_S,
+            "at_s": now,
+            "ttft_s": self.ttft.summary(now),
+            "tbt_s": self.gaps.summary(now),
+            "totals": dict(self.totals),
+            "rejections": dict(self.rejections),
+            "failures": dict(self.failures),
+        }
+
+    def latest_requests(self) -> list[dict[str, Any]]:
+        """Returns the latest requests, newest first."""
+        return list(reversed(self._latest))
+
+    def hot_prefixes(self, now: float) -> list[dict[str, Any]]:
+        """Returns the hottest prefixes, hottest first."""
+        ranked = sorted(self._prefixes.items(), key=lambda entry: -entry[1].at(now))
+        return [
+            {
+                "key": leaf.hex(),
+                "tokens": prefix.num_tokens,
+                "heat": round(prefix.at(now), 2),
+                "holders": sorted(prefix.holders),
+            }
+            for leaf, prefix in ranked[:_SHOWN_PREFIXES]
+        ]
+
+
+class DecodeMetrics:
+    """Metrics summed over the decode workers of one view. Counts survive the workers' restarts."""
+
+    def __init__(self, metrics: RequestMetrics) -> None:
+        self._metrics = metrics
+        self._counted: dict[str, tuple[int, int]] = {}  # instance → (epoch, preemptions)
+
+    def take(self, view: conductor_pb2.ClusterView) -> None:
+        """Updates the metrics from a view."""
+        workers = [i for i in view.instances if role_from_wire(i.role) is Role.DECODE]
+        used = sum(worker.load.held_blocks + worker.load.leased_blocks for worker in workers)
+        total = sum(worker.num_blocks for worker in workers)
+        self._metrics.kv_usage.set(used / total if total else 0.0)
+        for worker in workers:
+            self._count(worker)
+
+    def _count(self, worker: conductor_pb2.InstanceView) -> None:
+        endpoint, preemptions = worker.endpoint, worker.load.num_preemptions
+        epoch, counted = self._counted.get(endpoint.instance_id, (endpoint.epoch, 0))
+        if epoch != endpoint.epoch:
+            counted = 0  # another process of this name; it counts from zero
+        self._metrics.preemptions.inc(max(0, preemptions - counted))
+        self._counted[endpoint.instance_id] = (endpoint.epoch, preemptions)

@@ -1,0 +1,1 @@
+"""Access to one store node: mapped memory, one-sided reads, inline messages, leases and reservations."""

@@ -1,0 +1,399 @@
+"""Client side of inline connections: reads and writes small batches at one node in one round trip.
+
+Only bytes that match the checksum count, as for every read of memory that is not mapped. Objects that the response does
+not carry are returned as a `ReadMiss` or an entry and left to the general paths. A connection on which anything went
+wrong is closed. Knows one node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moonserve.kvstore.client.node_access import inline_protocol
+from moonserve.kvstore.client.node_access.buffers import BufferSlots, Words
+from moonserve.kvstore.client.node_access.deadline import Deadline
+from moonserve.kvstore.client.node_access.inline_protocol import (
+    CHECKSUM,
+    RESPONSE,
+    SPIN_NS,
+    InlineConnection,
+    RequestKind,
+    ResponseStatus,
+    Steps,
+    hash_on_arrival,
+    millis,
+    run_steps,
+    run_steps_in_loop,
+)
+from moonserve.kvstore.client.node_access.lease_and_put import PutOptions
+from moonserve.kvstore.client.node_access.objects import ReadMiss, ToPut, wrong_length
+from moonserve.kvstore.index_layout import NO_RECORD, Entry, LocateStatus
+from moonserve.kvstore.state.objects import PutOutcome
+from moonserve.kvstore.wire import pin_to_wire
+from moonserve.protocol.errors import Incompatible, MoonserveError, Overloaded, PeerLost
+from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
+from moonserve.protocol.pb import common_pb2
+from moonserve.protocol.rpc.frames import MAX_MESSAGE_BYTES
+from moonserve.protocol.rpc.wire import failure_from_wire
+from moonserve.transfer import Segment
+from moonserve.transfer.memory.data_plane import IoVectors, address_of, data_plane, vectors
+from moonserve.transfer.memory.scatter import LOCAL, Rows
+
+GET_KEYS = 4096
+"""Most keys in one get: the node's own limit."""
+GET_BYTES = 4 * 2**20
+PUT_BYTES = 4 * 2**20
+"""Largest put in bytes. Larger ones use the transfer engine, which slices them and spreads them over streams."""
+_MAX_FAILURE_BYTES = min(MAX_MESSAGE_BYTES, 1 << 20)
+
+_SENT = LocateStatus.SENT << 32
+_MISSING, _UNKNOWN = int(LocateStatus.MISSING), int(LocateStatus.UNKNOWN)
+Found = int | Entry | ReadMiss
+"""Result for one key: the length now in its slot, an entry for an object that was not sent, or neither (a
+`ReadMiss`)."""
+
+
+class NotOffered(Exception):
+    """Raised if the node does not offer inline connections or has no room for another connection."""
+
+
+class InlineClient:
+    """Thread-safe pool of connections, one per concurrent call. `close` it; calls in flight then close their own."""
+
+    def __init__(self, dial: Callable[[float], socket.socket]) -> None:
+        """`dial` connects within the given seconds. Raises as a call; Incompatible, Overloaded mean "not offered"."""
+        self._dial = dial
+        self._idle: deque[InlineConnection] = deque()
+        self._lock = threading.Lock()
+        self._num_used = 0
+        self._closed = False
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().close()
+
+    def get(self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline) -> list[Found]:
+        """Reads values that fit their slots, up to `GET_BYTES`. Raises NotOffered, PeerLost, DeadlineExceeded."""
+        left_s = deadline.left_s()
+        with self._link(deadline) as link:
+            steps = _get_steps(link, keys, slots, left_s)
+            return run_steps(steps, link, time.monotonic() + left_s)
+
+    def scatter(
+        self, keys: Sequence[BlockKey], slots: BufferSlots, local: Segment, deadline: Deadline
+    ) -> list[int | ReadMiss]:
+        """Reads values into slots of several pieces, up to `GET_BYTES` in all, and returns their checksums.
+
+        `local` must have room for all of them. Raises as `get`, and InvalidRequest for a value of another length.
+        """
+        left_s = deadline.left_s()
+        with self._link(deadline) as link:
+            steps = _scatter_steps(link, keys, slots, local, left_s)
+            return run_steps(steps, link, time.monotonic() + left_s)
+
+    async def scatter_in_loop(
+        self, keys: Sequence[BlockKey], slots: BufferSlots, local: Segment, deadline: Deadline
+    ) -> list[int | ReadMiss] | None:
+        """Does the same as `scatter` in an event loop. Returns None if there is no idle connection: dialling blocks.
+
+        After cancellation no more bytes arrive.
+        """
+        link = self._idle_link()
+        if link is None:
+            return None
+        left_s = deadline.left_s()
+        with _LentConnection(link, self._begin, self._end):
+            steps = _scatter_steps(link, keys, slots, local, left_s)
+            return await run_steps_in_loop(steps, link, time.monotonic() + left_s)
+
+    def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | ReadMiss]:
+        """Tells which keys exist, by a get without room for values; ASK if the node cannot tell. Raises as `get`."""
+        left_s, rooms = deadline.left_s(), np.zeros(len(keys), np.uint64)
+        with self._link(deadline) as link:
+            steps = _receive_rows(_send_get(link, keys, rooms, left_s, 0), link)
+            standings = run_steps(steps, link, time.monotonic() + left_s).statuses
+        return [ReadMiss.ASK_NODE if standing == _UNKNOWN else standing != _MISSING for standing in standings]
+
+    def get_packed(
+        self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline
+    ) -> tuple[list[Found], BufferSlots]:
+        """Reads values of unknown length and packs them back to back into `local`, which has room for `GET_BYTES`."""
+        rooms = np.full(len(keys), inline_protocol.UNLIMITED, np.uint64)
+        left_s = deadline.left_s()
+        give_up_at = time.monotonic() + left_s
+        with self._link(deadline) as link:
+            told = run_steps(_receive_rows(_send_get(link, keys, rooms, left_s), link), link, give_up_at)
+            slots = BufferSlots.packed(local, told.lengths)
+            arrived = run_steps(_ValueBuffers(slots, told.lengths).receive(link), link, give_up_at)
+            return told.results(arrived), slots
+
+    def put(
+        self, objects: Sequence[ToPut], slots: BufferSlots, terms: PutOptions, deadline: Deadline
+    ) -> list[PutOutcome]:
+        """Stores the value that fills each slot. Checksums are computed while the bytes travel.
+
+        Raises the node's own error, NotOffered, PeerLost, DeadlineExceeded. Nothing is in flight after it has raised.
+        """
+        count, left_s = len(objects), deadline.left_s()
+        lengths: list[int] = slots.lengths.tolist()
+        pin, tenant = pin_to_wire(terms.pin), terms.tenant.encode()
+        head = inline_protocol.pack_request(
+            RequestKind.PUT, count, millis(left_s), sum(lengths), pin=pin, tenant=tenant
+        )
+        keys = [each.key for each in objects]
+        rows = inline_protocol.pack_put_rows(keys, [each.parent or NO_PARENT for each in objects], lengths)
+        message = b"".join((head, rows, tenant))
+        give_up_at = time.monotonic() + left_s
+        with self._link(deadline) as link:
+            link.send_message(message)  # the node reserves space while the values follow
+            link.send(slots.vectors())
+            link.send_without_waiting()
+            checksums = np.array([each.checksum for each in objects], CHECKSUM)
+            link.send(vectors((address_of(checksums), checksums.nbytes)))
+            outcomes = _receive_outcomes(link, count, give_up_at)
+        if isinstance(outcomes, MoonserveError):
+            raise outcomes
+        return outcomes
+
+    def _link(self, deadline: Deadline) -> _LentConnection:
+        """Returns a context manager that lends a connection, and closes it if the block raises."""
+        return _LentConnection(self._take(deadline), self._begin, self._end)
+
+    def _begin(self, link: InlineConnection) -> None:
+        with self._lock:
+            self._num_used += 1
+            # Several spinning threads would only take time from each other.
+            link.spin_ns = SPIN_NS if self._num_used == 1 else 0
+
+    def _end(self, link: InlineConnection, good: bool) -> None:
+        with self._lock:
+            self._num_used -= 1
+            if good and not self._closed:
+                self._idle.append(link)
+            else:
+                link.close()
+
+    def _take(self, deadline: Deadline) -> InlineConnection:
+        """Returns the most recently used connection, whose memory is the warmest in the cache, or a new one."""
+        idle = self._idle_link()
+        if idle is not None:
+            return idle
+        try:
+            return InlineConnection(self._dial(deadline.left_s()))
+        except (Incompatible, Overloaded) as error:
+            raise NotOffered from error
+        except OSError as error:
+            raise PeerLost(f"the connection broke: {error}") from error
+
+    def _idle_link(self) -> InlineConnection | None:
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                return None
+            if link.is_idle():
+                return link
+            link.close()
+
+
+class _LentConnection:
+    """Context manager of one connection. A class, because a generator is noticeably slower in small calls."""
+
+    __slots__ = ("_begin", "_end", "_link")
+
+    def __init__(
+        self,
+        link: InlineConnection,
+        begin: Callable[[InlineConnection], None],
+        end: Callable[[InlineConnection, bool], None],
+    ) -> None:
+        self._link, self._begin, self._end = link, begin, end
+
+    def __enter__(self) -> InlineConnection:
+        self._begin(self._link)
+        return self._link
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(self._link, kind is None)
+
+
+def _get_steps(
+    link: InlineConnection, keys: Sequence[BlockKey], slots: BufferSlots, left_s: float
+) -> Steps[list[Found]]:
+    count = _send_get(link, keys, slots.capacities, left_s)
+    expected = _ValueBuffers.full(slots)  # prepared while the node looks the keys up
+    told = yield from _receive_rows(count, link)
+    if told.is_all_of(slots.capacities):
+        return told.all_found((yield from expected.receive(link)), expected.lengths)
+    return told.results((yield from _ValueBuffers(slots, told.lengths).receive(link)))
+
+
+def _scatter_steps(
+    link: InlineConnection, keys: Sequence[BlockKey], slots: BufferSlots, local: Segment, left_s: float
+) -> Steps[list[int | ReadMiss]]:
+    """Receives each value in one piece, hashes it as it arrives, then copies it to the pieces of its slot.
+
+    This copy is faster than receiving and hashing many small pieces.
+    """
+    lengths: list[int] = slots.lengths.tolist()
+    count = _send_get(link, keys, slots.lengths, left_s)
+    packed = _packed(local, slots.rows, lengths)  # prepared while the node looks the keys up
+    told = yield from _receive_rows(count, link)
+    all_there = told.is_all_of(slots.lengths)
+    if not all_there:
+        told.require(lengths)
+        lengths = told.lengths
+        packed = _packed(local, slots.rows, lengths)
+    rows, values = packed
+    link.receive(vectors((local.base, sum(lengths))), 0)
+    arrived = yield from hash_on_arrival(link, values, lengths)
+    data_plane().copy_rows(slots.segment.base, local.base, rows, to_column=LOCAL)
+    return list(arrived) if all_there and told.checksums == arrived else told.scattered(arrived)
+
+
+def _packed(
+    local: Segment, rows: Callable[[Sequence[int]], Rows], lengths: Sequence[int]
+) -> tuple[Rows, list[memoryview]]:
+    """Returns the copies from values back to back in `local` to their pieces, and the values."""
+    ends = list(itertools.accumulate(lengths))
+    begins = [0, *ends[:-1]]
+    values = [local.buffer[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    return rows(begins), values
+
+
+def _send_get(
+    link: InlineConnection, keys: Sequence[BlockKey], rooms: Words, left_s: float, nbytes: int = GET_BYTES
+) -> int:
+    """Sends a get to the node and returns the number of keys."""
+    head = inline_protocol.pack_request(RequestKind.GET, len(keys), millis(left_s), nbytes)
+    link.send_message(b"".join((head, *keys, rooms.tobytes())))
+    return len(keys)
+
+
+def _receive_rows(count: int, link: InlineConnection) -> Steps[_ResponseRows]:
+    """Receives the node's rows. Raises PeerLost for a failure: a get fails only if the node itself does."""
+    answer = inline_protocol.response_buffer(count)
+    end = link.received + len(answer)
+    link.receive(vectors((address_of(answer), len(answer))), RESPONSE.size)
+    yield
+    _check_header(answer)
+    if link.received < end:
+        link.wait_for(end)
+        yield
+    return _ResponseRows(inline_protocol.response_rows(answer, count))
+
+
+class _ResponseRows:
+    """Rows of a node's answer: per key offset, length and standing, checksum, generation."""
+
+    def __init__(self, rows: Words) -> None:
+        self._rows = rows
+        self._extents = rows[:, 1]
+
+    def is_all_of(self, rooms: Words) -> bool:
+        """True if every value is sent and fills its room, which is the usual case."""
+        return bool((self._extents == rooms + _SENT).all())
+
+    @property
+    def statuses(self) -> list[int]:
+        return [extent >> 32 for extent in self._extents.tolist()]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Length of each value that is sent; 0 for the others."""
+        return [extent - _SENT if extent >> 32 == LocateStatus.SENT else 0 for extent in self._extents.tolist()]
+
+    def require(self, lengths: Sequence[int]) -> None:
+        """Raises InvalidRequest if an existing object has another length."""
+        for extent, expected in zip(self._extents.tolist(), lengths, strict=True):
+            standing, length = inline_protocol.status_and_length(extent)
+            if standing not in (_MISSING, _UNKNOWN) and length != expected:
+                raise wrong_length(expected)
+
+    def scattered(self, arrived: Sequence[int]) -> list[int | ReadMiss]:
+        """Returns each intact value's checksum, else a `ReadMiss`. Checksums of values that were not sent are
+        ignored."""
+        found = zip(self.results(arrived), arrived, strict=True)
+        return [
+            each if isinstance(each, ReadMiss) else ReadMiss.ASK_NODE if isinstance(each, Entry) else checksum
+            for each, checksum in found
+        ]
+
+    @property
+    def checksums(self) -> list[int]:
+        """The writers' checksums; 0 for absent objects."""
+        checksums: list[int] = self._rows[:, 2].tolist()
+        return checksums
+
+    def all_found(self, arrived: Sequence[int], lengths: Sequence[int]) -> list[Found]:
+        """Returns the same as `results`, if all values were to be sent."""
+        return list(lengths) if arrived == self.checksums else self.results(arrived)
+
+    def results(self, arrived: Sequence[int]) -> list[Found]:
+        """Returns each key's result, given the checksums of the received bytes. Those of unsent values are ignored."""
+        rows: list[list[int]] = self._rows.tolist()
+        return [_found(row, checksum) for row, checksum in zip(rows, arrived, strict=True)]
+
+
+def _found(row: Sequence[int], arrived: int) -> Found:
+    offset, extent, checksum, generation = row
+    standing, length = inline_protocol.status_and_length(extent)
+    if standing == LocateStatus.SENT:
+        return length if arrived == checksum else ReadMiss.ASK_NODE
+    if standing == LocateStatus.IN_MEMORY:
+        return Entry(NO_RECORD, generation, checksum, length, offset)
+    return ReadMiss.ABSENT if standing == LocateStatus.MISSING else ReadMiss.ASK_NODE
+
+
+class _ValueBuffers:
+    """Memory that receives the values of an answer."""
+
+    def __init__(self, slots: BufferSlots, lengths: Sequence[int]) -> None:
+        """Raises PeerLost if the node announces more bytes than a slot has room for."""
+        self.lengths = lengths
+        self._pieces: IoVectors = np.empty((len(lengths), 2), np.uint64)
+        self._pieces[:, 0], self._pieces[:, 1] = slots.addresses, lengths
+        if (self._pieces[:, 1] > slots.capacities).any():
+            raise PeerLost("the node sent more bytes than requested")
+        memory, offsets = slots.segment.buffer, slots.offsets.tolist()
+        self._values = [memory[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
+
+    @classmethod
+    def full(cls, slots: BufferSlots) -> _ValueBuffers:
+        """Expects a value that fills each slot."""
+        return cls(slots, slots.capacities.tolist())
+
+    def receive(self, link: InlineConnection) -> Steps[list[int]]:
+        """Receives the values and returns the checksums of the received bytes."""
+        link.receive(self._pieces, 0)
+        return (yield from hash_on_arrival(link, self._values, self.lengths))
+
+
+def _check_header(answer: bytearray) -> None:
+    status, _, nbytes = RESPONSE.unpack_from(answer)
+    if status != ResponseStatus.OK or nbytes != len(answer) - RESPONSE.size:
+        raise PeerLost("the node's response has an unknown format")
+
+
+def _receive_outcomes(link: InlineConnection, count: int, give_up_at: float) -> list[PutOutcome] | MoonserveError:
+    head = bytearray(RESPONSE.size)
+    link.receive(vectors((address_of(head), len(head))))
+    link.transfer(give_up_at)
+    status, _, nbytes = RESPONSE.unpack(head)
+    if nbytes > _MAX_FAILURE_BYTES or (status == ResponseStatus.OK and nbytes != count):
+        raise PeerLost("the node's response has an unknown format")
+    body = bytearray(nbytes)
+    link.receive(vectors((address_of(body), nbytes)))
+    link.transfer(give_up_at)
+    if status == ResponseStatus.OK:
+        return [PutOutcome(outcome) for outcome in body]
+    return failure_from_wire(common_pb2.Failure.FromString(bytes(body)))

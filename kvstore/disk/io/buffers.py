@@ -1,0 +1,174 @@
+"""Page-aligned memory for I/O around the page cache, and lasting memory for the ring. Knows no files."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+from moonserve.kvstore.disk.base import PAGE
+from moonserve.transfer.memory.data_plane import address_of
+
+_SMALLEST = 64 * 2**10
+_KEPT_BYTES = 64 * 2**20
+"""Bytes kept between calls, since fresh pages cost more than the copy into them (0.9 against 12 GB/s)."""
+
+
+def is_aligned(memory: memoryview) -> bool:
+    """True if the memory begins on a page, so that a disk can read or write it directly."""
+    if not memory.nbytes:
+        return True
+    return address_of(memory) % PAGE == 0
+
+
+class AlignedScratch:
+    """Thread-safe pool of aligned memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle_bytes = 0
+        self.num_borrowed = 0
+
+    def borrow(self, nbytes: int) -> BorrowedMemory:
+        """Lends at least `nbytes`, not cleared. No view of it may be left at the end."""
+        return BorrowedMemory(self, nbytes)
+
+    def take(self, nbytes: int) -> mmap.mmap:
+        """Takes memory as `borrow`; the caller must give it back."""
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            self.num_borrowed += 1
+            if fitting := self._idle.get(size):
+                self._idle_bytes -= size
+                return fitting.pop()
+        return mmap.mmap(-1, size)
+
+    def give_back(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            self.num_borrowed -= 1
+            if self._idle_bytes + len(memory) <= _KEPT_BYTES:
+                self._idle_bytes += len(memory)
+                self._idle.setdefault(len(memory), []).append(memory)
+
+
+class BorrowedMemory:
+    """Lends memory for the duration of a context. A class, since a generator costs as much as a read's bookkeeping."""
+
+    __slots__ = ("_memory", "_scratch", "_size")
+
+    def __init__(self, scratch: AlignedScratch, size: int) -> None:
+        self._scratch = scratch
+        self._size = size
+
+    def __enter__(self) -> memoryview:
+        self._memory = self._scratch.take(self._size)
+        return memoryview(self._memory)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._scratch.give_back(self._memory)
+
+
+MAX_VIEWS = 64 * 2**10
+"""Cached views, 25 MB. A node with more objects in memory than this copies the others through the ring's own pages."""
+MAX_PAGES = 8 * 2**10
+"""The ring's own pages, 32 MiB: 64 operations of 128 pages."""
+_PAGES_AT_ONCE = 256
+_MAX_COPIED_PAGES = 64
+"""Pages copied per object: 256 KiB take 15 µs, more would block the event loop too long."""
+
+
+class OutOfPages(Exception):
+    """Raised if the ring has too few free pages. I/O threads have other memory."""
+
+
+class CachedViews:
+    """Cached views of the node's object memory, for the ring: one view per requested part."""
+
+    def __init__(self, memory: memoryview, max_views: int = MAX_VIEWS) -> None:
+        self._memory = memory
+        self._begin = address_of(memory) if memory else 0
+        self._max_views = max_views
+        self._views: dict[tuple[int, int], memoryview] = {}
+
+    def of(self, part: memoryview, nbytes: int) -> memoryview | None:
+        """Returns a lasting view of the first bytes of `part`. None if `part` does not begin on a page or belongs to
+        other memory, or there are too many views."""
+        address = address_of(part)
+        if address % PAGE:
+            return None
+        known = self._views.get((address, nbytes))
+        return self._new(address, nbytes) if known is None else known
+
+    def _new(self, address: int, nbytes: int) -> memoryview | None:
+        begin = address - self._begin
+        if not 0 <= begin <= len(self._memory) - nbytes or len(self._views) >= self._max_views:
+            return None
+        view = self._views[address, nbytes] = self._memory[begin : begin + nbytes]
+        return view
+
+    def validate(self) -> None:
+        """Asserts that every view lies at its address."""
+        assert len(self._views) <= self._max_views
+        for (address, nbytes), view in self._views.items():
+            assert (address_of(view), len(view)) == (address, nbytes)
+
+
+class PagePool:
+    """Single pages, allocated on demand."""
+
+    def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self._max_pages = max_pages
+        self._num_pages = 0
+        self._idle: list[memoryview] = []
+
+    @property
+    def num_in_use(self) -> int:
+        return self._num_pages - len(self._idle)
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        """Takes free pages. Raises OutOfPages."""
+        idle = self._idle
+        while len(idle) < num_pages:
+            self._grow()
+        if num_pages == 1:
+            return [idle.pop()]
+        taken = idle[-num_pages:]
+        del idle[-num_pages:]
+        return taken
+
+    def give_back(self, pages: Sequence[memoryview]) -> None:
+        self._idle += pages
+
+    def _grow(self) -> None:
+        if self._num_pages + _PAGES_AT_ONCE > self._max_pages:
+            raise OutOfPages
+        memory = memoryview(mmap.mmap(-1, _PAGES_AT_ONCE * PAGE))
+        self._idle += [memory[at : at + PAGE] for at in range(0, len(memory), PAGE)]
+        self._num_pages += _PAGES_AT_ONCE
+
+
+class RingPages:
+    """`Pages` of operations in the ring; give them `back` once the kernel is done with them."""
+
+    __slots__ = ("_pool", "_taken", "_views")
+
+    def __init__(self, pool: PagePool, views: CachedViews) -> None:
+        self._pool = pool
+        self._views = views
+        self._taken: list[memoryview] = []
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        """Takes pages from the pool. Raises OutOfPages."""
+        if num_pages > _MAX_COPIED_PAGES:
+            raise OutOfPages
+        pages = self._pool.take(num_pages)
+        self._taken += pages
+        return pages
+
+    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
+        return self._views.of(memory, nbytes)
+
+    def give_back(self) -> None:
+        self._pool.give_back(self._taken)
+        self._taken = []

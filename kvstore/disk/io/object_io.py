@@ -1,0 +1,247 @@
+"""Reads and writes runs of adjacent objects in a segment file. Blocking; for I/O threads.
+
+An object counts as read only if the right header is at the right place and the bytes match their checksum. Knows
+neither which objects are live nor who reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from moonserve.kvstore.disk.base import PAGE, DiskRead
+from moonserve.kvstore.disk.io.buffers import AlignedScratch, is_aligned
+from moonserve.kvstore.disk.io.encryption import AesGcm
+from moonserve.kvstore.disk.io.folder import Folder
+from moonserve.kvstore.disk.io.format import (
+    Header,
+    PageContext,
+    PageKind,
+    decode_header,
+    extent_pages,
+    fill_header,
+    frame_page,
+    header_matches,
+    page_of,
+    sealed_with,
+    segment_of,
+)
+from moonserve.kvstore.disk.io.segment_file import SegmentFile
+
+
+class LogEntry(NamedTuple):
+    """Content to write at a page. An end mark says that the log is whole up to it; the next run overwrites it."""
+
+    page: int
+    num_pages: int
+    kind: PageKind  # OBJECT, TOMBSTONES or END
+    encoded: bytes = b""  # the record, or the tombstones
+    memory: memoryview = memoryview(b"")  # data of an object
+
+
+class PageSource(Protocol):
+    """Memory that disk transfers read from or write to."""
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        """Returns pages, in one piece or several, not cleared."""
+
+    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
+        """Returns the first bytes of the caller's memory if the disk can transfer them directly, else None."""
+
+
+class BorrowedPages:
+    """`PageSource` taken consecutively from scratch memory."""
+
+    def __init__(self, scratch: memoryview) -> None:
+        self._scratch = scratch
+        self._begin = 0
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        begin = self._begin
+        self._begin += num_pages * PAGE
+        return [self._scratch[begin : self._begin]]
+
+    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
+        return memory[:nbytes] if is_aligned(memory) else None
+
+
+class ObjectBuffers(NamedTuple):
+    """Buffers that receive an object: its header, and the data not read directly into the caller's memory."""
+
+    read: DiskRead
+    header: memoryview
+    direct: int
+    """Bytes read directly into the caller's memory."""
+    rest: Sequence[memoryview]
+
+
+class RunBuffers(NamedTuple):
+    """Buffers that receive a run of adjacent objects."""
+
+    arrivals: Sequence[ObjectBuffers]
+    buffers: Sequence[memoryview]
+    segment: int
+    page: int
+    num_pages: int
+
+    @property
+    def is_direct(self) -> bool:
+        """True if data is read directly into a caller's memory."""
+        return any(arrival.direct for arrival in self.arrivals)
+
+
+class ObjectIo:
+    """Reads and writes runs of one folder."""
+
+    def __init__(self, folder: Folder, scratch: AlignedScratch) -> None:
+        self._folder = folder
+        self._cipher: AesGcm | None = folder.cipher
+        self._scratch = scratch
+
+    def write(self, file: SegmentFile, entries: Sequence[LogEntry]) -> None:
+        """Writes adjacent entries, in order. Raises OSError."""
+        with self._scratch.borrow(pages_of(entries) * PAGE) as scratch:
+            file.write(entries[0].page, self.encode_run(file.number, entries, BorrowedPages(scratch)))
+
+    def encode_run(self, segment: int, entries: Sequence[LogEntry], pages: PageSource) -> list[memoryview]:
+        """Returns the on-disk form of adjacent entries, in `pages` or in place."""
+        buffers: list[memoryview] = []
+        for entry in entries:
+            context = self._folder.context(segment, entry.page)
+            (header,) = pages.take(1)
+            buffers.append(header)
+            if entry.kind is not PageKind.OBJECT:
+                frame_page(header, entry.kind, context, entry.encoded)
+            elif self._cipher is not None:
+                buffers += self._sealed(self._cipher, entry, context, pages, header)
+            else:
+                fill_header(header, context, entry.encoded)
+                _add_data(entry.memory, pages, buffers)
+        return buffers
+
+    def _sealed(
+        self, cipher: AesGcm, entry: LogEntry, context: PageContext, pages: PageSource, header: memoryview
+    ) -> list[memoryview]:
+        length = len(entry.memory)
+        associated = sealed_with(context, entry.encoded)
+        (data,) = pages.take(entry.num_pages - 1)
+        tag = cipher.seal(context.nonce(), associated, entry.memory, data[:length])
+        _fill([data[length:]], b"")
+        fill_header(header, context, entry.encoded, tag)
+        return [data]
+
+    def read(self, file: SegmentFile, reads: Sequence[DiskRead]) -> list[bool]:
+        """Reads adjacent objects, in order. Returns True for each valid object. Raises OSError."""
+        with self._scratch.borrow(pages_to_read(reads) * PAGE) as scratch:
+            landing = self.buffers_for(reads, BorrowedPages(scratch))
+            return self.verify_run(landing, file.read(landing.page, landing.buffers))
+
+    def buffers_for(self, reads: Sequence[DiskRead], pages: PageSource) -> RunBuffers:
+        """Returns the buffers that receive adjacent objects, in order."""
+        arrivals: list[ObjectBuffers] = []
+        buffers: list[memoryview] = []
+        total = 0
+        for read in reads:
+            arrivals.append(self._aimed(read, pages, buffers))
+            total += extent_pages(read.object.length)
+        begin = reads[0].place
+        return RunBuffers(arrivals, buffers, segment_of(begin), page_of(begin), total)
+
+    def _aimed(self, read: DiskRead, pages: PageSource, buffers: list[memoryview]) -> ObjectBuffers:
+        (header,) = pages.take(1)
+        buffers.append(header)
+        length = read.object.length
+        whole = 0 if self._cipher is not None else length // PAGE * PAGE
+        direct = pages.in_place(read.memory, whole) if whole else None
+        if direct is None:
+            whole = 0
+        else:
+            buffers.append(direct)
+        rest = pages.take(extent_pages(length - whole) - 1) if whole < length else []
+        buffers += rest
+        return ObjectBuffers(read, header, whole, rest)
+
+    def verify_run(self, landing: RunBuffers, nbytes: int | None = None) -> list[bool]:
+        """Verifies a run after `nbytes` were read (None = all); at a file's end they may be fewer than requested."""
+        whole = landing.page + (landing.num_pages if nbytes is None else nbytes // PAGE)
+        return [
+            page_of(arrival.read.place) + extent_pages(arrival.read.object.length) <= whole
+            and self._arrived(landing.segment, arrival)
+            for arrival in landing.arrivals
+        ]
+
+    def _arrived(self, segment: int, arrival: ObjectBuffers) -> bool:
+        """Copies the object's remaining data into its memory and verifies it."""
+        about, memory = arrival.read.object, arrival.read.memory
+        context = self._folder.context(segment, page_of(arrival.read.place))
+        if not header_matches(arrival.header, context, about):
+            return False
+        if self._cipher is not None:
+            data = arrival.rest[0][: about.length] if arrival.rest else memoryview(b"")
+            header = decode_header(arrival.header, context)
+            if header is None or not self.decrypt(context.nonce(), header, data, memory):
+                return False
+        else:
+            _copy_out(arrival.rest, memory[arrival.direct :])
+        return xxh3_64_intdigest(memory) == about.checksum
+
+    def decrypt(self, nonce: bytes, header: Header, data: memoryview, into: memoryview) -> bool:
+        assert self._cipher is not None
+        return self._cipher.open(nonce, header.sealed_with, header.tag, data, into)
+
+    def is_whole(self, segment: int, header: Header, extent: memoryview) -> bool:
+        """True if the data after a header matches its checksum."""
+        assert header.record is not None
+        about = header.record.object
+        data = extent[PAGE : PAGE + about.length]
+        if self._cipher is None:
+            return xxh3_64_intdigest(data) == about.checksum
+        nonce = self._folder.context(segment, header.record.page).nonce()
+        with self._scratch.borrow(about.length) as plain:
+            into = plain[: about.length]
+            return self.decrypt(nonce, header, data, into) and (xxh3_64_intdigest(into) == about.checksum)
+
+
+def pages_of(entries: Sequence[LogEntry]) -> int:
+    return sum(entry.num_pages for entry in entries)
+
+
+def pages_to_read(reads: Sequence[DiskRead]) -> int:
+    return sum(extent_pages(read.object.length) for read in reads)
+
+
+def _add_data(memory: memoryview, pages: PageSource, buffers: list[memoryview]) -> None:
+    """Adds unencrypted data, in place if possible."""
+    whole = len(memory) // PAGE * PAGE
+    direct = pages.in_place(memory, whole) if whole else None
+    if direct is not None:
+        buffers.append(direct)
+        if whole == len(memory):
+            return
+        memory = memory[whole:]
+    if memory:
+        rest = pages.take(extent_pages(len(memory)) - 1)
+        _fill(rest, memory)
+        buffers += rest
+
+
+def _fill(pages: Sequence[memoryview], content: bytes | memoryview) -> None:
+    """Fills pages with content and zeroes the rest: no other data may reach the disk."""
+    at = 0
+    for page in pages:
+        part = content[at : at + len(page)]
+        page[: len(part)] = part
+        at += len(page)
+    left = at - len(content)
+    if left:
+        pages[-1][-left:] = bytes(left)
+
+
+def _copy_out(pages: Sequence[memoryview], memory: memoryview) -> None:
+    at = 0
+    for page in pages:
+        length = min(len(page), len(memory) - at)
+        memory[at : at + length] = page[:length]
+        at += length

@@ -1,0 +1,245 @@
+"""Serves a node's inline connections: takes them over from the lean server, runs a thread for each, ends them.
+
+A thread answers one request at a time, from and into the node's memory. Compiled code answers gets from the published
+index as other processes read it, without the event loop and without the GIL; puts are in `kvstore.node.inline_puts`.
+The number of connections is limited, and a client that gets none uses RPCs and the transfer engine. A slow peer only
+blocks its own thread, for a bounded time. An object may be replaced while a get sends it: the reader's checksum detects
+this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+
+from moonserve.kvstore.client.node_access import inline_protocol
+from moonserve.kvstore.client.node_access.inline_protocol import (
+    REQUEST,
+    InlineConnection,
+    MalformedRequest,
+    RequestKind,
+)
+from moonserve.kvstore.index_layout import IndexMoved
+from moonserve.kvstore.node.inline_puts import InlinePuts
+from moonserve.kvstore.published_index import Function, KeyIndex, MappedReader
+from moonserve.protocol.errors import DeadlineExceeded, Overloaded, PeerLost
+from moonserve.protocol.process.native_libraries import C_FLAGS, load_library, shared_cache
+from moonserve.transfer import Segment
+from moonserve.transfer.memory.data_plane import address_of
+
+log = logging.getLogger(__name__)
+
+GETS_SOURCE = Path(__file__).parents[1] / "native" / "inline_gets.c"
+MAX_KEYS_PER_GET = 4096
+"""Limit of keys per get: 288 KiB of memory per connection. Clients send fewer."""
+_HEAD_BYTES = 24
+_KEY_BYTES, _ROW_BYTES, _ANSWER_BYTES = 24, 32, 16
+_pointer, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+
+
+class StopReason(IntEnum):
+    """Why `GetServer.serve` returned."""
+
+    OTHER = 1
+    """A request arrived that is not answered here: call `GetServer.take_header`."""
+    LATE = 2
+    HANGUP = 3
+    RETIRED = 4
+    """The index has moved: call `GetServer.set_reader` with a new reader, then `serve` again."""
+
+
+class _State(ctypes.Structure):
+    """State shared with C (`GetServer` of inline_gets.c)."""
+
+    _fields_ = (
+        ("locate", _pointer),
+        ("mapping", _pointer),
+        ("request", _pointer),
+        ("answer", _pointer),
+        ("pieces", _pointer),
+        ("most_keys", _uint64),
+        ("most_bytes", _uint64),
+        ("most_ns", _int64),
+        ("idle_ns", _int64),
+        ("spin_ns", _int64),
+        ("filled", _int64),
+        ("active_at_ns", _int64),
+        ("rest", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def answer_gets_function() -> Function:
+    """Returns the compiled `answer_gets`. Raises CompilerError."""
+    function: Function = load_library(GETS_SOURCE, C_FLAGS, shared_cache()).answer_gets
+    function.argtypes, function.restype = (ctypes.c_int32, _pointer), ctypes.c_int32  # type: ignore[attr-defined]
+    return function
+
+
+class GetServer:
+    """Answers gets on one socket. Belongs to one thread."""
+
+    def __init__(
+        self,
+        fd: int,
+        *,
+        most_bytes: int,
+        most_s: float,
+        idle_s: float,
+        spin_ns: int,
+    ) -> None:
+        """Limits: `most_bytes` of values per answer, `most_s` per answer, `idle_s` until the next request."""
+        self._answer_gets = answer_gets_function()
+        self._fd = fd
+        self._request = np.zeros(_HEAD_BYTES + MAX_KEYS_PER_GET * _KEY_BYTES, np.uint8)
+        self._answer = np.zeros(_ANSWER_BYTES + MAX_KEYS_PER_GET * _ROW_BYTES, np.uint8)
+        self._pieces = np.zeros((MAX_KEYS_PER_GET + 1, 2), np.uint64)
+        self._reader: MappedReader | None = None
+        self._state = _State(
+            request=address_of(self._request),
+            answer=address_of(self._answer),
+            pieces=address_of(self._pieces),
+            most_keys=MAX_KEYS_PER_GET,
+            most_bytes=most_bytes,
+            most_ns=int(most_s * 1e9),
+            idle_ns=int(idle_s * 1e9),
+            spin_ns=spin_ns,
+        )
+        self._at = ctypes.addressof(self._state)
+
+    def set_reader(self, reader: MappedReader) -> None:
+        """Sets the index from which gets are answered."""
+        self._reader = reader  # keeps its memory alive
+        self._state.locate, self._state.mapping = reader.locate_at, reader.mapping_at
+
+    def serve(self) -> StopReason:
+        """Answers gets until there is a reason to stop, which is returned."""
+        assert self._reader is not None
+        return StopReason(self._answer_gets(self._fd, self._at))
+
+    def take_header(self) -> bytes:
+        """Returns the head of the request that ended `serve` with OTHER. Its body has not been received."""
+        self._state.filled = 0
+        return self._request[:_HEAD_BYTES].tobytes()
+
+
+MAX_REQUEST_S = 30.0
+"""Limit for one request, whatever its deadline: it occupies a thread and, during a put, reserved memory."""
+IDLE_S = 300.0
+MAX_CONNECTIONS = 256
+"""Limit of threads, most of them asleep. A client uses one connection per concurrent call."""
+_RETRY_S = 10.0
+
+
+class InlineServer:
+    """Answers the requests of all connections. `serve` is called for each connection in its own thread."""
+
+    def __init__(self, index: KeyIndex, segment: Segment, storing: InlinePuts) -> None:
+        self._index = index
+        self._memory = segment.buffer
+        self._storing = storing
+        self._reader = MappedReader(index.memory, segment.buffer)
+
+    def serve(self, link: InlineConnection) -> None:
+        """Answers until the connection ends. Raises PeerLost, or DeadlineExceeded for a slow or idle peer."""
+        gets = self._get_server(link)
+        while True:
+            head = self._serve_gets(gets)
+            kind, pin, tenant_bytes, count, deadline_ms, _, nbytes = REQUEST.unpack(head)
+            if count > inline_protocol.MAX_KEYS or nbytes > inline_protocol.MAX_BYTES:
+                raise MalformedRequest("the request is too large")
+            give_up_at = time.monotonic() + min(deadline_ms / 1000, MAX_REQUEST_S)
+            if kind != RequestKind.PUT:
+                raise MalformedRequest(f"the request has the unknown kind {kind} or too many keys")
+            self._storing.put(link, count, nbytes, pin, tenant_bytes, give_up_at)
+
+    def _get_server(self, link: InlineConnection) -> GetServer:
+        gets = GetServer(
+            link.fileno(),
+            most_bytes=inline_protocol.MAX_BYTES,
+            most_s=MAX_REQUEST_S,
+            idle_s=IDLE_S,
+            spin_ns=link.spin_ns,
+        )
+        gets.set_reader(self._reader)
+        return gets
+
+    def _serve_gets(self, gets: GetServer) -> bytes:
+        """Answers gets. Returns the head of the next request that is not a get, or a get that is too large."""
+        while (end := gets.serve()) is not StopReason.OTHER:
+            if end is StopReason.LATE:
+                raise DeadlineExceeded("the peer was slow or idle")
+            if end is StopReason.HANGUP:
+                raise PeerLost("the connection broke")
+            with contextlib.suppress(IndexMoved):  # the index grew again: the next `serve` reports it
+                self._reader = MappedReader(self._index.memory, self._memory)
+            gets.set_reader(self._reader)
+        return gets.take_header()
+
+
+class InlineConnections:
+    """All inline connections of a node. Thread-safe. `serve` raises PeerLost or DeadlineExceeded at the end of one."""
+
+    def __init__(self, serve: Callable[[InlineConnection], None], *, max_connections: int = MAX_CONNECTIONS) -> None:
+        self._serve = serve
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._threads: dict[InlineConnection, threading.Thread] = {}
+        self._closed = False
+
+    def admit(self) -> None:
+        """Raises Overloaded if the limit of connections is reached."""
+        if self._closed or len(self._threads) >= self._max_connections:
+            raise Overloaded("the node has no free inline connection", retry_after_s=_RETRY_S)
+
+    def take_over(self, sock: socket.socket) -> None:
+        """Takes over an authenticated connection and starts its thread."""
+        try:
+            link = InlineConnection(sock)
+        except OSError:  # the peer has closed it meanwhile
+            sock.close()
+            return
+        thread = threading.Thread(target=self._run, args=(link,), name="inline", daemon=True)
+        with self._lock:
+            if self._closed:
+                link.close()
+                return
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system's limit of threads
+                log.warning("no thread for an inline connection: %s", error)
+                link.close()
+                return
+            self._threads[link] = thread
+
+    def close(self) -> None:
+        """Ends all connections and waits for their threads, which may still answer complete requests. Meanwhile the
+        event loop must run."""
+        with self._lock:
+            self._closed = True
+            threads = dict(self._threads)
+        for link in threads:
+            link.shut()
+        for thread in threads.values():
+            thread.join()
+
+    def _run(self, link: InlineConnection) -> None:
+        try:
+            with contextlib.suppress(PeerLost, DeadlineExceeded):
+                self._serve(link)
+        except Exception:  # a bug only ends this connection; its client falls back to RPCs
+            log.exception("an inline connection ended")
+        finally:
+            with self._lock:
+                del self._threads[link]
+                link.close()

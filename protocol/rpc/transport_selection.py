@@ -1,0 +1,237 @@
+"""Channel to one `host:port` that makes calls over sockets if the peer serves them there, and over gRPC otherwise.
+
+A peer names its socket addresses in the metadata of each unary gRPC reply. The first call to a peer therefore uses
+gRPC, and a socket is dialled in the background. Unary calls do not wait for it; streams do, because they last. Without
+a socket, for example after a restart of the peer, calls use gRPC, whose replies name the new addresses. A call fails
+with the same error classes over either transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
+from moonserve.protocol.process.machine import host_identity
+from moonserve.protocol.process.tls import Certificates
+from moonserve.protocol.rpc.socket_client import AsyncChannel, AsyncConnection, exchange
+
+log = logging.getLogger(__name__)
+
+LEAN_HEADER = "x-moonserve-lean"
+DIAL_S = 30.0
+"""Limit of one attempt to dial."""
+STREAM_WAITS_S = 1.0
+"""Time that a stream waits for an attempt to dial. After that it uses gRPC until its end."""
+RETRY_S = 1.0
+"""Least time between the starts of two attempts to dial."""
+# A DeadlineExceeded this close to the deadline counts as the caller's own: its clock and timers differ by milliseconds.
+_AT_DEADLINE_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class SocketServerAddresses:
+    """Addresses at which a server answers calls over sockets."""
+
+    tcp: str
+    unix: str
+    """Address for processes on the same host."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Returns the metadata for gRPC replies."""
+        return ((LEAN_HEADER, f"{host_identity()} {self.unix} {self.tcp}"),)
+
+
+def socket_address(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """Returns the socket address that this process should dial, or None if the reply's metadata name none."""
+    for key, value in metadata:
+        if key == LEAN_HEADER and isinstance(value, str) and value.count(" ") == 2:
+            host, unix, tcp = value.split(" ")
+            return unix if host == host_identity() else tcp
+    return None
+
+
+class RoutedChannel:
+    """The part of a `grpc.aio.Channel` that generated stubs need. It belongs to one event loop."""
+
+    def __init__(self, grpc_channel: grpc.aio.Channel, cluster_token: str, tls: Certificates | None) -> None:
+        self._grpc = grpc_channel
+        self._token = cluster_token
+        self._tls = tls
+        self._socket_channel: AsyncChannel | None = None
+        self._dialling: asyncio.Task[None] | None = None
+        self._dial_again_at = 0.0
+        self._dial_failed = False
+        """True if the last attempt failed. Only the first of several consecutive failures is logged at level INFO."""
+        self._closed = False
+        self.stream_unary = grpc_channel.stream_unary
+        self.stream_stream = grpc_channel.stream_stream
+
+    def unary_unary(
+        self,
+        path: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **options: Any,
+    ) -> RoutedCall:
+        over_grpc = self._grpc.unary_unary(path, request_serializer, response_deserializer, **options)
+        return RoutedCall(self, path, request_serializer, response_deserializer, over_grpc)
+
+    def unary_stream(
+        self,
+        path: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **options: Any,
+    ) -> Callable[..., RoutedStream]:
+        over_grpc = self._grpc.unary_stream(path, request_serializer, response_deserializer, **options)
+
+        def call(request: Any, *, metadata: Any) -> RoutedStream:
+            def call_grpc() -> Any:
+                return over_grpc(request, metadata=metadata)
+
+            return RoutedStream(self, path, request_serializer(request), response_deserializer, call_grpc)
+
+        return call
+
+    async def dialled_for(self, path: str) -> AsyncConnection | None:
+        """Waits for a running attempt to dial, for at most STREAM_WAITS_S, then returns like `connection_for`."""
+        if self._dialling is not None:
+            await asyncio.wait({self._dialling}, timeout=STREAM_WAITS_S)
+        return self.connection_for(path)
+
+    def connection_for(self, path: str) -> AsyncConnection | None:
+        """Returns the socket connection, or None if there is none or the peer does not serve this method over it.
+
+        Raises PeerLost after `close`.
+        """
+        if self._closed:
+            raise PeerLost("the channel was closed")
+        live = None if self._socket_channel is None else self._socket_channel.live()
+        return live if live is not None and live.offers(path) else None
+
+    def dial_if_named(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Dials the socket address that a gRPC reply named. No-op with a connection or an attempt within RETRY_S."""
+        is_connected = self._socket_channel is not None and self._socket_channel.live() is not None
+        now = asyncio.get_running_loop().time()
+        if self._closed or is_connected or self._dialling is not None or now < self._dial_again_at:
+            return
+        address = socket_address(metadata)
+        if address is not None:
+            self._dial_again_at = now + RETRY_S
+            self._dialling = asyncio.create_task(self._dial(address, now + DIAL_S))
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes both transports and cancels an attempt to dial. Calls in flight fail with PeerLost."""
+        self._closed = True
+        if self._dialling is not None:
+            self._dialling.cancel()
+            await asyncio.wait([self._dialling])
+        await self._close_socket_channel()
+        await self._grpc.close(grace)
+
+    async def _dial(self, address: str, deadline_at: float) -> None:
+        try:
+            await self._close_socket_channel()
+            channel = self._socket_channel = AsyncChannel(address, self._token, self._tls)
+            await channel.connect(deadline_at)
+            self._dial_failed = False
+        except MoonserveError as error:
+            level = logging.DEBUG if self._dial_failed else logging.INFO
+            log.log(level, "cannot dial the peer's socket, calls continue over gRPC: %s", error)
+            self._dial_failed = True
+        finally:
+            self._dialling = None
+
+    async def _close_socket_channel(self) -> None:
+        """Closes the socket channel. Before a dial it has no calls in flight: they ended when its connection broke."""
+        channel, self._socket_channel = self._socket_channel, None
+        if channel is not None:
+            await channel.close()
+
+
+class RoutedStream:
+    """Server stream, to be iterated once. A caller that stops before the end must call `cancel`."""
+
+    def __init__(
+        self,
+        channel: RoutedChannel,
+        path: str,
+        payload: bytes,
+        deserialize: Callable[[bytes], Any],
+        call_grpc: Callable[[], Any],
+    ) -> None:
+        self._channel = channel
+        self._path = path
+        self._payload = payload
+        self._deserialize = deserialize
+        self._call_grpc = call_grpc
+        self._cancel: Callable[[], object] = lambda: None  # until the iteration starts
+
+    def cancel(self) -> None:
+        """Cancels the handler. No-op if the stream has ended."""
+        self._cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        connection = await self._channel.dialled_for(self._path)
+        if connection is None:
+            call = self._call_grpc()
+            self._cancel = call.cancel
+            async for message in call:
+                yield message
+            return
+        call_id, arriving = connection.begin_stream(self._path, self._payload)
+        self._cancel = partial(connection.abandon_call, call_id)
+        while (arrived := await arriving.get()) is not None:
+            if isinstance(arrived, MoonserveError):
+                raise arrived
+            try:
+                message = self._deserialize(arrived)
+            except DecodeError as error:  # over gRPC this is an error of the call, too
+                raise PeerLost(f"the peer sent a malformed message: {error}") from error
+            yield message
+
+
+class RoutedCall:
+    """Callable that a stub uses for one unary method."""
+
+    def __init__(
+        self,
+        channel: RoutedChannel,
+        path: str,
+        serialize: Callable[[Any], bytes],
+        deserialize: Callable[[bytes], Any],
+        over_grpc: Callable[..., Any],
+    ) -> None:
+        self._channel = channel
+        self._path = path
+        self._serialize = serialize
+        self._deserialize = deserialize
+        self._over_grpc = over_grpc
+
+    async def __call__(self, request: Any, *, timeout: float, metadata: Any, wait_for_ready: bool = False) -> Any:
+        connection = self._channel.connection_for(self._path)
+        if connection is not None:
+            return await self._over_socket(connection, request, timeout)
+        call = self._over_grpc(request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready)
+        reply = await call
+        self._channel.dial_if_named(await call.trailing_metadata())
+        return reply
+
+    async def _over_socket(self, connection: AsyncConnection, request: Any, timeout_s: float) -> Any:
+        loop = asyncio.get_running_loop()
+        deadline_at = loop.time() + timeout_s
+        payload = self._serialize(request)
+        try:
+            return self._deserialize(await exchange(connection, self._path, payload, deadline_at))
+        except DeadlineExceeded as error:
+            if loop.time() < deadline_at - _AT_DEADLINE_S:  # raised by the handler
+                raise
+            raise PeerLost(f"deadline_exceeded: {error.message}") from error

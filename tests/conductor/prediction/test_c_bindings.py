@@ -1,0 +1,134 @@
+"""Tests of the C kernels against Python's queues and the policy's written terms. `test_transfer_time` and
+`test_decode_forecast` compare flows and sequences with plain loops."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moonserve.conductor.placement.policies.base import Prompt, QueueWaits, predict
+from moonserve.conductor.placement.policies.least_added_delay import LeastAddedDelay, Weights
+from moonserve.conductor.prediction import c_bindings
+from moonserve.conductor.prediction.c_bindings import FLOW_COLUMNS, FlowKernel, Links
+from moonserve.conductor.prediction.instance_table import PrefillTable, RowRef
+from moonserve.conductor.prediction.queue_time import PrefillQueue
+from moonserve.protocol.process.native_libraries import C_FLAGS
+from moonserve.protocol.request import RequestId
+from tests.compilers import compile_strictly
+from tests.conductor.placement.test_policies import offers
+from tests.thoroughness import examples
+
+TERMS = st.builds(
+    Weights,
+    patience=st.sampled_from([0.0, 5.0]),
+    keeps_objective=st.booleans(),
+    steepness=st.sampled_from([None, 4.0]),
+    counts_delayed=st.booleans(),
+)
+SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])
+# One instance: seconds and rank of each placed prompt, and seconds of a step.
+QUEUES = st.tuples(st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf]))
+
+
+def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Weights) -> float:
+    """Returns the rank of a prompt by terms 1 to 3 of the policy."""
+    patience_s = terms.patience * prefill_s
+    if math.isinf(slo_s):
+        return patience_s
+    left = max(1.0 - queue_s / slo_s, 0.0) if slo_s > 0 else 0.0
+    if terms.steepness is not None and prefill_s > slo_s * left**terms.steepness:
+        return terms.late * slo_s + terms.late_patience * prefill_s
+    rest_s = max(slo_s - queue_s - prefill_s, 0.0)
+    return min(patience_s, rest_s) if terms.keeps_objective else patience_s
+
+
+# A prompt that would yield to waiting prompts, but may not.
+@example([([], 0.5), ([(10.0, 0.0), (3.0, 4.5)], math.inf)], [0] * 4, 1.0, 0.0, math.inf, Weights())
+@settings(max_examples=examples(400))
+@given(
+    queues=st.lists(QUEUES, min_size=1, max_size=4),
+    blocks=st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    limit=st.none() | SECONDS,
+    shift_s=st.sampled_from([0.0, 0.0, -5.0, 1e6]),
+    slo_s=st.sampled_from([0.0, 2.0, 30.0, math.inf]),
+    terms=TERMS,
+)
+def test_kernel_scores_equal_the_written_terms(
+    queues: list[tuple[list[tuple[float, float]], float]],
+    blocks: list[int],
+    limit: float | None,
+    shift_s: float,
+    slo_s: float,
+    terms: Weights,
+) -> None:
+    """The columns equal the terms with waits from `PrefillQueue.wait_for`, also with a rank limit or shifted places."""
+    now, count, ones = 3.0, len(queues), np.ones(len(queues))
+    books = []
+    for jobs, step_s in queues:
+        book = PrefillQueue(RowRef.in_private_table(PrefillTable), step_s)
+        for number, (seconds, rank) in enumerate(jobs):
+            book.add(RequestId(f"r{number}"), seconds, 1, number * 0.5, rank)
+        books.append(SimpleNamespace(queue=book))
+    limits = None if limit is None else ones * limit
+    own = np.array(blocks[:count])
+    made = offers(
+        blocks[:count],
+        queue_s=np.array([each.queue.estimate_s(now) for each in books]),
+        local_s_per_block=ones * 0.01,
+        remote_s_per_block=np.linspace(0.1, 2.0, count),
+        c0=ones * 0.01,
+        c2=ones * 1e-5,
+        now=now,
+        queue_waits=QueueWaits(books, now, limits, shift_s),  # type: ignore[arg-type]
+    )
+    prompt = Prompt(num_tokens=100, block_size=10, best_blocks=9, ttft_slo_s=slo_s)
+    weighed = LeastAddedDelay(terms).weigh(prompt, made)
+    best = np.full(count, 9)
+    computed, fetched = (predict(prompt, made, reuse) for reuse in (own, best))
+    assert weighed.ttft_s.shape == (count,)
+    for row, (is_faster, queue_s) in enumerate(
+        zip(fetched.ttft_s < computed.ttft_s, made.queue_s.tolist(), strict=True)
+    ):
+        terms_of = fetched if is_faster else computed
+        prefill_s = float(terms_of.prefill_s[row])
+        wait_s, num_delayed, rank = 0.0, 0, yields_s(prefill_s, 0.0, slo_s, terms)
+        if queue_s:
+            before_late_s = queue_s if math.isinf(slo_s) else made.queue_waits(row, slo_s)[0]
+            rank = yields_s(prefill_s, before_late_s, slo_s, terms)
+            wait_s, num_delayed = made.queue_waits(row, rank)
+        copied_s = terms.copy * float(computed.prefill_s[row] - fetched.prefill_s[row])
+        added_s = prefill_s * num_delayed
+        own_s = float(terms_of.ttft_s[row]) - queue_s
+        late_s = max(wait_s, slo_s) if rank > slo_s else wait_s
+        assert (int(weighed.reuse_blocks[row]), weighed.rank[row]) == (
+            (9 if is_faster else own[row]),
+            pytest.approx(rank),
+        )
+        found = weighed.added_s[row], weighed.queue_s[row], weighed.ttft_s[row], weighed.score[row]
+        score = own_s + wait_s + copied_s + (added_s if terms.counts_delayed else 0.0)
+        assert found == pytest.approx((added_s, late_s, own_s + late_s, score), abs=1e-9)
+
+
+def test_flow_kernel_accepts_any_number_of_rows_and_rejects_other_layouts() -> None:
+    flows = FlowKernel()
+    for size in (2, 3_000, 5):
+        hosts, rates = np.arange(size, dtype=np.int64), np.full(2 * size, 100.0)
+        links = Links(hosts, rates, rates.copy())
+        rows = np.array([(0, 2 * i, 50.0, 100.0) for i in range(1, size)])
+        flows.advance(rows, links, 1e9)
+        found = flows.seconds(rows, links, 0, hosts[1:], np.full(size - 1, 200.0), None)
+        assert found.tolist() == [2.0] * (size - 1)
+    with pytest.raises((TypeError, ValueError)):
+        flows.advance(np.zeros((FLOW_COLUMNS, 4)).T, links, 1.0)
+
+
+@pytest.mark.parametrize("source", sorted(Path(c_bindings.__file__).parent.glob("native/*.c")), ids=str)
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_sources_compile_without_warnings(compiler: str, source: Path, tmp_path: Path) -> None:
+    compile_strictly(compiler, source, C_FLAGS, tmp_path)

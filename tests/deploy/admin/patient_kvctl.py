@@ -1,0 +1,14 @@
+"""Runs `moonserve kvctl` as a separate process with long RPC timeouts, for tests on a busy machine."""
+
+from __future__ import annotations
+
+import sys
+
+from moonserve.__main__ import main
+from moonserve.deploy.admin import kvctl_cluster
+from moonserve.protocol.membership import registry_client
+from tests.channels import PatientChannels
+
+if __name__ == "__main__":
+    kvctl_cluster.Channels = registry_client.Channels = PatientChannels
+    sys.exit(main(["kvctl", *sys.argv[1:]]))

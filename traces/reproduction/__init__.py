@@ -1,1 +1,0 @@
-"""Reproduction of published figures: simulations, rows next to the published values, and reasons for differences."""

@@ -1,0 +1,164 @@
+"""Shared memory that is created and written here and mapped read-only by peers on the same host.
+
+Owns the layout of such a file: the data, then one page whose first byte says whether the segment is still registered.
+Its rule is enforced by seals: no process can shrink the file under a reader (SIGBUS) and, once the owner has mapped it,
+none can map it writable again. Linux ≥ 5.1.
+
+Elastic memory creates pages when they are written and can give them back. It lacks the second seal, which also forbids
+holes, so peers receive a read-only descriptor instead. A hole reads as zeros everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+from moonserve.protocol.errors import ConfigError, InvalidRequest, PeerLost
+from moonserve.transfer.memory.data_plane import address_of, data_plane
+from moonserve.transfer.memory.scatter import Rows
+
+_F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python names it from 3.14 on
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
+_PAGE = mmap.PAGESIZE
+_LIVE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux ≥ 5.14
+_HUGE_BYTES = 4 << 20
+"""Size from which rounding up to 2 MiB is affordable. Where the kernel gives huge pages to shared memory, they fill ten
+times as fast and copy a tenth faster (LOG.md)."""
+
+
+def _marker(nbytes: int) -> int:
+    """Returns the offset of the byte that says whether the segment is registered."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+class OwnedMemory:
+    """A sealed memfd and its only writable mapping. All pages are resident; with `elastic`, none is at first."""
+
+    def __init__(self, nbytes: int, name: str = "", *, elastic: bool = False) -> None:
+        """`name` appears in the process's maps. Raises ConfigError if the process or host cannot provide that much
+        memory."""
+        try:
+            label = f"moonserve:{name[:64]}" if name else "moonserve"
+            self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # Closed with this object, not on deregistration: a thread may be passing the descriptor to a peer.
+            weakref.finalize(self, os.close, self.fd)
+            os.ftruncate(self.fd, _marker(nbytes) + _PAGE)
+            self._map = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED)
+            if not elastic:
+                _populate(self._map)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if elastic else _SEALS)
+            self.shared_fd = self._for_reading() if elastic else self.fd
+        except OSError as error:
+            raise _exhausted(nbytes, error) from error
+        self.is_elastic = elastic
+        self._marker = _marker(nbytes)
+        self._map[self._marker] = _LIVE
+        self.view = memoryview(self._map)[:nbytes]
+
+    def _for_reading(self) -> int:
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, fd)
+        return fd
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Makes a range of whole pages resident. Content is unchanged, and a hole reads as zeros. Raises OSError if the
+        machine has no memory for them."""
+        _advise(address_of(self.view) + offset, nbytes, _MADV_POPULATE_WRITE)
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Gives a range of whole pages back to the machine: it reads as zeros in every mapping from now on. Raises
+        ValueError unless the memory is elastic."""
+        if not self.is_elastic:
+            raise ValueError("only elastic memory has pages to give back")
+        _advise(address_of(self.view) + offset, nbytes, mmap.MADV_REMOVE)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of this memory that are resident, however many processes map it."""
+        return os.fstat(self.fd).st_blocks * 512  # the unit of st_blocks, whatever st_blksize is
+
+    def mark_dead(self) -> None:
+        """Marks the content as meaningless for peers that still map it."""
+        self._map[self._marker] = 0
+
+
+class PeerMemory:
+    """A peer's memfd, mapped read-only. Owns neither the content nor the passed descriptor."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Maps the file. Raises PeerLost if it is too small or lacks the seals of every `OwnedMemory`."""
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
+            size = os.fstat(fd).st_size
+            if not sealed or not 0 < nbytes <= size - _PAGE:
+                raise PeerLost("the peer offered memory whose size could still change")
+            # Not populated: the pages exist already and fault in 16 at a time on first use. That costs less than
+            # populating all of them and does not delay the first transfer from a peer.
+            self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise PeerLost("the peer offered memory that cannot be mapped") from error
+        self._marker = _marker(nbytes)
+        self.nbytes = nbytes
+        self.view = memoryview(self._map)[:nbytes]
+        self._base = address_of(self.view)
+        self._plane = data_plane()
+
+    def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
+        self._plane.copy_rows(to, self._base, rows, to_column=to_column)
+
+    def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
+        return self._plane.copy_rows_verified(to, self._base, rows, to_column=to_column)
+
+    def require_live(self) -> None:
+        """Checks that the owner has not deregistered the segment. Raises InvalidRequest if it has."""
+        if not self.live:
+            raise InvalidRequest("the peer's segment is no longer registered")
+
+    @property
+    def live(self) -> bool:
+        return self._map[self._marker] == _LIVE
+
+    def close(self) -> None:
+        """Unmaps the memory, or leaves that to the last view that callers still hold."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Makes every page resident. Raises OSError if there is no memory for that."""
+    if len(memory) >= _HUGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        np.frombuffer(memory, np.uint8)[::_PAGE] = 0  # an older kernel
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Calls madvise without the GIL, which mmap.madvise holds: one page of a pool takes a millisecond."""
+    if _libc.madvise(address, nbytes, advice):
+        number = ctypes.get_errno()
+        if advice == _MADV_POPULATE_WRITE and number == errno.EINVAL:
+            return  # an older kernel creates pages when they are written
+        raise OSError(number, f"madvise({advice}): {os.strerror(number)}")
+
+
+def _exhausted(nbytes: int, error: OSError) -> ConfigError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ConfigError(f"no file descriptor is left for shared memory: raise `ulimit -n`: {error}")
+    return ConfigError(f"this host cannot provide {nbytes} bytes of shared memory: {error}")

@@ -1,0 +1,114 @@
+"""Scatter lists: runs of bytes between a local and a remote segment, from `submit` to the system call.
+
+Owns their layout, bounds checks, merging, cutting and checksums. No I/O, no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from moonserve.protocol.errors import InvalidRequest
+
+Rows = npt.NDArray[np.int64]
+"""Contiguous runs of bytes: remote offset, local offset, length. Shape (n, 3), C-contiguous."""
+
+REMOTE, LOCAL, LENGTH = 0, 1, 2
+
+ROW_BYTES = 24
+MAX_ROWS = 4096
+"""Rows per frame. Bounds what a peer can make the other side hold to 96 KiB of rows per frame."""
+LIMIT = 1 << 62
+"""Upper bound of offsets, so that later sums fit into 64 bits."""
+
+
+def rows(*runs: tuple[int, int, int]) -> Rows:
+    """Builds Rows from (remote offset, local offset, length) triples."""
+    return np.array(runs, dtype=np.int64).reshape(-1, 3)
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Rows:
+    """Unpacks rows received from a peer. They are not yet validated."""
+    return np.frombuffer(data, dtype="<i8").reshape(-1, 3)
+
+
+def pack(rows: Rows) -> bytes:
+    return rows.astype("<i8", copy=False).tobytes()
+
+
+def total(rows: Rows) -> int:
+    return int(rows[0, LENGTH]) if len(rows) == 1 else int(rows[:, LENGTH].sum())
+
+
+def require_inside(rows: Rows, side: int, nbytes: int) -> None:
+    """Checks that each run on `side` lies in [0, nbytes), safe against overflow. Raises InvalidRequest otherwise."""
+    if len(rows) == 1:
+        offset, length = int(rows[0, side]), int(rows[0, LENGTH])
+        if offset < 0 or length < 0:
+            raise InvalidRequest("negative offset or length")
+        if length > nbytes - offset:
+            raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
+        return
+    offsets, lengths = rows[:, side], rows[:, LENGTH]
+    if offsets.min(initial=0) < 0 or lengths.min(initial=0) < 0:
+        raise InvalidRequest("negative offset or length")
+    if bool((lengths > nbytes - offsets).any()):
+        raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
+
+
+def merge(rows: Rows) -> Rows:
+    """Joins each run with its successor if they are adjacent on both sides. Keeps the order."""
+    if len(rows) < 2:
+        return rows
+    ends = rows[:-1, :2] + rows[:-1, LENGTH:]
+    starts_new = np.flatnonzero((ends != rows[1:, :2]).any(axis=1)) + 1
+    if len(starts_new) == len(rows) - 1:
+        return rows
+    firsts = np.concatenate(([0], starts_new))
+    merged = rows[firsts]
+    merged[:, LENGTH] = np.add.reduceat(rows[:, LENGTH], firsts)
+    return merged
+
+
+def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:
+    """Yields the runs, cut and grouped so that no group exceeds the limits. Keeps the order."""
+    if len(rows) <= limit_rows and total(rows) <= limit_bytes:
+        if len(rows):
+            yield rows
+        return
+    rows = _cut_long(rows, limit_bytes)
+    ends = rows[:, LENGTH].cumsum()
+    first, done = 0, 0
+    while first < len(rows):
+        last = int(ends.searchsorted(done + limit_bytes, side="right"))
+        last = min(last, first + limit_rows)
+        yield rows[first:last]
+        first, done = last, int(ends[last - 1])
+
+
+def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
+    """Cuts runs longer than the limit into several."""
+    if int(rows[:, LENGTH].max()) <= limit_bytes:
+        return rows
+    counts = np.maximum(1, -(-rows[:, LENGTH] // limit_bytes))
+    pieces = np.repeat(rows, counts, axis=0)
+    number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+    skipped = number * limit_bytes
+    pieces[:, REMOTE] += skipped
+    pieces[:, LOCAL] += skipped
+    pieces[:, LENGTH] = np.minimum(pieces[:, LENGTH] - skipped, limit_bytes)
+    return pieces
+
+
+def checksum(buffer: memoryview, rows: Rows, side: int) -> int:
+    """Returns the XXH3-64 of the runs' bytes on `side`, in order."""
+    if len(rows) == 1:
+        offset, length = int(rows[0, side]), int(rows[0, LENGTH])
+        return xxhash.xxh3_64_intdigest(buffer[offset : offset + length])
+    state = xxhash.xxh3_64()
+    for offset, length in zip(rows[:, side].tolist(), rows[:, LENGTH].tolist(), strict=True):
+        state.update(buffer[offset : offset + length])
+    return state.intdigest()

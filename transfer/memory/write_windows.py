@@ -1,0 +1,196 @@
+"""Windows: which bytes peers may write, and until when.
+
+A window is a right to some ranges of one segment. Its rule: closing it waits for stores in flight and refuses all later
+ones, and an id is never reused. Stores happen elsewhere: inside `with window:`, in steps short enough to wait for, or
+by a device that has a revocable `WindowHold`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonserve.protocol.errors import InvalidRequest, StaleLease
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.scatter import LENGTH, REMOTE, Rows
+from moonserve.transfer.memory.segments import Segment
+
+_REVOKE_AFTER_S = 0.1
+"""Time that a close waits for holds to end before it revokes them: many times what a device needs for a slice."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowHold:
+    """Keeps a window in use, until `release`, for stores that this process cannot count."""
+
+    window: Window
+    revoke: Callable[[], None]
+
+    def release(self) -> None:
+        """Ends the hold: none of its stores can happen any more. Idempotent."""
+        self.window.release_hold(self)
+
+
+class Window:
+    """A right to write; as a context manager it covers one store."""
+
+    __slots__ = (
+        "_changed",
+        "_closed",
+        "_ends",
+        "_holds",
+        "_num_stores",
+        "_starts",
+        "segment",
+        "window_id",
+    )
+
+    def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
+        merged = scatter.merge(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
+        self.window_id = window_id
+        self.segment = segment
+        self._starts = np.ascontiguousarray(merged[:, REMOTE])
+        self._ends = self._starts + merged[:, LENGTH]
+        self._changed = threading.Condition(threading.Lock())
+        self._num_stores = 0
+        self._holds: set[WindowHold] = set()
+        self._closed = False
+
+    def require_inside(self, rows: Rows) -> None:
+        """Checks that each run lies within one range. Raises InvalidRequest otherwise."""
+        scatter.require_inside(rows, REMOTE, self.segment.nbytes)
+        if len(rows) == 1:
+            self._require_run_inside(int(rows[0, REMOTE]), int(rows[0, LENGTH]))
+            return
+        offsets = rows[:, REMOTE]
+        found = np.searchsorted(self._starts, offsets, side="right") - 1
+        inside = offsets + rows[:, LENGTH] <= self._ends[found]
+        if not bool((inside & (found >= 0)).all()):
+            raise self._outside()
+
+    def _require_run_inside(self, offset: int, length: int) -> None:
+        """Checks a single run without array arithmetic, at a fifth of the cost."""
+        found = int(self._starts.searchsorted(offset, side="right")) - 1
+        if found < 0 or offset + length > int(self._ends[found]):
+            raise self._outside()
+
+    def _outside(self) -> InvalidRequest:
+        return InvalidRequest(f"outside the ranges of window {self.window_id}")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            if self._changed.wait_for(self._is_idle, _REVOKE_AFTER_S):
+                return
+            holds = list(self._holds)
+        for hold in holds:
+            hold.revoke()
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
+
+    def close_if_idle(self) -> bool:
+        with self._changed:
+            self._closed |= self._is_idle()
+            return self._closed
+
+    def _is_idle(self) -> bool:
+        return not self._num_stores and not self._holds
+
+    def hold(self, revoke: Callable[[], None]) -> WindowHold:
+        """Registers a hold. Raises StaleLease if the window is closed. `revoke` may be called after closing and must
+        lead to `release`."""
+        hold = WindowHold(self, revoke)
+        with self._changed:
+            if self._closed:
+                raise _stale(self.window_id)
+            self._holds.add(hold)
+        return hold
+
+    def release_hold(self, hold: WindowHold) -> None:
+        with self._changed:
+            self._holds.discard(hold)
+            if self._closed:
+                self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._closed:
+                raise _stale(self.window_id)
+            self._num_stores += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._num_stores -= 1
+            if self._closed:
+                self._changed.notify_all()
+
+
+class WindowTable:
+    """All open windows of one engine. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: dict[int, Window] = {}
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def open(self, segment: Segment, ranges: Sequence[tuple[int, int]]) -> int:
+        """Opens a window and returns its id. Raises InvalidRequest for ranges that are empty, overlap or leave the
+        segment."""
+        _check_ranges(segment, ranges)
+        with self._lock:
+            window_id = self._next_id
+            self._next_id += 1
+            self._windows[window_id] = Window(window_id, segment, ranges)
+        return window_id
+
+    def close(self, window_id: int) -> Segment | None:
+        """Closes a window and returns its segment, or None if it was already closed."""
+        with self._lock:
+            window = self._windows.pop(window_id, None)
+        if window is None:
+            return None
+        window.close()
+        return window.segment
+
+    def close_if_idle(self, window_id: int) -> Segment | None:
+        """Closes a window without waiting. Returns None if it was already closed or is in use and stays open."""
+        window = self._windows.get(window_id)
+        if window is None or not window.close_if_idle():
+            return None
+        return self.close(window_id)
+
+    def close_all(self) -> None:
+        for window_id in list(self._windows):
+            self.close(window_id)
+
+    def find(self, window_id: int, segment_id: int) -> Window:
+        """Returns an open window on the segment. Raises StaleLease if it is closed, InvalidRequest if it never existed
+        or is on another segment."""
+        window = self._windows.get(window_id)
+        if window is None:
+            if 0 < window_id < self._next_id:
+                raise _stale(window_id)
+            raise InvalidRequest(f"window {window_id} was never opened")
+        if window.segment.segment_id != segment_id:
+            raise InvalidRequest(f"window {window_id} is not on segment {segment_id}")
+        return window
+
+
+def _stale(window_id: int) -> StaleLease:
+    return StaleLease(f"window {window_id} is closed")
+
+
+def _check_ranges(segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
+    if not ranges:
+        raise InvalidRequest("a window without ranges", param="ranges")
+    end = 0
+    for offset, length in sorted(ranges):
+        if length <= 0 or offset < end or offset + length > segment.nbytes:
+            raise InvalidRequest(f"bad range ({offset}, {length}) in {segment}", param="ranges")
+        end = offset + length
