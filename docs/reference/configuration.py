@@ -10,26 +10,26 @@ from collections.abc import Sequence
 from dataclasses import MISSING
 from pathlib import Path
 
-from conductor.config import ConductorConfig
-from decode_worker.config import DecodeConfig
-from deploy.config import ServeConfig
-from deploy.doctor.command import DoctorConfig
-from deploy.profile.command import ProfileConfig
-from deploy.undivided.config import UndividedConfig
-from deploy.worker.config import WorkerConfig
-from gateway.config import GatewayConfig
-from kvstore.config import StoreConfig
-from kvstore.directory.config import DirectoryConfig
-from prefill_worker.config import PrefillConfig
-from protocol.config import Option, options_of
-from protocol.process import ProcessConfig
-from traces.analysis.command import AnalyzeConfig
-from traces.fetch import FetchConfig
-from traces.planner.command import PlanConfig
-from traces.replay import ReplayConfig
-from traces.reproduction.command import ReproduceConfig
-from traces.simulator.command import SimulateConfig
-from traces.synthesis.command import SynthesizeConfig
+from moonserve.conductor.config import ConductorConfig
+from moonserve.decode_worker.config import DecodeConfig
+from moonserve.decode_worker.local_prefill.worker import LocalPrefillConfig
+from moonserve.decode_worker.role_switching import RoleSwitchingConfig
+from moonserve.deploy.diagnostics.doctor import DoctorConfig
+from moonserve.deploy.diagnostics.profile import ProfileConfig
+from moonserve.deploy.launcher.config import ServeConfig
+from moonserve.gateway.config import GatewayConfig
+from moonserve.kvstore.config import StoreConfig
+from moonserve.kvstore.directory.config import DirectoryConfig
+from moonserve.prefill_worker.config import PrefillConfig
+from moonserve.protocol.process.config import Option, options_of
+from moonserve.protocol.process.lifecycle import ProcessConfig
+from moonserve.traces.experiments.plan import PlanConfig
+from moonserve.traces.experiments.reproduce import ReproduceConfig
+from moonserve.traces.experiments.simulate import SimulateConfig
+from moonserve.traces.replay import ReplayConfig
+from moonserve.traces.workload.analyze import AnalyzeConfig
+from moonserve.traces.workload.fetch import FetchConfig
+from moonserve.traces.workload.synthesize import SynthesizeConfig
 
 PAGES: list[tuple[str, type]] = [
     ("moonserve serve", ServeConfig),
@@ -37,8 +37,8 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve conductor", ConductorConfig),
     ("moonserve worker --role prefill", PrefillConfig),
     ("moonserve worker --role decode", DecodeConfig),
-    ("moonserve worker --role decode --conditional-disaggregation on", UndividedConfig),
-    ("moonserve worker --role-switching on", WorkerConfig),
+    ("moonserve worker --role decode --conditional-disaggregation on", LocalPrefillConfig),
+    ("moonserve worker --role-switching on", RoleSwitchingConfig),
     ("moonserve store", StoreConfig),
     ("moonserve directory", DirectoryConfig),
     ("moonserve doctor", DoctorConfig),

@@ -20,28 +20,28 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from conductor.leadership.standby import LeaderMetrics
-from engine.block_pool import BlockPool
-from engine.elastic.elasticity import Elasticity
-from engine.elastic.serving import ElasticityCollector
-from engine.pool_figures import pool_collector
-from gateway.access.key_holder import KeyHolder
-from gateway.access.limiter import Limiter
-from gateway.cluster.metrics import phase_collector
-from gateway.generation.timings import PHASES
-from kvstore.directory.index import Directory
-from kvstore.directory.serve import DirectoryCollector
-from kvstore.disk.base import DiskUsage, Health
-from kvstore.metrics import StoreCollector
-from kvstore.stored import Usage
-from prefill_worker.worker import PrefixLoadCollector
-from protocol.ids import Role
-from protocol.metrics import RequestMetrics, SchedulerMetrics
-from protocol.pb import worker_pb2
-from protocol.scraping import process_registry
-from protocol.worker_metrics import allocation_histogram, worker_collector
-from transfer import TransferEngine
-from transfer.metrics import TransferCollector
+from moonserve.conductor.leader_election_service import LeaderMetrics
+from moonserve.conductor.service import ConductorMetrics
+from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.kv_cache.elastic_service import ElasticMemory, ElasticMemoryCollector
+from moonserve.engine.kv_cache.pool_metrics import pool_collector
+from moonserve.gateway.access.key_table import KeyTable
+from moonserve.gateway.access.rate_limit_service import RateLimiter
+from moonserve.gateway.cluster.metrics_page import phase_collector
+from moonserve.gateway.cluster.request_metrics import RequestMetrics
+from moonserve.gateway.generation.request_timing import PHASES
+from moonserve.kvstore.directory.holders import Directory
+from moonserve.kvstore.directory.service import DirectoryCollector
+from moonserve.kvstore.disk.base import DiskUsage, Health
+from moonserve.kvstore.metrics import StoreCollector
+from moonserve.kvstore.state.objects import Usage
+from moonserve.prefill_worker.worker import PrefixLoadCollector
+from moonserve.protocol.pb import worker_pb2
+from moonserve.protocol.process.metrics import process_registry
+from moonserve.protocol.request import Role
+from moonserve.transfer import TransferEngine
+from moonserve.transfer.metrics import TransferCollector
+from moonserve.worker.metrics import allocation_histogram, worker_collector
 
 _NO_BLOCKS = BlockPool(1, on_added=lambda key, parent: None, on_removed=lambda key: None)
 
@@ -53,7 +53,7 @@ besides.
 [Metrics and alerts](monitoring.md) tells how to read them, and which alerts there are.
 """
 
-_UP = "| `moonserve_up` | gauge | `process` | 1 = the process told its metrics; on `/metrics/cluster` alone. |"
+_UP = "| `moonserve_up` | gauge | `process` | 1 = the process returned its metrics; on `/metrics/cluster` alone. |"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -135,13 +135,13 @@ def _of_every_process() -> list[Collector]:
 
 def _gateway(registry: CollectorRegistry) -> None:
     RequestMetrics(registry, "model", "gateway-0", PHASES)
-    KeyHolder((), (), registry)
-    Limiter(None, registry)
+    KeyTable((), (), registry)
+    RateLimiter(None, registry)
     registry.register(phase_collector(dict))
 
 
 def _conductor(registry: CollectorRegistry) -> None:
-    SchedulerMetrics(registry)
+    ConductorMetrics(registry)
     LeaderMetrics(registry)
 
 
@@ -150,11 +150,11 @@ def _worker(registry: CollectorRegistry) -> None:
     registry.register(worker_collector(Role.DECODE, worker_pb2.WorkerStatus, bool))
     limits = worker_pb2.KvLimits(budget_bytes=0)
     registry.register(
-        ElasticityCollector(_standing(Elasticity, limits=lambda: limits, num_populated=0, num_given_back=0))
+        ElasticMemoryCollector(_standing(ElasticMemory, limits=lambda: limits, num_populated=0, num_given_back=0))
     )
     registry.register(allocation_histogram())
     registry.register(pool_collector(lambda: _NO_BLOCKS))
-    registry.register(PrefixLoadCollector(_standing(Any, figures=dict, speeds=dict)))
+    registry.register(PrefixLoadCollector(_standing(Any, read_stats=dict, speeds=dict)))
 
 
 def _store(registry: CollectorRegistry) -> None:
