@@ -147,7 +147,7 @@ class _StepClock:
 
 
 PROMPT_TOKENS = 512
-# By concurrency. At 8, all streams must decode at once for a while: the last one starts after seven prefills.
+# Bars by concurrency. At 8, all streams must decode at once for a while: the last one starts after seven prefills.
 OUTPUT_TOKENS = {1: 256, 8: 768, 32: 64}
 IDLE_REQUESTS = 10
 IDLE_OUTPUT_TOKENS = 32

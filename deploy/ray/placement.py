@@ -88,7 +88,7 @@ class Hosts:
         self._silent_since: dict[str, float] = {}
         self._seen_at = -math.inf
         self._refused_until: dict[tuple[str, ProcessKind], float] = {}
-        # By node id, in order of arrival; never reused.
+        # Numbers by node id, in order of arrival; never reused.
         self.numbers: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Host]:

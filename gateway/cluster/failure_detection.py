@@ -30,7 +30,7 @@ from moonserve.protocol.request import Endpoint, Role
 SUSPECT_AFTER_S = 2.0
 # Factor on the longest lateness that ended by itself; a heartbeat due just before a check is late by one interval.
 _MARGIN = 1.75
-# By then the conductor removes an instance that it has not heard from, unless it has another lease.
+# The conductor has by then removed an instance that it has not heard from, unless it has another lease.
 _MAX_SUSPECT_AFTER_S = 5.0
 _HALF_LIFE_S = 30.0  # of the observed lateness
 # One heartbeat and its delay: a worker that is silent for longer is checked again soon.

@@ -35,7 +35,7 @@ from moonserve.transfer.memory.data_plane import data_plane
 index_library()
 assert data_plane()
 
-# Of another name, a package would come from somewhere else.
+# A package of another name would come from somewhere else.
 assert not [verb for verb in ("conductor", "engine", "gateway", "kvstore", "traces") if find_spec(verb)]
 targets = [target for table in (VERBS, TRACES_VERBS, SERVERS) for entry in table.values() for target in entry]
 for module in {target.partition(":")[0] for target in targets if target.startswith("moonserve.")}:

@@ -108,7 +108,7 @@ def test_victim_costs_least_and_is_never_the_best_ranked() -> None:
     assert tables.gives_way(requests[1]) is requests[1], "though the other would cost less"
     for request in requests[2:]:
         assert tables.admit(request)
-    # Of the requests that free a block for each of the four, the third has the fewest tokens.
+    # Four requests would free a block each, and the third has the fewest tokens.
     assert tables.gives_way(requests[1]) is requests[2]
     requests[3].priority = 1
     assert tables.gives_way(requests[1]) is requests[3]

@@ -56,7 +56,8 @@ class Crowding:
     request_beside_prefills: Factors = ()
     landing: Factors = ()
     landing_beside_prefills: Factors = ()
-    # By the number of prefill machines that compute during it, including the prompt's own if it has another prompt.
+    # Indexed by the number of prefill machines that compute during it, including the prompt's own if it has another
+    # prompt.
     handoff: Factors = ()
     # Gap ÷ mean gap by the number of others, in equal shares, shortest first. Processes take turns on a processor, and
     # a client that waited gets several tokens at once. Empty: gaps are step times.

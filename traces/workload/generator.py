@@ -382,5 +382,5 @@ def draw_geometric(mean: float, random: Random) -> int:
     """Draws from a geometric distribution on 1, 2, … with the given mean of at least 1."""
     if mean == 1:
         return 1
-    # By inversion, since counting trials takes time proportional to the result.
+    # Inverts the distribution, since counting trials takes time proportional to the result.
     return 1 + int(math.log1p(-random.random()) / math.log1p(-1 / mean))

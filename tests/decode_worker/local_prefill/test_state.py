@@ -17,14 +17,7 @@ from moonserve.decode_worker.local_prefill.publishing import BlockPublisher, Put
 from moonserve.decode_worker.local_prefill.state import LocalPrefillState
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import MAX_SCORED_TOKENS
-from moonserve.prefill_worker.decisions.events import (
-    LoadPrefix,
-    PrefixLoaded,
-    PrefixLoadFailed,
-    PutBlocks,
-    PutDone,
-    PutFailed,
-)
+from moonserve.prefill_worker.decisions import events as ev
 from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest, NoWorker, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.request import Endpoint, GatewayId, Placement, PrefillReport, PrefixSource
@@ -49,9 +42,9 @@ class LocalPrefillDriver(Driver):
         self.pool = BlockPool(num_blocks, on_added=ignore, on_removed=removed)
         self.publishing = BlockPublisher(self.pool, max_in_flight=2, max_pending=4)
         self.state = LocalPrefillState(self.pool, replace(limits(**changes), budget=budget), self.publishing)
-        self.loads: list[LoadPrefix] = []
+        self.loads: list[ev.LoadPrefix] = []
         self.seals: list[SealBlocks] = []
-        self.puts: list[PutBlocks] = []
+        self.puts: list[ev.PutBlocks] = []
         self.stored: dict[BlockKey, int] = {}  # checksums by key
         self._contents: dict[BlockKey, Sequence[int]] = {}  # tokens of every block of a submitted prompt
         self.reports: dict[str, PrefillReport] = {}
@@ -78,13 +71,13 @@ class LocalPrefillDriver(Driver):
 
     def _perform(self, action: Any) -> None:
         match action:
-            case LoadPrefix():
+            case ev.LoadPrefix():
                 assert all(self.pool.references_of(block) == 1 for part in action.parts for block in part.blocks)
                 self.loads.append(action)
             case SealBlocks():
                 assert all(self.pool.references_of(block) for block in action.blocks)
                 self.seals.append(action)
-            case PutBlocks():
+            case ev.PutBlocks():
                 self.puts.append(action)
             case _:
                 super()._perform(action)
@@ -110,11 +103,11 @@ class LocalPrefillDriver(Driver):
         blocks = [block for part in action.parts for block in part.blocks]
         for key, block in zip(keys, blocks, strict=False):
             self.memory.fill(block, self._contents[key])
-        return self.handle(PrefixLoaded(request_id=action.request_id, checksums=tuple(key[0] for key in keys)))
+        return self.handle(ev.PrefixLoaded(request_id=action.request_id, checksums=tuple(key[0] for key in keys)))
 
     def fail_load(self) -> list[Any]:
         action = self.loads.pop(0)
-        return self.handle(PrefixLoadFailed(request_id=action.request_id, error=PeerLost("gone")))
+        return self.handle(ev.PrefixLoadFailed(request_id=action.request_id, error=PeerLost("gone")))
 
     def seal(self) -> list[Any]:
         action = self.seals.pop(0)
@@ -122,9 +115,9 @@ class LocalPrefillDriver(Driver):
 
     def put(self, *, fails: bool = False) -> list[Any]:
         action = self.puts.pop(0)
-        outcome: PutDone | PutFailed = PutDone(put_id=action.put_id, num_refused=0, corrupt=())
+        outcome: ev.PutDone | ev.PutFailed = ev.PutDone(put_id=action.put_id, num_refused=0, corrupt=())
         if fails:
-            outcome = PutFailed(put_id=action.put_id, error=PeerLost("gone"))
+            outcome = ev.PutFailed(put_id=action.put_id, error=PeerLost("gone"))
         else:
             self.stored.update((item.key, item.checksum) for item in action.items)
         return self.handle(PutEnded(store_id=action.store.instance_id, outcome=outcome))
