@@ -6,6 +6,7 @@ See docs/vllm.md. The interface is vLLM's KV connector V1; this module only tran
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,11 +38,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class HandoffAddress(KVConnectorHandshakeMetadata):
     """Address at which decode servers reach a worker."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    address: str
+
+
+@dataclass
+class PlanMetadata(KVConnectorMetadata):
+    """A step's plan on its way to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """What workers report, on its way to the scheduler."""
+
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.report + other.report)
 
 
 class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -50,6 +69,7 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError for settings and models that it does not support, PeerLost without a store."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm()
         transfer = self._kv_transfer_config
         settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
         _require_supported(vllm_config)
@@ -95,12 +115,12 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._planner.plan_step(scheduler_output)
+        return PlanMetadata(self._planner.plan_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, StepReport):
-            self._planner.reported(report)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, ReportMetadata):
+            self._planner.reported(metadata.report)
 
     def has_pending_push_work(self) -> bool:
         return self._planner.is_waiting()
@@ -141,12 +161,14 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
         return self._mover.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._mover.take_report()
+        report = self._mover.take_report()
+        return None if report is None else ReportMetadata(report)
 
     # In both
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        return self._mover.take_stats() if self._worker is not None else self._planner.stats.taken()
+        counts = (self._worker or self._planner).take_counts()
+        return ConnectorStats(data=dict(counts)) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
@@ -175,9 +197,16 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _step_plan(self) -> StepPlan:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, StepPlan)
-        return plan
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlanMetadata)
+        return metadata.plan
+
+
+def _log_as_vllm() -> None:
+    """Sends moonserve's log records where vLLM's go."""
+    ours, theirs = logging.getLogger("moonserve"), logging.getLogger("vllm")
+    ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
+    ours.setLevel(theirs.level)
 
 
 def _require_supported(vllm_config: VllmConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,9 +19,8 @@ from moonserve.protocol.kv_blocks import BlockKey, root_key
 from moonserve.vllm.cache_groups import CacheGroup, alignment, longest_prefix
 from moonserve.vllm.chained_keys import ChainedKeys, Extras, StoredKeys
 from moonserve.vllm.lease_renewals import HandoffChannels, LeaseRenewals
-from moonserve.vllm.metrics import ConnectorStats
 from moonserve.vllm.settings import ConnectorSettings
-from moonserve.vllm.step_plan import GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
+from moonserve.vllm.step_plan import Counts, GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ConnectorScheduler:
         self._pins = Pins(num_ranks)
         self.addresses: list[str] = []
         """Where decode servers reach this server's workers, by rank."""
-        self.stats = ConnectorStats()
+        self._counts: Counts = Counter()
 
     def bind(self, cache_manager: Any) -> None:
         """Takes vLLM's KV cache manager."""
@@ -236,6 +236,11 @@ class ConnectorScheduler:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.stored = [bytearray() for _ in self._groups]
 
+    def take_counts(self) -> Counts:
+        """Returns the events since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
     def is_waiting(self) -> bool:
         """True if workers will report something that only a further step brings here."""
         return bool(self._pins)
@@ -258,7 +263,7 @@ class ConnectorScheduler:
             return
         pool = self._manager.block_pool
         if self._pins.num_blocks + count > self._max_pinned * pool.num_gpu_blocks:
-            self.stats.count("skipped_saves", "backlog", count)
+            self._counts["skipped_saves/backlog"] += count
             return
         pin_id = self._pins.pin(groups, pool)
         keys = [tracked.keys(group) for group in self._groups]

@@ -1,7 +1,8 @@
-"""The connector in a vLLM worker: moves blocks between vLLM's KV memory, the store and prefill servers, beside the steps.
+"""The connector in a vLLM worker: moves blocks between vLLM's KV memory, the store and prefill servers.
 
-Loads and saves run in threads. Bytes that do not match their writer's checksum are never counted as loaded. Whatever
-goes wrong with a load, vLLM computes the blocks again; whatever goes wrong with a save, the blocks are not stored.
+Loads and saves run in threads, beside the steps. Bytes that do not match their writer's checksum are never counted as
+loaded. Whatever goes wrong with a load, vLLM computes the blocks again; whatever goes wrong with a save, the blocks are
+not stored.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ import numpy as np
 
 from moonserve.kvstore.client import KvStore, connect
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
-from moonserve.protocol.errors import MoonserveError, PeerLost
+from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, Overloaded, PeerLost, StaleLease
 from moonserve.protocol.pb import handoff_pb2
 from moonserve.transfer import Op, RemoteSegment, ScatterTransfer, Segment, TransferEngine
 from moonserve.vllm.cache_groups import CacheGroup
 from moonserve.vllm.chained_keys import StoredKeys
 from moonserve.vllm.handoff_server import HandoffServer
 from moonserve.vllm.lease_renewals import HandoffChannels
-from moonserve.vllm.metrics import ConnectorStats
 from moonserve.vllm.settings import ConnectorSettings
-from moonserve.vllm.step_plan import GroupBlocks, Load, Remote, Save, StepPlan, StepReport
+from moonserve.vllm.step_plan import Counts, GroupBlocks, Load, Remote, Save, StepPlan, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ConnectorWorker:
         self._segment: Segment | None = None
         self._saves_again_at = 0.0
         self._lock = threading.Lock()
-        self._stats = ConnectorStats()
+        self._counts: Counts = Counter()
         self._loaded: deque[tuple[Load, set[int]]] = deque()
         self._ended_pins: deque[int] = deque()
         self._failed: set[str] = set()
@@ -128,12 +128,13 @@ class ConnectorWorker:
         failed, self._failed = self._failed, set()
         return StepReport(Counter(pins), failed) if pins or failed else None
 
-    def take_stats(self) -> ConnectorStats | None:
+    def take_counts(self) -> Counts:
+        """Returns the events since the last call."""
         with self._lock:
-            if self._server is not None:
-                self._stats.count("expired_handoffs", "lease", self._server.num_expired)
-                self._server.num_expired = 0
-            return self._stats.taken()
+            counts, self._counts = self._counts, Counter()
+        if self._server is not None:
+            counts["expired_handoffs/lease"] += self._server.take_num_expired()
+        return +counts
 
     @property
     def _memory(self) -> Segment:
@@ -143,9 +144,9 @@ class ConnectorWorker:
     def _slots(self, group: CacheGroup, block_ids: Iterable[int]) -> BufferSlots:
         return BufferSlots.pages(self._memory, group.offsets(list(block_ids)), group.page_bytes)
 
-    def _count(self, metric: str, label: str, amount: int) -> None:
+    def _count(self, event: str, amount: int) -> None:
         with self._lock:
-            self._stats.count(metric, label, amount)
+            self._counts[event] += amount
 
     # Loads, in threads
 
@@ -156,11 +157,11 @@ class ConnectorWorker:
             bad = self._load_stored(load) if load.remote is None else self._fetch(load, load.remote)
         except MoonserveError as error:
             log.warning("request %s: its KV cannot be loaded and is computed: %s", load.request_id, error)
-            self._count("failed_blocks", _reason(error), len(everything))
+            self._count(f"failed_blocks/{_reason(error)}", len(everything))
             bad = everything
         except Exception:
             log.exception("request %s: its KV cannot be loaded and is computed", load.request_id)
-            self._count("failed_blocks", "internal", len(everything))
+            self._count("failed_blocks/internal", len(everything))
             bad = everything
         if not bad:
             elapsed_ms = (time.monotonic() - begin) * 1000
@@ -180,7 +181,7 @@ class ConnectorWorker:
             self._count_loaded("loaded", group, sum(found))
         if bad:
             log.warning("request %s: %d blocks are not in the store any more", load.request_id, len(bad))
-            self._count("failed_blocks", "missing", len(bad))
+            self._count("failed_blocks/missing", len(bad))
         return bad
 
     def _fetch(self, load: Load, remote: Remote) -> set[int]:
@@ -215,7 +216,7 @@ class ConnectorWorker:
             reads.append((group, blocks, slots, checksums))
             blocks.block_ids = [block_id for block_id, _ in pairs]
         if bad:
-            self._count("failed_blocks", "missing", len(bad))
+            self._count("failed_blocks/missing", len(bad))
         if transfers:
             self._engine.run(transfers, deadline_s=self._settings.timeout_s)
         for group, blocks, slots, checksums in reads:
@@ -225,16 +226,16 @@ class ConnectorWorker:
                 if slots.checksum(place) != expected
             }
             bad |= wrong
-            self._count("failed_blocks", "checksum", len(wrong))
+            self._count("failed_blocks/checksum", len(wrong))
             self._count_loaded("fetched", group, len(blocks.block_ids) - len(wrong))
         if bad:
             log.error("request %s: %d blocks from the prefill server are missing or damaged", load.request_id, len(bad))
         return bad
 
     def _count_loaded(self, op: str, group: CacheGroup, num_blocks: int) -> None:
-        self._count("bytes", op, num_blocks * group.block_bytes)
+        self._count(f"bytes/{op}", num_blocks * group.block_bytes)
         if group is self._groups[0]:
-            self._count("tokens", op, num_blocks * group.block_size)
+            self._count(f"tokens/{op}", num_blocks * group.block_size)
 
     # Saves, in threads
 
@@ -266,8 +267,16 @@ class ConnectorWorker:
             self._count_loaded("stored", group, len(blocks.places))
 
     def _count_skipped(self, save: Save, reason: str) -> None:
-        self._count("skipped_saves", reason, sum(len(blocks.places) for blocks in save.groups))
+        self._count(f"skipped_saves/{reason}", sum(len(blocks.places) for blocks in save.groups))
+
+
+_REASONS: dict[type[MoonserveError], str] = {
+    PeerLost: "unreachable",
+    DeadlineExceeded: "timeout",
+    StaleLease: "expired",
+    Overloaded: "full",
+}
 
 
 def _reason(error: MoonserveError) -> str:
-    return "unreachable" if isinstance(error, PeerLost) else type(error).__name__
+    return _REASONS.get(type(error), "refused")

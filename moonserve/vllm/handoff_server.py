@@ -50,7 +50,7 @@ class HandoffServer:
         self._server = SocketServer(cluster_token)
         self._server.add("KvHandoff", self)
         self._loop = BackgroundLoop()
-        self.num_expired = 0
+        self._num_expired = 0
 
     def start(self) -> str:
         """Listens and returns the address for decode servers."""
@@ -72,6 +72,11 @@ class HandoffServer:
     def take_ended(self) -> list[int]:
         """Returns the pins that are no longer needed."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def take_num_expired(self) -> int:
+        """Returns how many prompts were given up since the last call."""
+        count, self._num_expired = self._num_expired, 0
+        return count
 
     # The service
 
@@ -130,5 +135,5 @@ class HandoffServer:
             overdue = self._held.overdue(time.monotonic())
             for request_id in overdue:
                 log.warning("request %s: its KV was not fetched within %.0f s", request_id, self._lease_s)
-            self.num_expired += len(overdue)
+            self._num_expired += len(overdue)
             await self._end(overdue)

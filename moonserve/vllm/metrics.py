@@ -19,18 +19,7 @@ _SEPARATOR = "/"
 
 
 class ConnectorStats(KVConnectorStats):
-    """Counts by "metric/label", for example "tokens/loaded"."""
-
-    def count(self, metric: str, label: str, amount: int = 1) -> None:
-        assert metric in _METRICS
-        if amount:
-            name = f"{metric}{_SEPARATOR}{label}"
-            self.data[name] = self.data.get(name, 0) + amount
-
-    def taken(self) -> ConnectorStats | None:
-        """Returns the counts and starts again; None if there are none."""
-        data, self.data = self.data, {}
-        return ConnectorStats(data=data) if data else None
+    """Events as in `step_plan.Counts`."""
 
     def reset(self) -> None:
         self.data = {}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
 from moonserve.protocol.kv_blocks import BlockKey
 
 
@@ -60,8 +58,8 @@ class Offer:
     num_tokens: int
 
 
-@dataclass
-class StepPlan(KVConnectorMetadata):
+@dataclass(slots=True)
+class StepPlan:
     """What the workers have to do beside a step."""
 
     loads: list[Load] = field(default_factory=list)
@@ -71,8 +69,8 @@ class StepPlan(KVConnectorMetadata):
     """Requests whose offers nobody will fetch."""
 
 
-@dataclass
-class StepReport(KVConnectorWorkerMetadata):
+@dataclass(slots=True)
+class StepReport:
     """What ended at the workers since the last report."""
 
     unpinned: Counter[int] = field(default_factory=Counter)
@@ -80,6 +78,9 @@ class StepReport(KVConnectorWorkerMetadata):
     failed_loads: set[str] = field(default_factory=set)
     """Requests whose blocks were not all loaded."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
-        assert isinstance(other, StepReport)
+    def __add__(self, other: StepReport) -> StepReport:
         return StepReport(self.unpinned + other.unpinned, self.failed_loads | other.failed_loads)
+
+
+Counts = Counter[str]
+"""Events by metric and label (`moonserve.vllm.metrics`), for example "tokens/loaded"."""
