@@ -334,7 +334,7 @@ def test_values_are_gathered_from_pieces_and_scattered_into_others(
         memory = store.allocate((2 * num_keys + 1) * sum(sizes))
         memory.buffer[:] = os.urandom(memory.nbytes)
         rows = np.arange(num_keys).reshape(-1, 1)
-        begins = np.cumsum([0, *sizes[:-1]]) * 2 * num_keys + rows * sizes
+        begins = np.cumsum([0, *sizes[:-1]]) * (2 * num_keys + 1) + rows * sizes
         source, target = begins, begins + num_keys * np.array(sizes)
         keys = chain([plain_key(fresh()) for _ in range(num_keys)])
         store.batch_put_gathered(keys, BufferSlots.pages(memory, source, sizes))
