@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moonserve.deploy.launcher.ports import free_port
+from tests.patience import until
 from tests.processes import ROOT
 
 TOKEN = "vllm-tests"
@@ -128,8 +129,9 @@ class VllmServer:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self.request("GET", "/health", timeout_s=5.0)
                 return
-            ended = self.process is None or self.process.poll() is not None
-            assert not ended and time.monotonic() < give_up_at, f"the server does not start:\n{self.last_words()}"
+            assert self.process is not None
+            starts = self.process.poll() is None and time.monotonic() < give_up_at
+            assert starts, f"the server does not start:\n{self.last_words()}"
             time.sleep(0.1)
 
     def last_words(self) -> str:
@@ -208,6 +210,15 @@ class VllmServer:
     def reset_prefix_cache(self) -> None:
         """Forgets all KV in the server's own memory."""
         self.request("POST", "/reset_prefix_cache")
+
+    def until_found(self, prompt: Sequence[int], salt: str = "") -> None:
+        """Waits until the server finds a stored prompt: it calls no store node that has just not answered."""
+
+        def is_found() -> bool:
+            self.reset_prefix_cache()
+            return self.complete(prompt, 1, salt=salt).num_cached > 0
+
+        until(is_found)
 
     def metric(self, name: str, **labels: str) -> float:
         """Returns the sum of a metric's values with these labels; 0 without any."""

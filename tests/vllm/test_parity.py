@@ -104,6 +104,7 @@ def test_a_restarted_store_has_the_prompts_on_its_disk(site: Site, concurrency: 
     if not site.family.finds_prefixes:
         pytest.skip("vLLM's attention for this family on CPUs cannot continue a prefix")
     site.store.restart()
+    site.second.until_found(max(chosen(concurrency), key=len), f"cold {concurrency}")
     site.second.reset_prefix_cache()
     site.check_found(site.ask(site.second, concurrency, f"cold {concurrency}"), concurrency)
 
