@@ -24,6 +24,7 @@ from tests.vllm.servers import (
     disaggregated,
     prefilled,
     running,
+    until_shared,
 )
 from tests.vllm.stores import StoreNode
 
@@ -118,16 +119,7 @@ def test_without_its_store_a_server_computes_and_then_finds_the_restarted_one(si
     site.store.kill()
     assert_right(site.decode.complete_all(prompts, MAX_TOKENS, concurrency=MAX_NUM_SEQS), right)
     site.store.start()
-    more = new_prompts(1)
-
-    def is_stored() -> bool:
-        site.prefill.reset_prefix_cache()
-        site.prefill.complete(more[0], 1)
-        return site.store.stats().num_objects > 0
-
-    until(is_stored)
-    site.store.until_quiet()
-    site.decode.until_found(more[0])
+    until_shared(site.prefill, site.decode)
 
 
 def test_a_suspended_store_delays_requests_by_a_bounded_time(site: Site) -> None:
@@ -138,7 +130,7 @@ def test_a_suspended_store_delays_requests_by_a_bounded_time(site: Site) -> None
         more = site.prefill.complete_all(new_prompts(4), 1, concurrency=4, timeout_s=PATIENCE_S)
     assert_right(answers, right)
     assert len(more) == 4
-    site.decode.until_found(prompts[0])
+    until_shared(site.prefill, site.decode)
 
 
 def test_a_store_that_is_killed_amid_requests_harms_none(site: Site) -> None:
