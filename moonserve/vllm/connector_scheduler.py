@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 0.005
 """How long a lookup may keep the scheduler. A longer one goes on beside the steps, and its request waits for it."""
 _LOOKUP_S = 1.0
+_IDLE_STEP_S = 0.0005
+"""Pause of a step without work: vLLM steps all the time while a transfer is awaited, and would take its processor."""
 NULL_BLOCK = 0
 """vLLM's block that stands for those out of a window."""
 _COMPLETED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -213,6 +216,8 @@ class ConnectorScheduler:
 
     def plan_step(self, scheduled: Any) -> StepPlan:
         """Returns what the workers do beside this step. `scheduled` is vLLM's SchedulerOutput."""
+        if not scheduled.total_num_scheduled_tokens:
+            time.sleep(_IDLE_STEP_S)
         for request_id, num_computed in _computed_before(scheduled):
             tracked = self._tracked.get(request_id)
             if tracked is None:
