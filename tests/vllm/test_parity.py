@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +20,12 @@ FEW = 4
 """One at a time, only each such prompt is asked for, since every token is then a step of its own."""
 RESTARTED = ("llama", "gemma3")
 """Families whose servers are restarted: one group of layers, and several."""
+SECOND: dict[str, dict[str, Any]] = {
+    "llama": {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
+    "gpt_oss": {"flags": ("--no-enable-prefix-caching",)},
+}
+"""How the second server of a family differs: a worker process of its own, which is vLLM's default; only the store has
+prefixes."""
 PROMPTS = parity_prompts()
 concurrencies = pytest.mark.parametrize("concurrency", [1, 16])
 
@@ -69,17 +75,14 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = write_model(name, folder / "model")
     reference = Reference(model, family.engine, [PROMPTS, *([prompt] for prompt in chosen(1))], MAX_TOKENS)
     store = StoreNode(folder / "store")
-    first, second = (server_of(model, family, store, folder / f"{place}.log") for place in ("first", "second"))
+    first = VllmServer(model, folder / "first.log", {"join": store.join}, family.engine)
+    second = VllmServer(model, folder / "second.log", {"join": store.join}, family.engine, **SECOND.get(name, {}))
     with store, running(first, second):
         together, *alone = reference.answers()
         site = Site(family, first, second, store, together, [batch[0] for batch in alone], {})
         site.cold = {concurrency: site.ask(first, concurrency, f"cold {concurrency}") for concurrency in (1, 16)}
         store.until_quiet()
         yield site
-
-
-def server_of(model: Path, family: Family, store: StoreNode, log: Path) -> VllmServer:
-    return VllmServer(model, log, {"join": store.join}, family.engine)
 
 
 def test_one_instance_gives_a_prompt_the_same_tokens_alone_and_among_others(site: Site) -> None:
@@ -118,7 +121,7 @@ def test_a_decode_server_goes_on_where_a_prefill_server_ended(site: Site, concur
     assert fetched >= 0.9 * sum(map(len, chosen(concurrency)))
 
 
-def test_a_restarted_server_finds_its_prompts_in_the_store(site: Site, request: pytest.FixtureRequest) -> None:
+def test_a_restarted_server_finds_its_prompts_in_the_store(site: Site) -> None:
     if site.family not in [FAMILIES[name] for name in RESTARTED]:
         pytest.skip("tested with a family of one group of layers, and with one of several")
     site.first.restart()
