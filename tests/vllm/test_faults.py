@@ -143,15 +143,6 @@ def test_a_store_that_is_killed_amid_requests_harms_none(site: Site) -> None:
         assert_right(asked.result(), right)
 
 
-def test_a_prompt_whose_prefill_server_died_is_computed(site: Site) -> None:
-    prompt = new_prompts(1)[0]
-    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
-    parameters = prefilled(site.prefill, prompt, salt="dead")
-    site.prefill.kill()
-    site.store.kill()  # which has the prompt too
-    assert_right([decode_prefilled(site.decode, prompt, MAX_TOKENS, parameters, salt="dead")], [right])
-
-
 def test_a_prompt_whose_prefill_server_is_suspended_is_computed(site: Site) -> None:
     prompt = new_prompts(1)[0]
     right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
@@ -160,6 +151,25 @@ def test_a_prompt_whose_prefill_server_is_suspended_is_computed(site: Site) -> N
         answer = decode_prefilled(site.decode, prompt, MAX_TOKENS, parameters, salt="silent")
     assert_right([answer], [right])
     assert_right([disaggregated(site.prefill, site.decode, prompt, MAX_TOKENS, salt="later")], [right])
+
+
+def test_a_decode_request_that_comes_after_the_lease_is_computed(site: Site) -> None:
+    prompt = new_prompts(1)[0]
+    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
+    answer = site.prefill.complete(prompt, 1, salt="late", kv_transfer_params=REMOTE_DECODE)
+    until(lambda: used_blocks(site.prefill) == 0)
+    assert answer.kv_transfer_params is not None
+    late = decode_prefilled(site.decode, prompt, MAX_TOKENS, answer.kv_transfer_params, salt="late")
+    assert_right([late], [right])
+
+
+def test_a_prompt_whose_prefill_server_died_is_computed(site: Site) -> None:
+    prompt = new_prompts(1)[0]
+    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
+    parameters = prefilled(site.prefill, prompt, salt="dead")
+    site.prefill.kill()
+    site.store.kill()  # which has the prompt too
+    assert_right([decode_prefilled(site.decode, prompt, MAX_TOKENS, parameters, salt="dead")], [right])
 
 
 def test_prompts_of_a_dead_decode_server_are_freed_when_their_lease_ends(site: Site) -> None:
@@ -172,16 +182,6 @@ def test_prompts_of_a_dead_decode_server_are_freed_when_their_lease_ends(site: S
     assert used_blocks(site.prefill) > 0
     until(lambda: used_blocks(site.prefill) == 0)
     assert_right(site.prefill.complete_all(prompts, MAX_TOKENS, concurrency=4, salt="abandoned"), right)
-
-
-def test_a_decode_request_that_comes_after_the_lease_is_computed(site: Site) -> None:
-    prompt = new_prompts(1)[0]
-    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
-    answer = site.prefill.complete(prompt, 1, salt="late", kv_transfer_params=REMOTE_DECODE)
-    until(lambda: used_blocks(site.prefill) == 0)
-    assert answer.kv_transfer_params is not None
-    late = decode_prefilled(site.decode, prompt, MAX_TOKENS, answer.kv_transfer_params, salt="late")
-    assert_right([late], [right])
 
 
 def used_blocks(server: VllmServer) -> float:
