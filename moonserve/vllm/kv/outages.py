@@ -1,4 +1,4 @@
-"""Log records of failures that may come with every request: one when they begin, then one in a while with their number."""
+"""Log records of failures that may come with every request: the first one, then one in a while with their number."""
 
 from __future__ import annotations
 
