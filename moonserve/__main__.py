@@ -22,7 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "gateway": ("", "run the OpenAI-compatible HTTP endpoint"),
     "conductor": ("", "run the global scheduler"),
     "deploy": ("moonserve.deploy.ray.command:main", "run a cluster on Ray: deploy ray FILE | status | …"),
-    "worker": ("", "run a worker: --role prefill|decode"),
+    "worker": ("", "run a worker: --role prefill|decode [--engine vllm]"),
     "role": ("moonserve.deploy.admin.drain_and_role:role", "change a worker's role: role ID prefill|decode"),
     "drain": ("moonserve.deploy.admin.drain_and_role:drain", "take a worker or store node out of service"),
     "store": ("", "run a KV store node"),
@@ -61,6 +61,14 @@ SERVERS: dict[str, tuple[str, str]] = {
     "worker --role decode --conditional-disaggregation on": (
         "moonserve.decode_worker.local_prefill.worker:LocalPrefillConfig",
         "moonserve.decode_worker.local_prefill.worker:serve",
+    ),
+    "worker --engine vllm --role prefill": (
+        "moonserve.vllm.serving.config:VllmConfig",
+        "moonserve.vllm.serving.worker:serve_prefill",
+    ),
+    "worker --engine vllm --role decode": (
+        "moonserve.vllm.serving.config:VllmConfig",
+        "moonserve.vllm.serving.worker:serve_decode",
     ),
     "pipeline-stage": (
         "moonserve.prefill_worker.pipeline_follower:FollowerConfig",
@@ -131,13 +139,17 @@ def _serve(command: str, arguments: list[str]) -> int:
 
 
 def worker(argv: list[str]) -> int:
-    """Runs `moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`."""
+    """Runs `moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`, or
+    `moonserve worker --role prefill|decode --engine vllm …`."""
     parser = ArgumentParser(prog="moonserve worker", add_help=False, allow_abbrev=False)
     parser.add_argument("--role", choices=("prefill", "decode"))
+    parser.add_argument("--engine", choices=("moonserve", "vllm"), default="moonserve")
     for flag in ("--role-switching", "--conditional-disaggregation"):
         parser.add_argument(flag, choices=("off", "on"), default="off")
     try:
         known, rest = parser.parse_known_args(argv)
+        if known.engine == "vllm" and "on" in (known.role_switching, known.conditional_disaggregation):
+            parser.error("--engine vllm has neither --role-switching nor --conditional-disaggregation")
         if known.role_switching == "on":
             command = "worker --role-switching on"
             rest += ["--role", known.role] if known.role else []
@@ -146,7 +158,8 @@ def worker(argv: list[str]) -> int:
         elif known.role == "decode" and known.conditional_disaggregation == "on":
             command = "worker --role decode --conditional-disaggregation on"
         else:
-            command = f"worker --role {known.role}"
+            engine = "--engine vllm " if known.engine == "vllm" else ""
+            command = f"worker {engine}--role {known.role}"
     except SystemExit:  # argparse has printed the error
         return EXIT_USAGE
     return _serve(command, rest)

@@ -7,6 +7,7 @@ place processes themselves (`deploy.ray`) request one spec at a time, for the `H
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,12 +18,14 @@ from moonserve.decode_worker.config import DecodeConfig
 from moonserve.decode_worker.local_prefill.worker import LocalPrefillConfig
 from moonserve.decode_worker.role_switching import RoleSwitchingConfig
 from moonserve.deploy.launcher.config import DRAIN_S, STOP_GRACE_S, ServeConfig
+from moonserve.deploy.launcher.vllm_workers import device_environment, interpreter_environment
 from moonserve.gateway.config import GatewayConfig
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.directory.config import DirectoryConfig
 from moonserve.prefill_worker.config import PrefillConfig
-from moonserve.protocol.process.config import Option, options_of
+from moonserve.protocol.process.config import Option, options_of, passed_on_flags
 from moonserve.protocol.request import Role
+from moonserve.vllm.serving.config import VllmConfig
 
 # The address of the HTTP endpoint is only for gateways.
 _NOT_INHERITED = {"host", "port"}
@@ -66,6 +69,7 @@ class ProcessSpec:
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
     nice: int = 0  # as in nice(1): a higher value is a lower priority
     fds: tuple[int, ...] = ()  # descriptors that the process inherits from the launcher
+    python: str | None = None  # interpreter; None = the launcher's own
     overlaps: bool = False  # while it is replaced, it and its successor serve at the same time
 
 
@@ -105,14 +109,23 @@ def member_specs(
     ledger: str | None = None,
     gpus: Sequence[str] = (),
     listener: int | None = None,
+    vllm_python: str | None = None,
+    cores: Sequence[int] = (),
 ) -> list[ProcessSpec]:
     """Returns the specs of all other processes: store nodes, workers, gateways. `conductor`: comma-separated addresses;
     `ledger`: file for the shares of a memory budget, unless the configuration names another; `gpus`: GPUs of this
-    machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`."""
+    machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`; `vllm_python`:
+    interpreter of vLLM workers; `cores`: this machine's, if vLLM workers are to be bound to them."""
     site = HostOptions(conductor=conductor, model_path=model_path, ledger=ledger)
     specs = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     gpus = gpus if config.device in ("auto", "cuda") else ()
     for index, (name, role, turn) in enumerate(_workers(config)):
+        if config.engine == "vllm":
+            spec = vllm_worker_spec(config, site, name, role, device_environment(config, index, gpus, cores))
+            python = vllm_python or sys.executable
+            environment = {**interpreter_environment(python), **spec.environment}
+            specs.append(replace(spec, python=python, environment=environment))
+            continue
         # Each worker sees only its own GPU. Workers on the same GPU share its memory evenly.
         num_gpus = len(gpus) or 1
         num_sharing = len(range(index % num_gpus, config.num_workers, num_gpus))
@@ -169,6 +182,32 @@ def worker_spec(
         process = "worker --role decode --conditional-disaggregation on", LocalPrefillConfig
     spec = _spec(config, instance_id, _KINDS[role], values, process)
     return replace(spec, nice=config.worker_nice, stop_grace_s=site.stop_grace_s)
+
+
+def vllm_worker_spec(
+    config: ServeConfig,
+    site: HostOptions,
+    instance_id: str,
+    role: Role,
+    device: tuple[Mapping[str, str], tuple[str, ...]] = ({}, ()),
+) -> ProcessSpec:
+    """Returns the spec of a worker whose engine is vLLM. `device`: see `vllm_workers.device_environment`."""
+    environment, items = device
+    values = {
+        **site.listening,
+        "conductor": site.conductor,
+        "model": site.model_path,
+        "drain_timeout_s": str(site.drain_s),
+    }
+    process = f"worker --engine vllm --role {role.value}", VllmConfig
+    options = replace(config, vllm=(*items, *config.vllm))
+    spec = _spec(options, instance_id, _KINDS[role], values, process)
+    return replace(
+        spec,
+        nice=config.worker_nice,
+        stop_grace_s=site.stop_grace_s,
+        environment={**spec.environment, **environment},
+    )
 
 
 def gateway_spec(config: ServeConfig, site: HostOptions, instance_id: str, listener: int | None = None) -> ProcessSpec:
@@ -246,6 +285,8 @@ def _is_shared(config: ServeConfig, option: Option) -> bool:
 def _inherited(option: Option, value: Any) -> list[str]:
     if value is None or value == ():
         return []
+    if option.passed_on:
+        return passed_on_flags(option, value)
     if isinstance(value, bool):
         return [option.flag if value else option.negated_flag]
     return [option.flag, ",".join(value) if isinstance(value, tuple) else str(value)]

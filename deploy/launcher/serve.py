@@ -36,6 +36,7 @@ from moonserve.deploy.launcher.supervisor import (
     log_folder,
     model_folder,
 )
+from moonserve.deploy.launcher.vllm_workers import vllm_python
 from moonserve.engine.cuda.device import visible_gpus
 from moonserve.protocol.errors import ConfigError, MoonserveError
 from moonserve.protocol.process import logs
@@ -127,6 +128,7 @@ class Display:
 
 
 _JOINED_WITHIN_S = 30.0
+_BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # set by a user who binds vLLM's threads
 _JOIN_POLL_S = 0.05
 
 
@@ -139,7 +141,9 @@ def run(config: ServeConfig) -> int:
     """Runs the cluster until a signal stops it, and returns the exit code. Raises ConfigError."""
     try:
         # Before the event loop starts: a download would delay its signal handling.
-        model_path = model_folder(config.model)
+        model_path = model_folder(config.model, config.engine)
+        if config.engine == "vllm":
+            config = replace(config, vllm_python=vllm_python(config))
         with reserve_port(config.host, config.port, shared=config.gateways > 1) as port:
             config = replace(config, port=port.number)
             return asyncio.run(_serve(config, model_path, _log_dir(config), port.listener))
@@ -214,7 +218,9 @@ async def _start(
         # A restarted conductor must listen at the address that the other processes know.
         conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
     where = (str(model_path), ",".join(addresses), str(ledger), visible_gpus(os.environ), listener)
-    members = await supervisor.start(member_specs(config, *where))
+    cores = () if _BOUND_THREADS in os.environ else sorted(os.sched_getaffinity(0))
+    specs = member_specs(config, *where, vllm_python=config.vllm_python, cores=cores)
+    members = await supervisor.start(specs)
     url = next(member.facts["http"] for member in members if "http" in member.facts)
     await _until_joined(url)
 
