@@ -30,6 +30,7 @@ def connect(
     *,
     cluster_token: str | None = None,
     options: TransferOptions | None = None,
+    engine: TransferEngine | None = None,
     tls: TlsFiles | None = None,
     timeout_s: float | None = None,
 ) -> KvStore:
@@ -37,14 +38,15 @@ def connect(
 
     `url`: `redis://…`, `redis+sentinel://…` or `host:port` of the directory process for a cluster; `node://host:port`
     for a single node. The default token is MOONSERVE_CLUSTER_TOKEN. `tls` is for clusters with `--tls-certificate`; it
-    covers KV too, unless `options` are given. Without `timeout_s` the limit is that of any call. Raises ConfigError,
+    covers KV too, unless `options` are given. A running `engine` is used instead of an own one, and closed with the
+    client. Without `timeout_s` the limit is that of any call. Raises ConfigError,
     Unauthenticated, and PeerLost if the registry does not answer in time.
     """
     token = cluster_token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError(f"no cluster token: give cluster_token or set {TOKEN_VARIABLE}")
     certificates = None if tls is None else load_certificates(tls)
-    resources = _resources(token, options or default_options(url, tls), certificates)
+    resources = _resources(token, engine or options or default_options(url, tls), certificates)
     cluster = Cluster(resources)
     try:
         if url.startswith(f"{NODE_SCHEME}://"):
@@ -66,9 +68,10 @@ def default_options(url: str, tls: TlsFiles | None = None) -> TransferOptions:
     return TransferOptions(host=_local_address_towards(_split(url)[0]), checksums=False, tls=tls)
 
 
-def _resources(token: str, options: TransferOptions, tls: Certificates | None) -> ClientResources:
-    engine = TransferEngine(cluster_token=token, options=options, name=f"client-{os.getpid()}")
-    engine.start()
+def _resources(token: str, engine: TransferEngine | TransferOptions, tls: Certificates | None) -> ClientResources:
+    if isinstance(engine, TransferOptions):
+        engine = TransferEngine(cluster_token=token, options=engine, name=f"client-{os.getpid()}")
+        engine.start()
     return ClientResources.over(engine, BackgroundLoop(), Channels(token, tls), _NUM_THREADS)
 
 

@@ -108,11 +108,12 @@ class Puts:
         puts = node.put_inline(items, slots, terms, deadline)
         _require_undamaged(puts)
         self._write(node, items, slots, terms, deadline, puts, PutOutcome.LATER)
-        while PutOutcome.IN_PROGRESS in puts:
+        while PutOutcome.IN_PROGRESS in puts and not terms.keeps_present:
             if not self._write(node, items, slots, terms, deadline, puts, PutOutcome.IN_PROGRESS):
                 # The node answers as soon as it grants one. If it granted none, it waited its full time.
                 break
-        self._require_same(node, items, puts, deadline)
+        if not terms.keeps_present:
+            self._require_same(node, items, puts, deadline)
         return puts
 
     def _write(

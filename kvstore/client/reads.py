@@ -74,6 +74,14 @@ class Reads:
             lengths[place] = length
         return lengths
 
+    def scatter(self, keys: Keys, slots: BufferSlots, deadline: Deadline) -> list[bool]:
+        """Reads values into slots of several pieces, and tells which were read. Raises as `into`."""
+
+        def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[int | ReadMiss]:
+            return self._at_node.scatter_or_lease(node, select(keys.stored, places), slots.at(places), within)
+
+        return [checksum is not None for checksum in self.search(keys, at, deadline)]
+
     def _search_into(self, keys: Keys, slots: BufferSlots, deadline: Deadline, *, verify: bool) -> list[int | None]:
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[int | ReadMiss]:
             there = slots.at(places)

@@ -134,6 +134,15 @@ class KvStore:
         slots = BufferSlots.checked(segment, offsets, lengths)
         return self._reads.into(wanted, slots, Deadline(timeout_s), verify=verify)
 
+    def batch_get_scattered(
+        self, keys: Sequence[Key], slots: BufferSlots, *, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Reads each value into its slot, whose pieces it fills in order, and tells which values were read and match
+        their checksum. A value of another length raises InvalidRequest."""
+        wanted = Keys(keys)
+        _require_as_many(len(wanted), len(slots.offsets))
+        return self._reads.scatter(wanted, slots, Deadline(timeout_s))
+
     def get_range(
         self,
         key: Key,
@@ -259,6 +268,25 @@ class KvStore:
             there = slots.at(range(part.start, part.stop))
             self._puts.put(items[part], there, terms, deadline)
 
+    def batch_put_gathered(
+        self,
+        keys: Sequence[Key],
+        slots: BufferSlots,
+        *,
+        pin: Pin | str = Pin.NONE,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Stores values that fill slots of several pieces, as `put_from`. A key that is already stored keeps its value,
+        whatever that is: for caches, whose values for a key are equally good. When it raises, some may be stored."""
+        blocks = blocks_of(keys)
+        _require_as_many(len(blocks), len(slots.offsets))
+        items = [PutItem(block, *slots.pieces(place)) for place, block in enumerate(blocks)]
+        deadline = Deadline(timeout_s, slots.nbytes)
+        terms = _terms(pin, tenant, keeps_present=True)
+        for part in portions(slots.lengths.tolist()):
+            self._puts.put(items[part], slots.at(range(part.start, part.stop)), terms, deadline)
+
     # Memory for `get_into` and `put_from`
 
     def allocate(self, nbytes: int) -> Segment:
@@ -341,9 +369,9 @@ class KvStore:
         self.close()
 
 
-def _terms(pin: Pin | str, tenant: str) -> PutOptions:
+def _terms(pin: Pin | str, tenant: str, *, keeps_present: bool = False) -> PutOptions:
     check_tenant(tenant)
-    return PutOptions(pin=_pin_of(pin), tenant=tenant)
+    return PutOptions(pin=_pin_of(pin), tenant=tenant, keeps_present=keeps_present)
 
 
 def _pin_of(pin: Pin | str) -> Pin:

@@ -98,6 +98,14 @@ class BufferSlots:
         return cls(segment, places, rooms, np.full(count, pieces * piece_bytes, np.uint64))
 
     @classmethod
+    def pages(cls, segment: Segment, offsets: npt.ArrayLike, page_bytes: Sequence[int]) -> BufferSlots:
+        """Returns slots made of pages at `offsets` (shape (keys, pages)), each page with its own size."""
+        places = np.asarray(offsets, np.uint64).reshape(-1, len(page_bytes))
+        sizes = np.array(page_bytes, np.uint64)
+        rooms = np.broadcast_to(sizes, places.shape).copy()
+        return cls(segment, places, rooms, np.full(len(places), sizes.sum(), np.uint64))
+
+    @classmethod
     def checked(cls, segment: Segment, offsets: Sequence[int], rooms: Sequence[int] | None = None) -> BufferSlots:
         """Returns validated slots. Without `rooms`, each ends where the next one begins, the last one with the segment.
 
@@ -154,15 +162,19 @@ class BufferSlots:
         pieces = np.stack((self.addresses.ravel(), self.capacities.ravel()), axis=1)
         return pieces if pieces[:, 1].all() else pieces[pieces[:, 1] > 0]
 
-    def checksum(self, place: int) -> int:
-        """Returns the checksum of the value that fills the slot."""
+    def pieces(self, place: int) -> list[memoryview]:
+        """Returns the memory of a slot, piece by piece."""
         buffer = self.segment.buffer
-        pieces = zip(
+        places = zip(
             np.atleast_1d(self.offsets[place]).tolist(),
             np.atleast_1d(self.capacities[place]).tolist(),
             strict=True,
         )
-        return checksum(buffer[offset : offset + nbytes] for offset, nbytes in pieces)
+        return [buffer[offset : offset + nbytes] for offset, nbytes in places]
+
+    def checksum(self, place: int) -> int:
+        """Returns the checksum of the value that fills the slot."""
+        return checksum(self.pieces(place))
 
     def memory(self, place: int, length: int) -> memoryview:
         """Returns the first bytes of a slot that has one piece."""

@@ -45,6 +45,8 @@ class PutOptions:
 
     pin: Pin = Pin.NONE
     tenant: str = ""
+    keeps_present: bool = False
+    """True if a key that is stored counts as stored, whatever its value."""
 
 
 def lease_steps(store: Endpoint, lease_id: str, keys: Sequence[BlockKey], ttl_s: float, now: float) -> Steps[ReadLease]:

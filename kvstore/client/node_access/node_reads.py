@@ -24,14 +24,20 @@ from moonserve.kvstore.client.node_access.lease_and_put import (
 )
 from moonserve.kvstore.client.node_access.mapped_and_remote import MappedObjects, RemoteObjects, matches, read_runs
 from moonserve.kvstore.client.node_access.node import Attachment, ClientResources, StoreNode
-from moonserve.kvstore.client.node_access.objects import LeasedObject, ReadLease, ReadMiss, too_small
+from moonserve.kvstore.client.node_access.objects import (
+    LeasedObject,
+    ReadLease,
+    ReadMiss,
+    require_lengths,
+    too_small,
+)
 from moonserve.kvstore.client.node_access.use_reports import ClientCounters, ClientEvent, UseReports
 from moonserve.kvstore.index_layout import Entry
 from moonserve.protocol.errors import MoonserveError, StaleLease
 from moonserve.protocol.kv_blocks import BlockKey, pack_keys
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.request import new_id
-from moonserve.transfer import TransferEngine
+from moonserve.transfer import Op, ScatterTransfer, TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +190,19 @@ class NodeReads:
         self.report_uses(node, keys_read(keys, fates))
         return fates
 
+    def scatter_or_lease(
+        self, node: StoreNode, keys: Keys, slots: BufferSlots, deadline: Deadline
+    ) -> list[int | ReadMiss]:
+        """Reads objects into slots of several pieces, as `scatter`, under a lease where that is needed."""
+        return self._read(
+            node,
+            keys,
+            lambda near: near.scatter(keys, slots),
+            lambda far: far.scatter(keys, slots, self._resources.scratch, deadline),
+            lambda some: self._leased_scattered(node, select(keys, some), slots.at(some), deadline),
+            deadline,
+        )
+
     def exist(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[bool | ReadMiss]:
         """Returns True or ABSENT for each key."""
         fates: list[bool | ReadMiss] = _read_mapped_or_remote(
@@ -284,6 +303,23 @@ class NodeReads:
             fates[first:last] = read_leased(
                 self._resources.engine, lease, slice(None), there, verify=verify, deadline=deadline
             )
+        return fates
+
+    def _leased_scattered(
+        self, node: StoreNode, keys: Keys, slots: BufferSlots, deadline: Deadline
+    ) -> list[int | ReadMiss]:
+        fates: list[int | ReadMiss] = [ReadMiss.ABSENT] * len(keys)
+        for first, lease in leases_on_runs(node, keys, deadline):
+            there = slots.at(range(first, first + len(lease.entries)))
+            require_lengths(lease.lease, there)
+            rows = there.rows([entry.offset for entry in lease.entries])
+            if len(rows):
+                transfer = ScatterTransfer(Op.READ, there.segment, lease.lease.segment, rows)
+                self._resources.engine.run([transfer], deadline_s=deadline.left_s())
+            lease.require_valid()
+            for place, entry in enumerate(lease.entries):
+                intact = there.checksum(place) == entry.checksum
+                fates[first + place] = entry.checksum if intact else ReadMiss.CORRUPT
         return fates
 
     def _through_scratch(self, lengths: Sequence[int], read: ReadInto) -> list[bytes | ReadMiss]:

@@ -155,13 +155,13 @@ class PutObject:
 
 
 class PutItem:
-    """An object to store, with its value. The value must not change while it is stored."""
+    """An object to store, with the pieces of its value. They must not change while it is stored."""
 
-    __slots__ = ("_checksum", "_value", "block")
+    __slots__ = ("_checksum", "_pieces", "block")
 
-    def __init__(self, block: Block, value: memoryview) -> None:
+    def __init__(self, block: Block, *pieces: memoryview) -> None:
         self.block = block
-        self._value = value
+        self._pieces = pieces
         self._checksum: int | None = None
 
     @property
@@ -174,13 +174,13 @@ class PutItem:
 
     @property
     def length(self) -> int:
-        return len(self._value)
+        return sum(map(len, self._pieces))
 
     @property
     def checksum(self) -> int:
         """Checksum of the value, computed on first use, ideally while the bytes are being sent."""
         if self._checksum is None:
-            self._checksum = checksum([self._value])
+            self._checksum = checksum(self._pieces)
         return self._checksum
 
 

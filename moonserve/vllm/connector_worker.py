@@ -1,0 +1,282 @@
+"""The connector in a vLLM worker: moves blocks between vLLM's KV memory, the store and prefill servers.
+
+Loads and saves run in threads, beside the steps. Bytes that do not match their writer's checksum are never counted as
+loaded. Whatever goes wrong with a load, vLLM computes the blocks again; whatever goes wrong with a save, the blocks are
+not stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from moonserve.kvstore.client import KvStore, connect
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
+from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, Overloaded, PeerLost, StaleLease
+from moonserve.protocol.pb import handoff_pb2
+from moonserve.transfer import Op, RemoteSegment, ScatterTransfer, Segment, TransferEngine
+from moonserve.vllm.cache_groups import CacheGroup
+from moonserve.vllm.chained_keys import StoredKeys
+from moonserve.vllm.handoff_server import HandoffServer
+from moonserve.vllm.lease_renewals import HandoffChannels
+from moonserve.vllm.settings import ConnectorSettings
+from moonserve.vllm.step_plan import Counts, GroupBlocks, Load, Remote, Save, StepPlan, StepReport
+
+log = logging.getLogger(__name__)
+
+_REST_S = 1.0
+"""After a failed save, nothing is saved for this long."""
+
+
+class ConnectorWorker:
+    """One worker's half. Methods are called by vLLM's thread; `close` it."""
+
+    def __init__(
+        self, settings: ConnectorSettings, groups: list[CacheGroup], namespace: str, rank: int, *, hands_off: bool
+    ) -> None:
+        """`hands_off`: other servers may fetch prompts from here. Raises ConfigError, PeerLost (no store)."""
+        self._settings = settings
+        self._groups = groups
+        self._namespace = namespace
+        self._rank = rank
+        self._keys = [StoredKeys(namespace, group, rank) for group in range(len(groups))]
+        self._engine = TransferEngine(
+            cluster_token=settings.cluster_token, options=settings.transfer_options(), name=f"vllm-{rank}"
+        )
+        self._engine.start()
+        self._store: KvStore | None = None
+        if settings.join:
+            self._store = connect(settings.join, cluster_token=settings.cluster_token, engine=self._engine)
+        self._channels = HandoffChannels(settings.cluster_token)
+        self._server: HandoffServer | None = None
+        if hands_off:
+            self._server = HandoffServer(self._engine, groups, namespace, settings.cluster_token, settings.lease_s)
+        self.address = "" if self._server is None else self._server.start()
+        self._threads = ThreadPoolExecutor(settings.io_threads, "moonserve connector")
+        self._segment: Segment | None = None
+        self._saves_again_at = 0.0
+        self._lock = threading.Lock()
+        self._counts: Counts = Counter()
+        self._loaded: deque[tuple[Load, set[int]]] = deque()
+        self._ended_pins: deque[int] = deque()
+        self._failed: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def register(self, memory: Any) -> None:
+        """Registers vLLM's KV memory: one tensor of bytes in which all pages lie."""
+        self._segment = self._engine.register(memory, readable=True)
+
+    def close(self) -> None:
+        """Ends all transfers. Idempotent."""
+        self._threads.shutdown(cancel_futures=True)
+        self._channels.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._engine.close()
+
+    # Steps
+
+    def start_loads(self, plan: StepPlan) -> None:
+        for load in plan.loads:
+            self._threads.submit(self._load, load)
+
+    def step_computed(self, plan: StepPlan) -> None:
+        """Starts the saves and offers of a step whose KV is computed."""
+        for save in plan.saves:
+            self._threads.submit(self._save, save)
+        if self._server is not None:
+            for offer in plan.offers:
+                self._server.offer(offer, self._memory)
+            if plan.withdrawn:
+                self._server.withdraw(plan.withdrawn)
+
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Returns the requests whose loads ended, and those of them that failed as a whole."""
+        ended, failed = set(), set()
+        for _ in range(len(self._loaded)):
+            load, bad = self._loaded.popleft()
+            ended.add(load.request_id)
+            if not bad:
+                continue
+            self._failed.add(load.request_id)
+            if len(self._groups) == 1:
+                self._invalid |= bad
+            else:  # block ids of several groups do not tell which request is meant
+                failed.add(load.request_id)
+        return ended, failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Returns the ids of blocks that vLLM must compute, of models with one group."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> StepReport | None:
+        pins = [self._ended_pins.popleft() for _ in range(len(self._ended_pins))]
+        if self._server is not None:
+            pins += self._server.take_ended()
+        failed, self._failed = self._failed, set()
+        return StepReport(Counter(pins), failed) if pins or failed else None
+
+    def take_counts(self) -> Counts:
+        """Returns the events since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        if self._server is not None:
+            counts["expired_handoffs/lease"] += self._server.take_num_expired()
+        return +counts
+
+    @property
+    def _memory(self) -> Segment:
+        assert self._segment is not None, "vLLM registers its memory before the first step"
+        return self._segment
+
+    def _slots(self, group: CacheGroup, block_ids: Iterable[int]) -> BufferSlots:
+        return BufferSlots.pages(self._memory, group.offsets(list(block_ids)), group.page_bytes)
+
+    def _count(self, event: str, amount: int) -> None:
+        with self._lock:
+            self._counts[event] += amount
+
+    # Loads, in threads
+
+    def _load(self, load: Load) -> None:
+        everything = {block_id for blocks in load.groups for block_id in blocks.block_ids}
+        begin = time.monotonic()
+        try:
+            bad = self._load_stored(load) if load.remote is None else self._fetch(load, load.remote)
+        except MoonserveError as error:
+            log.warning("request %s: its KV cannot be loaded and is computed: %s", load.request_id, error)
+            self._count(f"failed_blocks/{_reason(error)}", len(everything))
+            bad = everything
+        except Exception:
+            log.exception("request %s: its KV cannot be loaded and is computed", load.request_id)
+            self._count("failed_blocks/internal", len(everything))
+            bad = everything
+        if not bad:
+            elapsed_ms = (time.monotonic() - begin) * 1000
+            log.debug("request %s: %d blocks loaded in %.1f ms", load.request_id, len(everything), elapsed_ms)
+        self._loaded.append((load, bad))
+
+    def _load_stored(self, load: Load) -> set[int]:
+        assert self._store is not None
+        bad: set[int] = set()
+        for group, of_group, blocks, keys in zip(self._groups, self._keys, load.groups, load.keys, strict=True):
+            if not blocks.places:
+                continue
+            slots = self._slots(group, blocks.block_ids)
+            wanted = of_group.blocks(keys, blocks.places)
+            found = self._store.batch_get_scattered(wanted, slots, timeout_s=self._settings.timeout_s)
+            bad |= {block_id for block_id, there in zip(blocks.block_ids, found, strict=True) if not there}
+            self._count_loaded("loaded", group, sum(found))
+        if bad:
+            log.warning("request %s: %d blocks are not in the store any more", load.request_id, len(bad))
+            self._count("failed_blocks/missing", len(bad))
+        return bad
+
+    def _fetch(self, load: Load, remote: Remote) -> set[int]:
+        """Fetches blocks from the prefill server's worker of the same rank."""
+        address = remote.addresses[self._rank]
+        request = handoff_pb2.LocateHandoffRequest(request_id=remote.request_id, namespace=self._namespace)
+        try:
+            there = self._channels.to(address).Locate(request, timeout=self._settings.timeout_s)
+            return self._read(load, there)
+        finally:
+            self._channels.release(remote.request_id, [address])
+
+    def _read(self, load: Load, there: handoff_pb2.HandoffLocation) -> set[int]:
+        segment = RemoteSegment(there.transfer_address, there.segment_id)
+        bad: set[int] = set()
+        reads: list[tuple[CacheGroup, GroupBlocks, BufferSlots, list[int]]] = []
+        transfers = []
+        for group, blocks, far in zip(self._groups, load.groups, there.groups, strict=True):
+            offsets = np.frombuffer(far.offsets, "<u8").reshape(-1, len(group.pages))
+            known = {place: row for row, place in enumerate(far.places)}
+            pairs = [(b, known[p]) for p, b in zip(blocks.places, blocks.block_ids, strict=True) if p in known]
+            bad |= {b for p, b in zip(blocks.places, blocks.block_ids, strict=True) if p not in known}
+            if not pairs:
+                continue
+            slots = self._slots(group, [block_id for block_id, _ in pairs])
+            rows = np.empty((*slots.offsets.shape, 3), np.int64)
+            rows[:, :, 0] = offsets[[row for _, row in pairs]]
+            rows[:, :, 1] = slots.offsets
+            rows[:, :, 2] = group.page_bytes
+            transfers.append(ScatterTransfer(Op.READ, self._memory, segment, rows.reshape(-1, 3)))
+            checksums = [far.checksums[row] for _, row in pairs]
+            reads.append((group, blocks, slots, checksums))
+            blocks.block_ids = [block_id for block_id, _ in pairs]
+        if bad:
+            self._count("failed_blocks/missing", len(bad))
+        if transfers:
+            self._engine.run(transfers, deadline_s=self._settings.timeout_s)
+        for group, blocks, slots, checksums in reads:
+            wrong = {
+                block_id
+                for place, (block_id, expected) in enumerate(zip(blocks.block_ids, checksums, strict=True))
+                if slots.checksum(place) != expected
+            }
+            bad |= wrong
+            self._count("failed_blocks/checksum", len(wrong))
+            self._count_loaded("fetched", group, len(blocks.block_ids) - len(wrong))
+        if bad:
+            log.error("request %s: %d blocks from the prefill server are missing or damaged", load.request_id, len(bad))
+        return bad
+
+    def _count_loaded(self, op: str, group: CacheGroup, num_blocks: int) -> None:
+        self._count(f"bytes/{op}", num_blocks * group.block_bytes)
+        if group is self._groups[0]:
+            self._count(f"tokens/{op}", num_blocks * group.block_size)
+
+    # Saves, in threads
+
+    def _save(self, save: Save) -> None:
+        try:
+            self._put(save)
+        except MoonserveError as error:
+            self._saves_again_at = time.monotonic() + _REST_S
+            log.warning("request %s: its KV is not stored: %s", save.request_id, error)
+            self._count_skipped(save, _reason(error))
+        except Exception:
+            log.exception("request %s: its KV is not stored", save.request_id)
+            self._count_skipped(save, "internal")
+        finally:
+            self._ended_pins.append(save.pin_id)
+
+    def _put(self, save: Save) -> None:
+        if self._store is None:
+            return
+        if time.monotonic() < self._saves_again_at:
+            self._count_skipped(save, "resting")
+            return
+        for group, of_group, blocks, keys in zip(self._groups, self._keys, save.groups, save.keys, strict=True):
+            if not blocks.places:
+                continue
+            slots = self._slots(group, blocks.block_ids)
+            stored = of_group.blocks(keys, blocks.places)
+            self._store.batch_put_gathered(stored, slots, timeout_s=self._settings.timeout_s)
+            self._count_loaded("stored", group, len(blocks.places))
+
+    def _count_skipped(self, save: Save, reason: str) -> None:
+        self._count(f"skipped_saves/{reason}", sum(len(blocks.places) for blocks in save.groups))
+
+
+_REASONS: dict[type[MoonserveError], str] = {
+    PeerLost: "unreachable",
+    DeadlineExceeded: "timeout",
+    StaleLease: "expired",
+    Overloaded: "full",
+}
+
+
+def _reason(error: MoonserveError) -> str:
+    return _REASONS.get(type(error), "refused")
