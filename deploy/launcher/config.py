@@ -74,6 +74,7 @@ class ServeConfig(
     vllm_python: str | None = option(
         None, help="Python interpreter of an environment with vLLM, for --engine vllm; default: the running one"
     )
+    kv_connector: bool = _option_of(VllmConfig, "kv_connector")
     seeded_draws: str = _option_of(VllmConfig, "seeded_draws")
     host: str = option("127.0.0.1", help="address of the HTTP endpoint")
     port: int = option(8000, help="port of the HTTP endpoint")

@@ -17,8 +17,8 @@ from moonserve.conductor.config import ConductorConfig
 from moonserve.decode_worker.config import DecodeConfig
 from moonserve.decode_worker.local_prefill.worker import LocalPrefillConfig
 from moonserve.decode_worker.role_switching import RoleSwitchingConfig
+from moonserve.deploy.launcher import vllm_workers
 from moonserve.deploy.launcher.config import DRAIN_S, STOP_GRACE_S, ServeConfig
-from moonserve.deploy.launcher.vllm_workers import device_environment, interpreter_environment
 from moonserve.gateway.config import GatewayConfig
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.directory.config import DirectoryConfig
@@ -81,6 +81,7 @@ class HostOptions:
     model_path: str = ""  # the model's folder there, for workers and gateways
     host: str | None = None  # address to listen on and to publish; None = loopback
     ledger: str | None = None  # file for the shares of the host's memory budget
+    registry: str | None = None  # address of an embedded registry of store nodes, if there is one
     drain_s: float = DRAIN_S  # seconds for requests in flight to finish
 
     @property
@@ -109,22 +110,20 @@ def member_specs(
     ledger: str | None = None,
     gpus: Sequence[str] = (),
     listener: int | None = None,
-    vllm_python: str | None = None,
+    registry: str | None = None,
     cores: Sequence[int] = (),
 ) -> list[ProcessSpec]:
     """Returns the specs of all other processes: store nodes, workers, gateways. `conductor`: comma-separated addresses;
     `ledger`: file for the shares of a memory budget, unless the configuration names another; `gpus`: GPUs of this
-    machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`; `vllm_python`:
-    interpreter of vLLM workers; `cores`: this machine's, if vLLM workers are to be bound to them."""
-    site = HostOptions(conductor=conductor, model_path=model_path, ledger=ledger)
+    machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`; `registry`:
+    address of an embedded registry; `cores`: this machine's, if vLLM workers are to be bound to them."""
+    site = HostOptions(conductor=conductor, model_path=model_path, ledger=ledger, registry=registry)
     specs = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     gpus = gpus if config.device in ("auto", "cuda") else ()
     for index, (name, role, turn) in enumerate(_workers(config)):
         if config.engine == "vllm":
-            spec = vllm_worker_spec(config, site, name, role, device_environment(config, index, gpus, cores))
-            python = vllm_python or sys.executable
-            environment = {**interpreter_environment(python), **spec.environment}
-            specs.append(replace(spec, python=python, environment=environment))
+            device = vllm_workers.device_environment(config, index, gpus, cores)
+            specs.append(vllm_worker_spec(config, site, name, role, device))
             continue
         # Each worker sees only its own GPU. Workers on the same GPU share its memory evenly.
         num_gpus = len(gpus) or 1
@@ -198,15 +197,18 @@ def vllm_worker_spec(
         "conductor": site.conductor,
         "model": site.model_path,
         "drain_timeout_s": str(site.drain_s),
+        "kv_join": site.registry or (config.registry if config.store_nodes else None),
     }
     process = f"worker --engine vllm --role {role.value}", VllmConfig
     options = replace(config, vllm=(*items, *config.vllm))
     spec = _spec(options, instance_id, _KINDS[role], values, process)
+    python = config.vllm_python or sys.executable
     return replace(
         spec,
+        python=python,
         nice=config.worker_nice,
         stop_grace_s=site.stop_grace_s,
-        environment={**spec.environment, **environment},
+        environment={**vllm_workers.interpreter_environment(python), **spec.environment, **environment},
     )
 
 
@@ -222,6 +224,8 @@ def gateway_spec(config: ServeConfig, site: HostOptions, instance_id: str, liste
         "served_model_name": ",".join(names),
         "drain_s": str(site.drain_s),
     }
+    if config.engine == "vllm":
+        values["worker_patience_s"] = str(max(config.worker_patience_s, vllm_workers.PATIENCE_S))
     spec = _spec(config, instance_id, ProcessKind.GATEWAY, values)
     spec = replace(spec, stop_grace_s=site.stop_grace_s)
     if listener is not None:
@@ -234,7 +238,9 @@ def gateway_spec(config: ServeConfig, site: HostOptions, instance_id: str, liste
 
 def store_spec(config: ServeConfig, site: HostOptions, instance_id: str) -> ProcessSpec:
     """Returns the spec of a store node. Each of several store nodes with a disk has its own folder on it."""
-    values = {**site.listening, "conductor": site.conductor}
+    values: dict[str, str | None] = {**site.listening, "conductor": site.conductor}
+    if site.registry is not None:
+        values["registry"] = site.registry
     if config.ssd is not None and config.store_nodes > 1:
         folder, _, size = config.ssd.rpartition(":")
         values["ssd"] = f"{folder.rstrip('/')}/{instance_id}:{size}"

@@ -25,8 +25,14 @@ from rich.text import Text
 
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.deploy.launcher.local_cluster import READY, endpoint_is_ready
-from moonserve.deploy.launcher.ports import reserve_port
-from moonserve.deploy.launcher.process_specs import ProcessKind, conductor_spec, member_specs
+from moonserve.deploy.launcher.ports import free_port, reserve_port
+from moonserve.deploy.launcher.process_specs import (
+    HostOptions,
+    ProcessKind,
+    conductor_spec,
+    directory_spec,
+    member_specs,
+)
 from moonserve.deploy.launcher.rolling_restart import RollingRestart
 from moonserve.deploy.launcher.supervisor import (
     Child,
@@ -218,11 +224,20 @@ async def _start(
         # A restarted conductor must listen at the address that the other processes know.
         conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
     where = (str(model_path), ",".join(addresses), str(ledger), visible_gpus(os.environ), listener)
+    registry = await _start_registry(supervisor, config)
     cores = () if _BOUND_THREADS in os.environ else sorted(os.sched_getaffinity(0))
-    specs = member_specs(config, *where, vllm_python=config.vllm_python, cores=cores)
+    specs = member_specs(config, *where, registry=registry, cores=cores)
     members = await supervisor.start(specs)
     url = next(member.facts["http"] for member in members if "http" in member.facts)
     await _until_joined(url)
+
+
+async def _start_registry(supervisor: Supervisor, config: ServeConfig) -> str | None:
+    """Starts the registry where vLLM's workers find store nodes, unless one is configured. Returns its address."""
+    if config.engine != "vllm" or not config.kv_connector or not config.store_nodes or config.registry is not None:
+        return None
+    [directory] = await supervisor.start([directory_spec(config, HostOptions(conductor=""), free_port())])
+    return directory.facts["rpc"]
 
 
 async def _until_joined(url: str) -> None:

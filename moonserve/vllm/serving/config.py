@@ -30,15 +30,16 @@ class VllmConfig(ProcessConfig, TracingConfig):
     vllm: tuple[str, ...] = option(
         (), help="an engine option of vLLM's, as --vllm.max-num-seqs 64; may be repeated", passed_on=True
     )
-    kv_join: str | None = option(
-        None,
-        help="registry of the cluster's store nodes, host:port or redis://…, for vLLM's KV connector; default: no "
-        "connector, so a decode worker computes the prompt again",
+    kv_connector: bool = option(
+        True, help="move KV with moonserve's connector; without, decode workers compute prompts again"
+    )
+    kv_join: str = option(
+        "", help="registry of the store nodes that keep prompts' KV, host:port or redis://…; default: none keeps it"
     )
     seeded_draws: str = option(
         "auto",
-        help="exact = a drawn token depends on seed and position only, as with the own engine, also after a loss; vllm = "
-        "vLLM's sampler draws, which is faster on GPUs; auto = exact on CPUs",
+        help="exact = a drawn token depends on seed and position only, as with the own engine, also after a loss; "
+        "vllm = vLLM's sampler draws, which is faster on GPUs; auto = exact on CPUs",
         choices=("auto", "exact", "vllm"),
     )
     drain_timeout_s: float = option(5.0, help="seconds that requests may take to finish when the worker stops")
@@ -62,7 +63,7 @@ class VllmConfig(ProcessConfig, TracingConfig):
             items.append(f"max-model-len={self.max_model_len}")
         if self.kv_cache_memory is not None:
             items.append(f"kv-cache-memory-bytes={self.kv_cache_memory}")
-        if self.kv_join is not None:
+        if self.kv_connector:
             items.append(f"kv-transfer-config={json.dumps(_connector(self.kv_join))}")
         return tuple(items)
 

@@ -275,12 +275,12 @@ def running_engine(args: AsyncEngineArgs, *, exact_draws: bool) -> Iterator[Vllm
 @contextlib.contextmanager
 def _group_ended_with_this_process() -> Iterator[None]:
     """Ends vLLM's processes if this one is killed within the block. They would keep their memory, since vLLM ends them
-    only in an orderly shutdown. A shell waits for the end of a pipe that only this process holds, then kills the process
-    group, of which this process becomes the leader."""
+    only in an orderly shutdown. A shell waits for the end of a pipe that only this process holds, then kills its group,
+    which this process leads."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
     read_fd, write_fd = os.pipe()
-    command = f"read line || kill -9 -- -{os.getpid()} 2>/dev/null"
+    command = f"read line || kill -9 -{os.getpid()} 2>/dev/null"
     watch = subprocess.Popen(["/bin/sh", "-c", command], stdin=read_fd, start_new_session=True)
     os.close(read_fd)
     try:

@@ -1,7 +1,7 @@
 """What a worker tells the cluster about the model that its vLLM engine loaded: layout, fingerprint, vocabulary.
 
-The fingerprint stands for everything that determines KV. Weights are large, so it reads samples of each file. It does not
-name the machine or the number of GPUs: workers with another tensor-parallel size make the same tokens.
+The fingerprint stands for everything that determines KV. Weights are large, so it reads samples of each file. It
+does not name the machine or the number of GPUs: workers with another tensor-parallel size make the same tokens.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ answer, so parameters that look at the whole answer cannot be vLLM's: its decode
 of the prompt. They are applied by `logits_processor`, which gets the request's own parameters and the prompt's length.
 
 A seed: vLLM draws from a generator that it seeds per request. With `exact` draws the logits processor draws instead,
-with the own engine's sampler, from (seed, position) alone. Without, each engine that continues an answer gets a seed made
-of the request's seed and the index where it starts: an answer is reproducible if the same workers' roles make the same
-parts of it, not after a loss.
+with the own engine's sampler, from (seed, position) alone. Without, each engine that continues an answer gets a seed
+made of the request's seed and the index where it starts: an answer is reproducible while no loss divides it
+differently.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Measures a started vLLM engine, from which the conductor predicts times (`PrefillProfile`, `DecodeProfile`).
 
-It times whole requests, as `engine.speed_profile` times steps for the own engine, with random prompts that no cache has.
+It times whole requests, where `engine.speed_profile` times steps of the own engine, with random prompts that no cache
+has.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Meter:
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
-        self._random = random.Random(0)  # noqa: S311 - tokens of a measurement
+        self._random = random.Random(0)
         self._vocab_size = engine.config.model_config.get_vocab_size()
         self._number = 0
 

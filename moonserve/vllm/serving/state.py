@@ -186,7 +186,7 @@ class EngineState:
         return actions
 
     def refusal(self, request_id: RequestId, now: float) -> MoonserveError | None:
-        """Returns why a handoff must be refused, or None. One that came before is not refused, whatever became of it."""
+        """Returns why a handoff must be refused, or None. One that was accepted before is not."""
         if self._tombstones.has_seen(request_id, now):
             return None
         if self._tombstones.pop(request_id, now):
