@@ -81,7 +81,7 @@ class HostOptions:
     model_path: str = ""  # the model's folder there, for workers and gateways
     host: str | None = None  # address to listen on and to publish; None = loopback
     ledger: str | None = None  # file for the shares of the host's memory budget
-    registry: str | None = None  # address of an embedded registry of store nodes, if there is one
+    registry: str | None = None  # that store nodes join for vLLM's connectors; None = they join the conductor
     drain_s: float = DRAIN_S  # seconds for requests in flight to finish
 
     @property
@@ -116,7 +116,7 @@ def member_specs(
     """Returns the specs of all other processes: store nodes, workers, gateways. `conductor`: comma-separated addresses;
     `ledger`: file for the shares of a memory budget, unless the configuration names another; `gpus`: GPUs of this
     machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`; `registry`:
-    address of an embedded registry; `cores`: this machine's, if vLLM workers are to be bound to them."""
+    see `HostOptions`; `cores`: this machine's, if vLLM workers are to be bound to them."""
     site = HostOptions(conductor=conductor, model_path=model_path, ledger=ledger, registry=registry)
     specs = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     gpus = gpus if config.device in ("auto", "cuda") else ()
@@ -197,7 +197,7 @@ def vllm_worker_spec(
         "conductor": site.conductor,
         "model": site.model_path,
         "drain_timeout_s": str(site.drain_s),
-        "kv_join": site.registry or (config.registry if config.store_nodes else None),
+        "kv_join": site.registry,
     }
     process = f"worker --engine vllm --role {role.value}", VllmConfig
     options = replace(config, vllm=(*items, *config.vllm))
@@ -207,7 +207,7 @@ def vllm_worker_spec(
         spec,
         python=python,
         nice=config.worker_nice,
-        stop_grace_s=site.stop_grace_s,
+        stop_grace_s=site.stop_grace_s + vllm_workers.STOP_S,
         environment={**vllm_workers.interpreter_environment(python), **spec.environment, **environment},
     )
 
@@ -240,7 +240,7 @@ def store_spec(config: ServeConfig, site: HostOptions, instance_id: str) -> Proc
     """Returns the spec of a store node. Each of several store nodes with a disk has its own folder on it."""
     values: dict[str, str | None] = {**site.listening, "conductor": site.conductor}
     if site.registry is not None:
-        values["registry"] = site.registry
+        values |= {"join": site.registry, "conductor": None}
     if config.ssd is not None and config.store_nodes > 1:
         folder, _, size = config.ssd.rpartition(":")
         values["ssd"] = f"{folder.rstrip('/')}/{instance_id}:{size}"
@@ -268,13 +268,15 @@ def _spec(
     for option in options_of(config_class):
         if option.name in values:
             own = values[option.name]
-            flags += [] if own is None else [option.flag, own]
+            given = [] if own is None else [option.flag, own]
         elif _is_shared(config, option):
-            inherited = _inherited(option, getattr(config, option.name))
-            if option.masked and inherited:  # process lists show flags
-                environment[option.env] = inherited[-1]
-            else:
-                flags += inherited
+            given = _inherited(option, getattr(config, option.name))
+        else:
+            continue
+        if option.masked and given:  # process lists show flags
+            environment[option.env] = given[-1]
+        else:
+            flags += given
     return ProcessSpec(
         instance_id=instance_id,
         kind=kind,

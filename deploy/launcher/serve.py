@@ -233,9 +233,11 @@ async def _start(
 
 
 async def _start_registry(supervisor: Supervisor, config: ServeConfig) -> str | None:
-    """Starts the registry where vLLM's workers find store nodes, unless one is configured. Returns its address."""
-    if config.engine != "vllm" or not config.kv_connector or not config.store_nodes or config.registry is not None:
+    """Returns the registry where vLLM's workers find store nodes, and starts it unless one is configured."""
+    if config.engine != "vllm" or not config.kv_connector or not config.store_nodes:
         return None
+    if config.registry is not None:
+        return config.registry
     [directory] = await supervisor.start([directory_spec(config, HostOptions(conductor=""), free_port())])
     return directory.facts["rpc"]
 

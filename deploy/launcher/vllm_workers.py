@@ -18,6 +18,8 @@ from moonserve.protocol.errors import ConfigError
 CPU_KV_BYTES = 1 << 30  # vLLM's default on CPUs is half of the machine's memory, for each worker
 PATIENCE_S = 120.0
 """Time that requests wait for a worker that restarts. vLLM takes 10 s to start with a tiny model, or minutes."""
+STOP_S = 8.0
+"""Time that vLLM takes to end its processes, after the worker's requests have ended."""
 _ROOT = Path(moonserve.__file__).parent.parent
 _CHECK_TIMEOUT_S = 60.0
 _CHECK = "import importlib.util as u, sys; print(*[n for n in ('vllm', 'moonserve') if u.find_spec(n) is None])"

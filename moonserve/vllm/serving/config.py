@@ -34,7 +34,9 @@ class VllmConfig(ProcessConfig, TracingConfig):
         True, help="move KV with moonserve's connector; without, decode workers compute prompts again"
     )
     kv_join: str = option(
-        "", help="registry of the store nodes that keep prompts' KV, host:port or redis://…; default: none keeps it"
+        "",
+        help="registry of the store nodes that keep prompts' KV, host:port or redis://…; default: none keeps it",
+        masked=True,  # may contain a password
     )
     seeded_draws: str = option(
         "auto",

@@ -13,7 +13,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,9 @@ from moonserve.protocol.request import (
 )
 from moonserve.vllm.serving.sampling import engine_parameters
 
+SHUTDOWN_S = 4.0
+"""Time for vLLM's processes to end, after which it kills them."""
+
 _REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -72,9 +75,10 @@ class EngineFigures(StatLoggerBase):
         self.num_waiting = 0
         self.kv_usage = 0.0  # share of the blocks that requests hold
         self.num_preemptions = 0
-        self.num_hit_tokens = 0
+        self.num_hit_tokens = 0  # of prompts, in the engine's own cache
+        self.num_loaded_tokens = 0  # of prompts, that the connector brought
         self.steps = conductor_pb2.Steps()  # those without prompt tokens
-        self.context_tokens = 0  # set by the worker: of the requests that generate
+        self.context_tokens: Callable[[], int] = lambda: 0  # set by the worker: of the requests that generate
         self._last_step_at: float | None = None  # while requests run
 
     def record(
@@ -89,8 +93,9 @@ class EngineFigures(StatLoggerBase):
             self.num_running = scheduler_stats.num_running_reqs
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_usage = scheduler_stats.kv_cache_usage
-            for hits in (scheduler_stats.prefix_cache_stats, scheduler_stats.connector_prefix_cache_stats):
-                self.num_hit_tokens += 0 if hits is None else hits.hits
+            self.num_hit_tokens += scheduler_stats.prefix_cache_stats.hits
+            loaded = scheduler_stats.connector_prefix_cache_stats
+            self.num_loaded_tokens += 0 if loaded is None else loaded.hits
         if iteration_stats is not None:
             self.num_preemptions += iteration_stats.num_preempted_reqs
             self._count_step(iteration_stats)
@@ -104,7 +109,7 @@ class EngineFigures(StatLoggerBase):
             self.steps.num_steps += 1
             self.steps.seconds += now - before
             self.steps.sequences += stats.num_generation_tokens
-            self.steps.context_tokens += self.context_tokens
+            self.steps.context_tokens += self.context_tokens()
 
     def log_engine_initialized(self) -> None:
         """Part of vLLM's interface."""
@@ -269,7 +274,7 @@ def running_engine(args: AsyncEngineArgs, *, exact_draws: bool) -> Iterator[Vllm
         try:
             yield VllmEngine(llm, made[0], exact_draws=exact_draws)
         finally:
-            llm.shutdown()
+            llm.shutdown(timeout=SHUTDOWN_S)
 
 
 @contextlib.contextmanager

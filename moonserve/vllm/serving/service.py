@@ -61,6 +61,7 @@ class VllmService(WorkerService):
         self._is_prefill = role is Role.PREFILL
         self._channels = channels
         self._root = root_key(fingerprint)
+        engine.figures.context_tokens = lambda: self.state.context_tokens
         self._under_way: dict[RequestId, asyncio.Task[Event | None]] = {}
 
     def _role_action_handlers(self) -> Mapping[type[Action], Callable[[Any], object]]:
@@ -166,7 +167,6 @@ class VllmService(WorkerService):
 
     def load(self) -> conductor_pb2.Load:
         figures, total = self._engine.figures, self._engine.num_blocks
-        figures.context_tokens = self.state.context_tokens
         held = min(total, round(figures.kv_usage * total))
         return conductor_pb2.Load(
             num_waiting=self.state.num_waiting,
@@ -181,11 +181,16 @@ class VllmService(WorkerService):
         )
 
     def status(self) -> worker_pb2.WorkerStatus:
-        hits = self._engine.figures.num_hit_tokens // self._engine.config.cache_config.block_size
+        figures, block_size = self._engine.figures, self._engine.config.cache_config.block_size
+        found = {
+            "device_hit_blocks": figures.num_hit_tokens // block_size,
+            "store_hit_blocks": figures.num_loaded_tokens // block_size if self._is_prefill else 0,
+            "loaded_tokens": figures.num_loaded_tokens,
+        }
         return worker_pb2.WorkerStatus(
             load=self.load(),
             num_blocks=self._engine.num_blocks,
-            counters={**self.state.counter_values(), "device_hit_blocks": hits},
+            counters={**self.state.counter_values(), **found},
         )
 
 
