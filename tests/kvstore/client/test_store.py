@@ -9,10 +9,13 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from moonserve.kvstore.client import AsyncKvStore, KvStore, Pin, chain, connect
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.node import StoreNode
+from moonserve.kvstore.client.node_access.objects import plain_key
 from moonserve.kvstore.index_layout import IndexMoved
 from moonserve.protocol.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, Unauthenticated
 from tests.kvstore.client.pools import BOTH, DRAM, TCP, fresh, store_of
@@ -319,3 +322,28 @@ def test_a_client_that_attaches_during_an_index_move_tries_again(node: Node, mon
     with store_of(f"node://{node.rpc_address}") as store:
         assert store.get(fresh()) is None
     assert not moves
+
+
+@pytest.mark.parametrize("transports", [BOTH, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("num_keys", [3, 40], ids=["inline", "leased"])
+def test_values_are_gathered_from_pieces_and_scattered_into_others(
+    node: Node, transports: tuple[str, ...], num_keys: int
+) -> None:
+    sizes = [100_000, 28, 50_000]  # 40 values do not fit into one inline answer
+    with store_of(f"node://{node.rpc_address}", transports) as store:
+        memory = store.allocate((2 * num_keys + 1) * sum(sizes))
+        memory.buffer[:] = os.urandom(memory.nbytes)
+        rows = np.arange(num_keys).reshape(-1, 1)
+        begins = np.cumsum([0, *sizes[:-1]]) * (2 * num_keys + 1) + rows * sizes
+        source, target = begins, begins + num_keys * np.array(sizes)
+        keys = chain([plain_key(fresh()) for _ in range(num_keys)])
+        store.batch_put_gathered(keys, BufferSlots.pages(memory, source, sizes))
+        store.batch_put_gathered(keys[:1], BufferSlots.pages(memory, target[:1], sizes))  # it keeps its first value
+        missing = fresh()
+        wanted = BufferSlots.pages(memory, np.concatenate((target, target[-1:] + np.array(sizes))), sizes)
+        assert store.batch_get_scattered([*keys, missing], wanted) == [True] * num_keys + [False]
+        there = BufferSlots.pages(memory, source, sizes)
+        for place in range(num_keys):
+            assert wanted.pieces(place) == there.pieces(place)
+        with pytest.raises(InvalidRequest, match="bytes of a block"):
+            store.batch_get_scattered(keys[:1], BufferSlots.pages(memory, source[:1, :1], sizes[:1]))
