@@ -126,7 +126,7 @@ docs: $(DEV) ## generated pages, and the site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # SHIPPED: the packages that users install. The other ones are for developers.
-SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy
+SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy moonserve/vllm
 PACKAGES := $(SHIPPED) moonserve models benchmarks docs
 # Links that give the packages their installed names, for mypy.
 TYPED := build/typed

@@ -13,7 +13,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ class VllmEngine:
 
     async def generate(
         self, request: Request, *, salt: str = "", is_prefill: bool = False, kv_transfer_params: str = ""
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
         it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
         given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=self._exact_draws)
