@@ -63,7 +63,7 @@ def alignment(groups: Sequence[CacheGroup]) -> int:
 
 
 def longest_prefix(
-    groups: Sequence[CacheGroup], present: Sequence[Sequence[bool]], num_computed: int, limit: int
+    groups: Sequence[CacheGroup], present: Sequence[Sequence[int]], num_computed: int, limit: int
 ) -> int:
     """Returns the most tokens, at most `limit`, whose needed blocks beyond the computed tokens are all present.
 

@@ -7,13 +7,14 @@ not stored.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +22,17 @@ from moonserve.kvstore.client import KvStore, connect
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, Overloaded, PeerLost, StaleLease
 from moonserve.protocol.pb import handoff_pb2
-from moonserve.transfer import Op, RemoteSegment, ScatterTransfer, Segment, TransferEngine
+from moonserve.transfer import Op, RemoteSegment, ScatterTransfer, TransferEngine
 from moonserve.vllm.cache_groups import CacheGroup
 from moonserve.vllm.chained_keys import StoredKeys
 from moonserve.vllm.handoff_server import HandoffServer
+from moonserve.vllm.kv_memory import KvMemory, kv_memory
 from moonserve.vllm.lease_renewals import HandoffChannels
 from moonserve.vllm.settings import ConnectorSettings
-from moonserve.vllm.step_plan import Counts, GroupBlocks, Load, Remote, Save, StepPlan, StepReport
+from moonserve.vllm.step_plan import Counts, Load, Remote, Save, StepPlan, StepReport
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +65,7 @@ class ConnectorWorker:
             self._server = HandoffServer(self._engine, groups, namespace, settings.cluster_token, settings.lease_s)
         self.address = "" if self._server is None else self._server.start()
         self._threads = ThreadPoolExecutor(settings.io_threads, "moonserve connector")
-        self._segment: Segment | None = None
+        self._memory: KvMemory
         self._saves_again_at = 0.0
         self._lock = threading.Lock()
         self._counts: Counts = Counter()
@@ -69,9 +74,9 @@ class ConnectorWorker:
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
 
-    def register(self, memory: Any) -> None:
-        """Registers vLLM's KV memory: one tensor of bytes in which all pages lie."""
-        self._segment = self._engine.register(memory, readable=True)
+    def register(self, memory: torch.Tensor, lent_by: Callable[..., KvMemory] = kv_memory) -> None:
+        """Takes vLLM's KV memory: one tensor of bytes in which all pages lie."""
+        self._memory = lent_by(self._engine, memory)
 
     def close(self) -> None:
         """Ends all transfers. Idempotent."""
@@ -93,6 +98,7 @@ class ConnectorWorker:
 
     def step_computed(self, plan: StepPlan) -> None:
         """Starts the saves and offers of a step whose KV is computed."""
+        self._memory.step_computed()
         for save in plan.saves:
             self._threads.submit(self._save, save)
         if self._server is not None:
@@ -136,14 +142,6 @@ class ConnectorWorker:
             counts["expired_handoffs/lease"] += self._server.take_num_expired()
         return +counts
 
-    @property
-    def _memory(self) -> Segment:
-        assert self._segment is not None, "vLLM registers its memory before the first step"
-        return self._segment
-
-    def _slots(self, group: CacheGroup, block_ids: Iterable[int]) -> BufferSlots:
-        return BufferSlots.pages(self._memory, group.offsets(list(block_ids)), group.page_bytes)
-
     def _count(self, event: str, amount: int) -> None:
         with self._lock:
             self._counts[event] += amount
@@ -174,9 +172,9 @@ class ConnectorWorker:
         for group, of_group, blocks, keys in zip(self._groups, self._keys, load.groups, load.keys, strict=True):
             if not blocks.places:
                 continue
-            slots = self._slots(group, blocks.block_ids)
             wanted = of_group.blocks(keys, blocks.places)
-            found = self._store.batch_get_scattered(wanted, slots, timeout_s=self._settings.timeout_s)
+            with self._memory.writing(group, blocks.block_ids) as slots:
+                found = self._store.batch_get_scattered(wanted, slots, timeout_s=self._settings.timeout_s)
             bad |= {block_id for block_id, there in zip(blocks.block_ids, found, strict=True) if not there}
             self._count_loaded("loaded", group, sum(found))
         if bad:
@@ -195,39 +193,32 @@ class ConnectorWorker:
             self._channels.release(remote.request_id, [address])
 
     def _read(self, load: Load, there: handoff_pb2.HandoffLocation) -> set[int]:
-        segment = RemoteSegment(there.transfer_address, there.segment_id)
+        """READs the blocks, all groups at once, and returns the ids of those that are missing or damaged."""
         bad: set[int] = set()
-        reads: list[tuple[CacheGroup, GroupBlocks, BufferSlots, list[int]]] = []
-        transfers = []
-        for group, blocks, far in zip(self._groups, load.groups, there.groups, strict=True):
-            offsets = np.frombuffer(far.offsets, "<u8").reshape(-1, len(group.pages))
-            known = {place: row for row, place in enumerate(far.places)}
-            pairs = [(b, known[p]) for p, b in zip(blocks.places, blocks.block_ids, strict=True) if p in known]
-            bad |= {b for p, b in zip(blocks.places, blocks.block_ids, strict=True) if p not in known}
-            if not pairs:
-                continue
-            slots = self._slots(group, [block_id for block_id, _ in pairs])
-            rows = np.empty((*slots.offsets.shape, 3), np.int64)
-            rows[:, :, 0] = offsets[[row for _, row in pairs]]
-            rows[:, :, 1] = slots.offsets
-            rows[:, :, 2] = group.page_bytes
-            transfers.append(ScatterTransfer(Op.READ, self._memory, segment, rows.reshape(-1, 3)))
-            checksums = [far.checksums[row] for _, row in pairs]
-            reads.append((group, blocks, slots, checksums))
-            blocks.block_ids = [block_id for block_id, _ in pairs]
-        if bad:
+        with contextlib.ExitStack() as stack:
+            reads: list[tuple[CacheGroup, list[int], BufferSlots, list[int]]] = []
+            transfers = []
+            for group, blocks, far in zip(self._groups, load.groups, there.groups, strict=True):
+                row_of = {place: row for row, place in enumerate(far.places)}
+                bad |= {b for p, b in zip(blocks.places, blocks.block_ids, strict=True) if p not in row_of}
+                block_ids = [b for p, b in zip(blocks.places, blocks.block_ids, strict=True) if p in row_of]
+                if not block_ids:
+                    continue
+                rows = [row_of[place] for place in blocks.places if place in row_of]
+                slots = stack.enter_context(self._memory.writing(group, block_ids))
+                offsets = np.frombuffer(far.offsets, "<u8").reshape(-1, len(group.pages))[rows]
+                runs = np.stack((offsets, slots.offsets, slots.capacities), axis=2).astype(np.int64).reshape(-1, 3)
+                remote = RemoteSegment(there.transfer_address, far.segment_id)
+                transfers.append(ScatterTransfer(Op.READ, slots.segment, remote, runs))
+                reads.append((group, block_ids, slots, [far.checksums[row] for row in rows]))
             self._count("failed_blocks/missing", len(bad))
-        if transfers:
-            self._engine.run(transfers, deadline_s=self._settings.timeout_s)
-        for group, blocks, slots, checksums in reads:
-            wrong = {
-                block_id
-                for place, (block_id, expected) in enumerate(zip(blocks.block_ids, checksums, strict=True))
-                if slots.checksum(place) != expected
-            }
-            bad |= wrong
-            self._count("failed_blocks/checksum", len(wrong))
-            self._count_loaded("fetched", group, len(blocks.block_ids) - len(wrong))
+            if transfers:
+                self._engine.run(transfers, deadline_s=self._settings.timeout_s)
+            for group, block_ids, slots, checksums in reads:
+                right = [slots.checksum(place) == expected for place, expected in enumerate(checksums)]
+                bad |= {block_id for block_id, is_right in zip(block_ids, right, strict=True) if not is_right}
+                self._count("failed_blocks/checksum", right.count(False))
+                self._count_loaded("fetched", group, sum(right))
         if bad:
             log.error("request %s: %d blocks from the prefill server are missing or damaged", load.request_id, len(bad))
         return bad
@@ -261,9 +252,9 @@ class ConnectorWorker:
         for group, of_group, blocks, keys in zip(self._groups, self._keys, save.groups, save.keys, strict=True):
             if not blocks.places:
                 continue
-            slots = self._slots(group, blocks.block_ids)
             stored = of_group.blocks(keys, blocks.places)
-            self._store.batch_put_gathered(stored, slots, timeout_s=self._settings.timeout_s)
+            with self._memory.reading(group, blocks.block_ids) as slots:
+                self._store.batch_put_gathered(stored, slots, timeout_s=self._settings.timeout_s)
             self._count_loaded("stored", group, len(blocks.places))
 
     def _count_skipped(self, save: Save, reason: str) -> None:

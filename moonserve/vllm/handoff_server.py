@@ -7,6 +7,7 @@ reader is silent for the length of a lease is given up. Runs in an event loop of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -14,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonserve.kvstore.client.node_access.background import BackgroundLoop
-from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.protocol.errors import Incompatible, MoonserveError
 from moonserve.protocol.pb import handoff_pb2
 from moonserve.protocol.rpc.socket_server import SocketServer
-from moonserve.transfer import Segment, TransferEngine
+from moonserve.transfer import TransferEngine
 from moonserve.vllm.cache_groups import CacheGroup
 from moonserve.vllm.handoff_state import HeldPrompts
+from moonserve.vllm.kv_memory import KvMemory
 from moonserve.vllm.step_plan import Offer
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ _STOP_S = 5.0
 class _Prompt:
     pin_id: int
     location: handoff_pb2.HandoffLocation
+    lent: contextlib.ExitStack
+    """Keeps the blocks where the location says."""
 
 
 class HandoffServer:
@@ -62,9 +65,9 @@ class HandoffServer:
         self._loop.run(self._server.stop(0.0), _STOP_S)
         self._loop.close()
 
-    def offer(self, offer: Offer, segment: Segment) -> None:
+    def offer(self, offer: Offer, memory: KvMemory) -> None:
         """Holds a prompt whose blocks are computed and pinned."""
-        self._loop.start(self._hold(offer, segment))
+        self._loop.start(self._hold(offer, memory))
 
     def withdraw(self, request_ids: list[str]) -> None:
         self._loop.start(self._end(request_ids))
@@ -104,29 +107,43 @@ class HandoffServer:
         except MoonserveError:
             return False
 
-    async def _hold(self, offer: Offer, segment: Segment) -> None:
-        location = await asyncio.to_thread(self._locate, offer, segment)
+    async def _hold(self, offer: Offer, memory: KvMemory) -> None:
+        try:
+            prompt = await asyncio.to_thread(self._lend, offer, memory)
+        except Exception:  # for example no memory to copy to; the decode server computes the prompt
+            log.exception("request %s: its KV cannot be handed off", offer.request_id)
+            self._ended.append(offer.pin_id)
+            await self._end([offer.request_id])
+            return
         async with self._changed:
-            if not self._held.hold(offer.request_id, _Prompt(offer.pin_id, location), time.monotonic()):
-                self._ended.append(offer.pin_id)
+            if not self._held.hold(offer.request_id, prompt, time.monotonic()):
+                self._give_up(prompt)
             self._changed.notify_all()
 
-    def _locate(self, offer: Offer, segment: Segment) -> handoff_pb2.HandoffLocation:
-        location = handoff_pb2.HandoffLocation(
-            transfer_address=self._engine.address, segment_id=segment.segment_id, num_tokens=offer.num_tokens
-        )
-        for group, blocks in zip(self._groups, offer.groups, strict=True):
-            slots = BufferSlots.pages(segment, group.offsets(blocks.block_ids), group.page_bytes)
-            location.groups.add(
-                places=blocks.places,
-                offsets=slots.offsets.astype("<u8").tobytes(),
-                checksums=[slots.checksum(place) for place in range(len(blocks.places))],
-            )
-        return location
+    def _lend(self, offer: Offer, memory: KvMemory) -> _Prompt:
+        location = handoff_pb2.HandoffLocation(transfer_address=self._engine.address, num_tokens=offer.num_tokens)
+        with contextlib.ExitStack() as stack:
+            for group, blocks in zip(self._groups, offer.groups, strict=True):
+                if not blocks.places:
+                    location.groups.add()
+                    continue
+                slots = stack.enter_context(memory.reading(group, blocks.block_ids))
+                location.groups.add(
+                    places=blocks.places,
+                    segment_id=slots.segment.segment_id,
+                    offsets=slots.offsets.astype("<u8").tobytes(),
+                    checksums=[slots.checksum(place) for place in range(len(blocks.places))],
+                )
+            return _Prompt(offer.pin_id, location, stack.pop_all())
+
+    def _give_up(self, prompt: _Prompt) -> None:
+        prompt.lent.close()
+        self._ended.append(prompt.pin_id)
 
     async def _end(self, request_ids: list[str]) -> None:
         async with self._changed:
-            self._ended.extend(prompt.pin_id for prompt in self._held.end(request_ids))
+            for prompt in self._held.end(request_ids):
+                self._give_up(prompt)
             self._changed.notify_all()
 
     async def _expire(self) -> None:

@@ -22,7 +22,7 @@ class ConnectorStats(KVConnectorStats):
     """Events as in `step_plan.Counts`."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         return ConnectorStats(data=dict(Counter(self.data) + Counter(other.data)))

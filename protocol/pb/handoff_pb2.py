@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#moonserve/protocol/pb/handoff.proto\x12\tmoonserve\"=\n\x14LocateHandoffRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"|\n\x0fHandoffLocation\x12\x18\n\x10transfer_address\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.moonserve.HandoffGroup\"B\n\x0cHandoffGroup\x12\x0e\n\x06places\x18\x01 \x03(\r\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"*\n\x13RenewHandoffRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\x11RenewHandoffReply\x12\x0f\n\x07unknown\x18\x01 \x03(\t\",\n\x15ReleaseHandoffRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x15\n\x13ReleaseHandoffReply2\xe6\x01\n\tKvHandoff\x12\x45\n\x06Locate\x12\x1f.moonserve.LocateHandoffRequest\x1a\x1a.moonserve.HandoffLocation\x12\x45\n\x05Renew\x12\x1e.moonserve.RenewHandoffRequest\x1a\x1c.moonserve.RenewHandoffReply\x12K\n\x07Release\x12 .moonserve.ReleaseHandoffRequest\x1a\x1e.moonserve.ReleaseHandoffReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#moonserve/protocol/pb/handoff.proto\x12\tmoonserve\"=\n\x14LocateHandoffRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"h\n\x0fHandoffLocation\x12\x18\n\x10transfer_address\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\'\n\x06groups\x18\x03 \x03(\x0b\x32\x17.moonserve.HandoffGroup\"V\n\x0cHandoffGroup\x12\x0e\n\x06places\x18\x01 \x03(\r\x12\x12\n\nsegment_id\x18\x02 \x01(\x04\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"*\n\x13RenewHandoffRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\x11RenewHandoffReply\x12\x0f\n\x07unknown\x18\x01 \x03(\t\",\n\x15ReleaseHandoffRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x15\n\x13ReleaseHandoffReply2\xe6\x01\n\tKvHandoff\x12\x45\n\x06Locate\x12\x1f.moonserve.LocateHandoffRequest\x1a\x1a.moonserve.HandoffLocation\x12\x45\n\x05Renew\x12\x1e.moonserve.RenewHandoffRequest\x1a\x1c.moonserve.RenewHandoffReply\x12K\n\x07Release\x12 .moonserve.ReleaseHandoffRequest\x1a\x1e.moonserve.ReleaseHandoffReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCATEHANDOFFREQUEST']._serialized_start=50
   _globals['_LOCATEHANDOFFREQUEST']._serialized_end=111
   _globals['_HANDOFFLOCATION']._serialized_start=113
-  _globals['_HANDOFFLOCATION']._serialized_end=237
-  _globals['_HANDOFFGROUP']._serialized_start=239
+  _globals['_HANDOFFLOCATION']._serialized_end=217
+  _globals['_HANDOFFGROUP']._serialized_start=219
   _globals['_HANDOFFGROUP']._serialized_end=305
   _globals['_RENEWHANDOFFREQUEST']._serialized_start=307
   _globals['_RENEWHANDOFFREQUEST']._serialized_end=349

@@ -47,11 +47,9 @@ class HandoffLocation(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
-    SEGMENT_ID_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     transfer_address: _builtins.str
-    segment_id: _builtins.int
     num_tokens: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandoffGroup]: ...
@@ -59,13 +57,12 @@ class HandoffLocation(_message.Message):
         self,
         *,
         transfer_address: _builtins.str = ...,
-        segment_id: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         groups: _abc.Iterable[Global___HandoffGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "num_tokens", b"num_tokens", "segment_id", b"segment_id", "transfer_address", b"transfer_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "num_tokens", b"num_tokens", "transfer_address", b"transfer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -78,8 +75,10 @@ class HandoffGroup(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLACES_FIELD_NUMBER: _builtins.int
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    segment_id: _builtins.int
     offsets: _builtins.bytes
     """uint64 [places, pages], little-endian: where each page begins in the segment"""
     @_builtins.property
@@ -94,12 +93,13 @@ class HandoffGroup(_message.Message):
         self,
         *,
         places: _abc.Iterable[_builtins.int] | None = ...,
+        segment_id: _builtins.int = ...,
         offsets: _builtins.bytes = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "offsets", b"offsets", "places", b"places"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "offsets", b"offsets", "places", b"places", "segment_id", b"segment_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

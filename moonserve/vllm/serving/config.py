@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moonserve.protocol.errors import ConfigError
@@ -47,15 +48,23 @@ class VllmConfig(ProcessConfig, TracingConfig):
     drain_timeout_s: float = option(5.0, help="seconds that requests may take to finish when the worker stops")
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
-    def engine_args(self) -> AsyncEngineArgs:
-        """Returns the engine arguments. Raises ConfigError with vLLM's message for an option that it does not know.
+    def engine_args(self, folder: Path) -> AsyncEngineArgs:
+        """Returns the engine arguments. `folder`: for sockets. Raises ConfigError with vLLM's message for an option that it does not know.
         Imports vLLM, which takes seconds."""
+        from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         parser = _parser()
         flags = [f"--{item}" for item in self._own_items() + self.vllm]
         args = AsyncEngineArgs.from_cli_args(parser.parse_args(flags))
         args.logits_processors = [PROCESSOR, *(args.logits_processors or ())]
+        if args.kv_events_config is None:
+            args.kv_events_config = KVEventsConfig(
+                enable_kv_cache_events=True,
+                publisher="zmq",
+                endpoint=f"ipc://{folder}/kv-events",
+                replay_endpoint=f"ipc://{folder}/kv-event-replay",
+            )
         return args
 
     def _own_items(self) -> tuple[str, ...]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 from functools import partial
+from pathlib import Path
 
 from vllm.platforms import current_platform
 
 from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.kv_blocks import root_key
 from moonserve.protocol.membership.heartbeats import (
     BlockLog,
     MembershipHandle,
@@ -29,6 +32,8 @@ from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.rpc.wire import endpoint_to_wire, role_to_wire, to_message
 from moonserve.vllm.serving.config import VllmConfig
 from moonserve.vllm.serving.engine import VllmEngine, running_engine
+from moonserve.vllm.serving.kv_event_state import CachedBlocks
+from moonserve.vllm.serving.kv_event_stream import follow_events
 from moonserve.vllm.serving.model_description import fingerprint_of, layout_of
 from moonserve.vllm.serving.service import HandoffServicer, VllmService
 from moonserve.vllm.serving.speed_profile import measure
@@ -54,10 +59,11 @@ async def serve_decode(config: VllmConfig, lifecycle: Lifecycle) -> None:
 
 async def _serve(config: VllmConfig, role: Role, lifecycle: Lifecycle) -> None:
     lifecycle.progress("loading into vLLM")
-    args = config.engine_args()
     draws = config.seeded_draws
     exact = current_platform.is_cpu() if draws == "auto" else draws == "exact"
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonserve-vllm-")))
+        args = config.engine_args(folder)
         tracer = stack.enter_context(tracing(config, config.instance_id, role.value))
         try:
             engine = stack.enter_context(running_engine(args, exact_draws=exact))
@@ -86,6 +92,8 @@ class _Worker:
         self._service = service
         self._profiles = profiles
         self._blocks = BlockLog()
+        block_size = engine.config.cache_config.block_size
+        self._cached = CachedBlocks(root_key(service.fingerprint), block_size, self._blocks.added, self._blocks.removed)
         self._drain = Drain(lambda: service.is_idle)
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -120,14 +128,23 @@ class _Worker:
         async with (
             conductor_membership(self._config, registration, self._service.load, self._blocks) as membership,
             background_task(self._engine.died()) as died,
+            background_task(self._follow_cache()) as following,
         ):
             lifecycle.ready(rpc=address)
             with self._drain.commands_enabled(partial(self._set_draining, membership)):
-                await lifecycle.wait_for_stop(self._service.failed, died, *membership.watched)
+                await lifecycle.wait_for_stop(self._service.failed, died, following, *membership.watched)
                 self._drain.start_shutdown()
                 timeout_s = self._config.drain_timeout_s
                 if not await lifecycle.wait_until_drained(self._service.drained(), timeout_s):
                     log.warning("stopping while requests are in flight")
+
+    async def _follow_cache(self) -> None:
+        """Tells the conductor which blocks vLLM's prefix cache has."""
+        events = self._engine.config.kv_events_config
+        if events is None or not events.enable_kv_cache_events:
+            await asyncio.get_running_loop().create_future()  # until cancelled
+        else:
+            await follow_events(events, self._cached)
 
     def _set_draining(self, membership: MembershipHandle, draining: bool) -> None:
         membership.drain(draining)
