@@ -49,8 +49,8 @@ class VllmConfig(ProcessConfig, TracingConfig):
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def engine_args(self, folder: Path) -> AsyncEngineArgs:
-        """Returns the engine arguments. `folder`: for sockets. Raises ConfigError with vLLM's message for an option that it does not know.
-        Imports vLLM, which takes seconds."""
+        """Returns the engine arguments. `folder`: for sockets. Imports vLLM, which takes seconds. Raises ConfigError
+        with vLLM's message for an option that it does not know."""
         from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -1,8 +1,8 @@
 """Blocks in vLLM's prefix cache under the cluster's keys, as its KV events tell. Pure.
 
 vLLM names a block by a hash of its own; an event has the block's tokens and its parent's hash, from which the key
-follows. Batches of events are numbered. After a gap the publisher repeats what it remembers; if that does not reach back
-far enough, all blocks are forgotten, and become known again as they are used.
+follows. Batches of events are numbered. After a gap the publisher repeats what it remembers; if that does not reach
+back far enough, all blocks are forgotten, and become known again as they are used.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import tempfile
 from functools import partial
@@ -78,6 +79,7 @@ async def _serve(config: VllmConfig, role: Role, lifecycle: Lifecycle) -> None:
             await _Worker(config, role, engine, service, profiles).run(lifecycle)
         finally:
             await channels.close()
+    gc.freeze()  # otherwise the interpreter, when it ends, collects vLLM's and torch's objects for seconds
 
 
 class _Worker:
