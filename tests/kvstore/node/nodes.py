@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,10 @@ class Node:
 
     def flip_byte(self, offset: int, segment_bytes: int) -> None:
         """Inverts a bit of the node's segment without the node's knowledge."""
+        self.flip_bytes([offset], segment_bytes)
+
+    def flip_bytes(self, offsets: Iterable[int], segment_bytes: int) -> None:
+        """Inverts a bit of each of several bytes of the node's segment."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text()
         for match in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:moonserve:objects", maps, re.MULTILINE):
             start, end = (int(text, 16) for text in match.groups())
@@ -47,10 +51,11 @@ class Node:
         else:
             raise AssertionError("the node maps no such segment")
         with open(f"/proc/{self.process.pid}/mem", "r+b", buffering=0) as memory:
-            memory.seek(start + offset)
-            [byte] = memory.read(1)
-            memory.seek(start + offset)
-            memory.write(bytes([byte ^ 1]))
+            for offset in offsets:
+                memory.seek(start + offset)
+                [byte] = memory.read(1)
+                memory.seek(start + offset)
+                memory.write(bytes([byte ^ 1]))
 
 
 @contextlib.contextmanager

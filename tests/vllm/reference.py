@@ -1,0 +1,128 @@
+"""One vLLM instance without connector and server, whose tokens all others must give.
+
+As a program (`python -m tests.vllm.reference`) it is that instance, because vLLM changes global state of its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.processes import ROOT
+from tests.vllm.servers import ENGINE, ENVIRONMENT, START_S, Answer
+
+TOLERANCE = 1e-4
+"""Largest difference of log probabilities that is rounding, in float32. One instance differs from itself by up to 3e-6
+when other prompts are in the batch; one changed token of a prompt changes them by more than 1e-3."""
+_RESULT = "RESULT "
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Greedy tokens, and for each place the log probabilities of its two likeliest tokens."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+    def differs_from(self, answer: Answer | Expected) -> str:
+        """Tells where an answer has a wrong token or log probability; empty if it has none. After a place where two
+        tokens are equally likely, the answer may go another way."""
+        theirs = [
+            value if isinstance(value, float) else value.get(token, 0.0)
+            for token, value in zip(answer.tokens, answer.logprobs, strict=True)
+        ]
+        if len(answer.tokens) != len(self.tokens):
+            return f"{len(answer.tokens)} tokens instead of {len(self.tokens)}"
+        for place, (token, expected, logprob) in enumerate(zip(answer.tokens, self.tokens, theirs, strict=True)):
+            likeliest = self.logprobs[place]
+            if token != expected:
+                is_tie = abs(likeliest[expected] - likeliest.get(token, -100.0)) < TOLERANCE
+                return "" if is_tie else f"token {place} is {token} instead of {expected}"
+            if abs(likeliest[token] - logprob) > TOLERANCE:
+                return f"token {place} has log probability {logprob} instead of {likeliest[token]}"
+        return ""
+
+
+def assert_same(answers: Sequence[Answer | Expected], expected: Sequence[Expected], prompts: Sequence[Any]) -> None:
+    """Asserts that each answer has the expected tokens."""
+    assert len(answers) == len(expected) == len(prompts)
+    found = zip(prompts, (right.differs_from(a) for right, a in zip(expected, answers, strict=True)), strict=True)
+    wrong = [f"prompt of {len(prompt)} tokens: {difference}" for prompt, difference in found if difference]
+    assert not wrong, f"{len(wrong)} of {len(prompts)} answers are wrong:\n" + "\n".join(wrong[:20])
+
+
+class Reference:
+    """An instance that answers batches of prompts, in a process of its own. `ask` it at once, `answers` waits."""
+
+    def __init__(
+        self, model: Path, engine: dict[str, Any], batches: Sequence[Sequence[Sequence[int]]], max_tokens: int
+    ) -> None:
+        self._log = model.with_suffix(".reference.log")
+        task = {"engine": {**ENGINE, **engine, "model": str(model)}, "batches": batches, "max_tokens": max_tokens}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.reference"],
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task).encode())
+        self._process.stdin.close()
+
+    def answers(self) -> list[list[Expected]]:
+        """Returns the answers of each batch."""
+        try:
+            self._process.wait(START_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+        text = self._log.read_text(errors="replace")
+        results = [line.removeprefix(_RESULT) for line in text.splitlines() if line.startswith(_RESULT)]
+        assert results, f"the reference gave no answer:\n{text[-6_000:]}"
+        return [
+            [
+                Expected(each["tokens"], [{int(t): v for t, v in place.items()} for place in each["logprobs"]])
+                for each in batch
+            ]
+            for batch in json.loads(results[0])
+        ]
+
+
+def main() -> None:
+    """Answers the batches in the task on standard input."""
+    from vllm import LLM, SamplingParams
+
+    task = json.load(sys.stdin)
+    llm = LLM(**task["engine"], enable_prefix_caching=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=task["max_tokens"], logprobs=2, ignore_eos=True, detokenize=False
+    )
+    results = [_answers(llm, prompts, sampling) for prompts in task["batches"]]
+    print("\n" + _RESULT + json.dumps(results), flush=True)  # noqa: T201 - read by `Reference`
+    os._exit(0)  # vLLM's own end takes seconds
+
+
+def _answers(llm: Any, prompts: list[list[int]], sampling: Any) -> list[dict[str, Any]]:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        {
+            "tokens": list(each.token_ids),
+            "logprobs": [{token: entry.logprob for token, entry in place.items()} for place in each.logprobs],
+        }
+        for each in completions
+    ]
+
+
+if __name__ == "__main__":
+    main()

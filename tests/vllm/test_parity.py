@@ -1,0 +1,129 @@
+"""Tokens of vLLM servers with the connector equal those of one instance, from wherever a prompt's KV comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.models import FAMILIES, Family, write_model
+from tests.vllm.prompts import parity_prompts
+from tests.vllm.reference import Expected, Reference, assert_same
+from tests.vllm.servers import Answer, VllmServer, disaggregated, running
+from tests.vllm.stores import StoreNode
+
+MAX_TOKENS = 8
+FEW = 4
+"""One at a time, only each such prompt is asked for, since every token is then a step of its own."""
+RESTARTED = ("llama", "gemma3")
+"""Families whose servers are restarted: one group of layers, and several."""
+PROMPTS = parity_prompts()
+concurrencies = pytest.mark.parametrize("concurrency", [1, 16])
+
+
+@dataclass(slots=True, eq=False)
+class Site:
+    """Two servers of one family and their store. `first` has computed all prompts, by salt "cold 1" and "cold 16"."""
+
+    family: Family
+    first: VllmServer
+    second: VllmServer
+    store: StoreNode
+    expected: list[Expected]
+    alone: list[Expected]
+    """Answers of the reference to `chosen(1)`, one by one."""
+    cold: dict[int, list[Answer]]
+
+    def ask(self, server: VllmServer, concurrency: int, salt: str) -> list[Answer]:
+        prompts = chosen(concurrency)
+        return server.complete_all(prompts, MAX_TOKENS, concurrency=concurrency, salt=salt)
+
+    def check(self, answers: Sequence[Answer | Expected], concurrency: int) -> None:
+        assert_same(answers, self.expected[:: step_of(concurrency)], chosen(concurrency))
+
+    def check_found(self, answers: Sequence[Answer], concurrency: int) -> None:
+        """Checks that the answers are right, and that all full blocks of their prompts were found."""
+        self.check(answers, concurrency)
+        block_size = self.first.block_size
+        full = [(len(prompt) - 1) // block_size * block_size for prompt in chosen(concurrency)]
+        found = [answer.num_cached for answer in answers]
+        assert sum(found) >= 0.9 * sum(full), list(zip(full, found, strict=True))
+
+
+def step_of(concurrency: int) -> int:
+    return FEW if concurrency == 1 else 1
+
+
+def chosen(concurrency: int) -> list[list[int]]:
+    return PROMPTS[:: step_of(concurrency)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    name: str = request.param
+    family = FAMILIES[name]
+    folder = tmp_path_factory.mktemp(name)
+    model = write_model(name, folder / "model")
+    reference = Reference(model, family.engine, [PROMPTS, *([prompt] for prompt in chosen(1))], MAX_TOKENS)
+    store = StoreNode(folder / "store")
+    first, second = (server_of(model, family, store, folder / f"{place}.log") for place in ("first", "second"))
+    with store, running(first, second):
+        together, *alone = reference.answers()
+        site = Site(family, first, second, store, together, [batch[0] for batch in alone], {})
+        site.cold = {concurrency: site.ask(first, concurrency, f"cold {concurrency}") for concurrency in (1, 16)}
+        store.until_quiet()
+        yield site
+
+
+def server_of(model: Path, family: Family, store: StoreNode, log: Path) -> VllmServer:
+    return VllmServer(model, log, {"join": store.join}, family.engine)
+
+
+def test_one_instance_gives_a_prompt_the_same_tokens_alone_and_among_others(site: Site) -> None:
+    site.check(site.alone, 1)
+
+
+@concurrencies
+def test_prompts_that_are_in_no_cache_have_the_tokens_of_one_instance(site: Site, concurrency: int) -> None:
+    site.check(site.cold[concurrency], concurrency)
+
+
+@concurrencies
+def test_another_server_finds_the_prompts_in_the_store(site: Site, concurrency: int) -> None:
+    if not site.family.finds_prefixes:
+        pytest.skip("vLLM's attention for this family on CPUs cannot continue a prefix")
+    site.second.reset_prefix_cache()
+    site.check_found(site.ask(site.second, concurrency, f"cold {concurrency}"), concurrency)
+
+
+@concurrencies
+def test_a_restarted_store_has_the_prompts_on_its_disk(site: Site, concurrency: int) -> None:
+    if not site.family.finds_prefixes:
+        pytest.skip("vLLM's attention for this family on CPUs cannot continue a prefix")
+    site.store.restart()
+    site.second.until_found(max(chosen(concurrency), key=len), f"cold {concurrency}")
+    site.second.reset_prefix_cache()
+    site.check_found(site.ask(site.second, concurrency, f"cold {concurrency}"), concurrency)
+
+
+@concurrencies
+def test_a_decode_server_goes_on_where_a_prefill_server_ended(site: Site, concurrency: int) -> None:
+    before = site.second.metric("moonserve_connector_tokens_total", op="fetched")
+
+    def ask(prompt: list[int]) -> Answer:
+        return disaggregated(site.first, site.second, prompt, MAX_TOKENS, salt=f"handoff {concurrency}")
+
+    with ThreadPoolExecutor(concurrency) as threads:
+        site.check(list(threads.map(ask, chosen(concurrency))), concurrency)
+    fetched = site.second.metric("moonserve_connector_tokens_total", op="fetched") - before
+    assert fetched >= 0.9 * sum(map(len, chosen(concurrency)))
+
+
+def test_a_restarted_server_finds_its_prompts_in_the_store(site: Site, request: pytest.FixtureRequest) -> None:
+    if site.family not in [FAMILIES[name] for name in RESTARTED]:
+        pytest.skip("tested with a family of one group of layers, and with one of several")
+    site.first.restart()
+    site.check_found(site.ask(site.first, 16, "cold 16"), 16)
