@@ -53,7 +53,7 @@ class _Meter:
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
-        self._random = random.Random(0)
+        self._random = random.Random()  # not those of another worker, which the store may have
         self._vocab_size = engine.config.model_config.get_vocab_size()
         self._number = 0
 
