@@ -9,8 +9,9 @@ ARGS ?=
 
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
+VLLM := .venv-vllm
 
-.PHONY: help .venv-peers serve test test-all test-thorough test-rdma check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check pages-check clean
+.PHONY: help .venv-peers .venv-vllm serve test test-all test-thorough test-rdma test-vllm check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check proto-compare pages-check clean
 
 help:
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-15s %s\n' "$$target" "$$text"; done
@@ -26,26 +27,30 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-
 # Tests for every change: all tests that are fast and need no other program, and one real cluster.
 test: $(DEV) ## the tests for every change, in minutes; a part: ARGS="tests/kvstore -k lease"
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not vllm" $(ARGS)
 
 # All other tests: clusters, Ray, Redis, Prometheus, a browser, a virtual machine, ten times the examples of every
 # property, 300 clusters in virtual time, and two minutes of fault injection into a real one.
 test-all: EXTRA = 2
 test-all: $(DEV) ## all other tests, simulation and chaos; tens of minutes
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
-	MOONSERVE_TEST_EXAMPLES=1 $(PYTEST) -m "slow or examples" $(ARGS)
+	MOONSERVE_TEST_EXAMPLES=1 $(PYTEST) -m "(slow or examples) and not vllm" $(ARGS)
 	$(MAKE) simulate ARGS="--seeds 300"
 	$(MAKE) chaos MINUTES=2 ARGS="--seed 1"
 
 # All tests, with a hundred times the examples and the longest outages: a nightly run.
 test-thorough: $(DEV) ## all tests with a hundred times the examples; hours
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
-	MOONSERVE_TEST_EXAMPLES=10 $(PYTEST) --timeout=7200 $(ARGS)
+	MOONSERVE_TEST_EXAMPLES=10 $(PYTEST) --timeout=7200 -m "not vllm" $(ARGS)
 
 # RDMA verbs in a small virtual machine (tests/rdma/guest). The first run downloads Debian's kernel package.
 test-rdma: $(DEV) ## RDMA verbs in a virtual machine
 	$(BIN)/python -m tests.rdma.guest --prepare
 	$(BIN)/python -m pytest -s -m rdma tests/rdma $(ARGS)
+
+# Tests with vLLM, in its own environment. Warnings of vLLM and its dependencies are not errors here.
+test-vllm: $(VLLM)/.installed ## the tests beside vLLM, in .venv-vllm (3.5 GB)
+	$(VLLM)/bin/python -m pytest -m vllm -W default tests/vllm $(ARGS)
 
 check: $(DEV) proto-check pages-check ## format, lint, types, generated files; what CI runs before the tests
 	$(BIN)/ruff format --check .
@@ -112,6 +117,18 @@ bench-engine: $(DEV) ## decode and prefill beside other engines
 	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# vLLM with moonserve as its users install it: the base requirements, not `serve`. No constraints.txt: vLLM's versions
+# differ from it. torchvision is removed as in .venv-peers.
+.venv-vllm: $(VLLM)/.installed
+
+$(VLLM)/.installed: tests/vllm/requirements.txt pyproject.toml
+	@echo "installing vLLM into $(VLLM) (3.5 GB, a few minutes)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet -r $<
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --editable .
+	@touch $@
+
 # Reproduces Mooncake's published figures from its public trace in out/reproduce/index.html (docs/reproduction.md).
 TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)
 
@@ -126,25 +143,37 @@ docs: $(DEV) ## generated pages, and the site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 # SHIPPED: the packages that users install. The other ones are for developers.
-SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy moonserve/vllm
+SHIPPED := protocol transfer kvstore engine conductor worker prefill_worker decode_worker gateway traces deploy moonserve/vllm moonserve/sglang
 PACKAGES := $(SHIPPED) moonserve models benchmarks docs
 # Links that give the packages their installed names, for mypy.
 TYPED := build/typed
 
-PROTOC := $(BIN)/python -m grpc_tools.protoc -Imoonserve/protocol/pb=proto
+# The compiler is older than the runtimes. Its stubs import with every grpcio from 1.63 and protobuf from 5.26, as those
+# of OpenTelemetry do. Newer stubs refuse an older runtime and one of the next but one major version, and environments of
+# other engines have either. The compiler runs without its own requirement, protobuf<6, so it is installed by itself.
+# It has no wheel for Python 3.13.
+PROTOC_HOME := build/protoc
+PROTOC := PATH=$(BIN):$$PATH PYTHONPATH=$(PROTOC_HOME) $(BIN)/python -m grpc_tools.protoc -Imoonserve/protocol/pb=proto
 PROTOS := $(patsubst proto/%,moonserve/protocol/pb/%,$(wildcard proto/*.proto))
 STUBS := build/stubs
 
+$(PROTOC_HOME)/.installed: constraints.txt | $(DEV)
+	@rm -rf $(PROTOC_HOME)
+	$(PIP) --no-deps --only-binary :all: --target $(PROTOC_HOME) grpcio-tools
+	@touch $@
+
 .PHONY: $(STUBS)
-$(STUBS): $(DEV)
+$(STUBS): $(DEV) $(PROTOC_HOME)/.installed
 	@rm -rf $@ && mkdir -p $@
-	@PATH=$(BIN):$$PATH $(PROTOC) --python_out=$@ --grpc_python_out=$@ --mypy_out=quiet:$@ --mypy_grpc_out=quiet:$@ $(PROTOS)
+	@$(PROTOC) --python_out=$@ --grpc_python_out=$@ --mypy_out=quiet:$@ --mypy_grpc_out=quiet:$@ $(PROTOS)
 
 proto: $(STUBS) ## the stubs of proto/ in protocol/pb/
 	cp $</moonserve/protocol/pb/* protocol/pb/
 
 # The checked-in stubs must equal the output of the pinned compiler for the .proto files.
-proto-check: $(STUBS)
+proto-check: $(if $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info < (3, 13) else "")'),proto-compare)
+
+proto-compare: $(STUBS)
 	@diff -r -x __pycache__ -x __init__.py $</moonserve/protocol/pb protocol/pb || { echo "protocol/pb is stale: run make proto"; exit 1; }
 
 # The checked-in pages generated from the code must be up to date too.
@@ -163,7 +192,7 @@ $(VENV)/bin/python:
 $(RUNTIME): $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing pinned dependencies into $(VENV) (the first time takes a few minutes)"
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(DEV): $(RUNTIME)
@@ -171,4 +200,4 @@ $(DEV): $(RUNTIME)
 	@touch $@
 
 clean: ## removes environments and build output
-	rm -rf $(VENV) $(PEERS) .venv-peers build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-peers $(VLLM) build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

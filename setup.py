@@ -1,4 +1,4 @@
-"""Installs the top-level folders as packages of `moonserve` and compiles their portable C sources into the wheel.
+"""Installs the top-level folders as packages of `moonserve`, and compiles their portable C sources into the wheel.
 
 Without a compiler the wheel is built all the same; the sources are then compiled on first use
 (`moonserve.protocol.process.native_libraries`). So they are in a checkout: an editable install compiles nothing.
@@ -56,7 +56,10 @@ class BuildLibraries(build_ext):
 
 
 setup(
-    packages=["moonserve", *(f"moonserve.{name}" for name in find_packages(include=[f"{f}*" for f in FOLDERS]))],
+    packages=[
+        *find_packages(include=["moonserve", "moonserve.*"]),
+        *(f"moonserve.{name}" for name in find_packages(include=[f"{folder}*" for folder in FOLDERS])),
+    ],
     package_dir={"moonserve": "moonserve"} | {f"moonserve.{folder}": folder for folder in FOLDERS},
     ext_modules=[Extension(name, [str(source)], optional=True) for name, source in SOURCES.items()],
     cmdclass={"build_ext": BuildLibraries},

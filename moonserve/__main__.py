@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from moonserve.protocol.process import lifecycle
@@ -80,6 +82,14 @@ SERVERS: dict[str, tuple[str, str]] = {
     ),
 }
 
+# Verbs that work with the base requirements of pyproject.toml. All others need those of its extra `serve`.
+BASE_VERBS = ("conductor", "store", "directory", "role", "drain", "kvctl", "keys", "explain", "top", "doctor", "traces")
+
+SERVE_MODULES = (
+    "aiohttp", "fastapi", "httptools", "huggingface_hub", "jinja2", "llguidance", "pydantic", "safetensors",
+    "tokenizers", "torch", "transformers", "uvicorn", "yaml",
+)  # fmt: skip
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the verb that is the first item of `argv` and returns its exit code."""
@@ -100,6 +110,11 @@ def _run(arguments: list[str]) -> int:
         print(f"moonserve {importlib.metadata.version('moonserve')}")
         return 0
     verb, rest = arguments[0], arguments[1:]
+    is_base = verb in BASE_VERBS or (verb == "worker" and _is_for_vllm(rest))
+    missing = _missing_of_serve() if verb in (VERBS | SERVERS) and not is_base else None
+    if missing:
+        print(f"moonserve {verb} needs {missing}: pip install 'moonserve[serve]'", file=sys.stderr)
+        return EXIT_USAGE
     if verb == "worker":
         return worker(rest)
     if verb == "traces":
@@ -107,6 +122,16 @@ def _run(arguments: list[str]) -> int:
     if verb in SERVERS:
         return _serve(verb, rest)
     return _run_verb("moonserve", VERBS, verb, rest)
+
+
+def _is_for_vllm(arguments: list[str]) -> bool:
+    """Returns True for a worker whose engine is vLLM, in whose environment it runs."""
+    return "--engine=vllm" in arguments or ("--engine", "vllm") in pairwise(arguments)
+
+
+def _missing_of_serve() -> str | None:
+    """Returns the first module of the extra `serve` that is not installed, without an import of any."""
+    return next((name for name in SERVE_MODULES if importlib.util.find_spec(name) is None), None)
 
 
 def traces(argv: list[str]) -> int:

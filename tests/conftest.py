@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,8 @@ FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
 LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "kvstore/faults/", "traces/", "e2e/")
 """Tests that run first, so that no long test remains when all others have ended."""
 
+collect_ignore_glob = [] if find_spec("vllm") else ["vllm/*"]  # its tests import vLLM: make test-vllm
+
 # Without this, gRPC logs each connection that a test ends on purpose between pytest's dots.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -82,6 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = _place(item)
         if place.startswith(SLOW) and not place.startswith(FAST):
             item.add_marker(pytest.mark.slow)
+        if place.startswith("vllm/"):
+            item.add_marker(pytest.mark.vllm)
         if is_hypothesis_test(getattr(item, "obj", None)) or _counts_examples(item):
             item.add_marker(pytest.mark.examples)
     items.sort(key=_rank)

@@ -24,7 +24,8 @@ from moonserve.protocol.errors import ConfigError
 from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.rdma.device import Port, discover_ports
 
-PACKAGES = ("moonserve", "torch", "transformers", "numpy", "grpcio", "xxhash")
+PACKAGES = ("moonserve", "numpy", "grpcio", "xxhash")
+SERVE_PACKAGES = ("torch", "transformers")  # of the extra `serve`, which store nodes and conductors do not need
 VECTORS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 LEAST_PYTHON = (3, 11)  # pyproject.toml
 ENOUGH_FILES = 4096  # per process, for a connection per peer and stream and a descriptor per segment
@@ -37,7 +38,7 @@ def check_software() -> Iterator[Finding]:
     is_old = tuple(map(int, version.split(".")[:2])) < LEAST_PYTHON
     remedy = f"moonserve needs Python {'.'.join(map(str, LEAST_PYTHON))} or newer" if is_old else ""
     yield Finding("software", "Python", version, remedy, fails=is_old)
-    for name in PACKAGES:
+    for name in PACKAGES + SERVE_PACKAGES:
         yield _package(name)
     yield _compiled()
 
@@ -59,6 +60,8 @@ def _package(name: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        if name in SERVE_PACKAGES:
+            return Finding("software", name, "not installed", "gateways and workers: pip install 'moonserve[serve]'")
         is_tree = name == "moonserve"  # not installed, but run from its source tree
         remedy = f"pip install {'.' if is_tree else name}"
         return Finding("software", name, "not installed", remedy, fails=not is_tree)

@@ -76,7 +76,8 @@ def device_environment(
     config: ServeConfig, index: int, gpus: Sequence[str], cores: Sequence[int]
 ) -> tuple[Mapping[str, str], tuple[str, ...]]:
     """Returns the environment of the worker with this index, and engine options that it needs: its own GPUs in turn, or
-    its own cores. `cores`: of this machine; empty = the user has bound threads already."""
+    as many threads as its share of the cores; several ranks are bound to theirs. `cores`: of this machine; empty = the
+    user has bound threads already."""
     size, num_workers = tensor_parallel_size(config), config.num_workers
     if gpus:
         groups = max(1, len(gpus) // size)
@@ -91,6 +92,14 @@ def device_environment(
     if not cores:
         return {}, options
     each = max(config.threads_per_worker, size)
+    if size == 1:
+        # vLLM then computes in the process of its engine core: one process less, and none that waits by spinning.
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(each),
+        }
+        return environment, options
     own = [str(cores[(index * each + offset) % len(cores)]) for offset in range(each)]
     ranks = [",".join(own[rank::size]) for rank in range(size)]
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(ranks)}, options

@@ -30,6 +30,7 @@ from moonserve.gateway.generation.events import (
     PlaceDue,
     PlaceFailed,
     Report,
+    ReportPhase,
     Submit,
     SubmitFailed,
 )
@@ -44,6 +45,8 @@ from moonserve.protocol.request import GatewayId, PromptLogprobs, Request, Reque
 from moonserve.protocol.rpc.wire import submission_to_wire
 
 _TICKET_BYTES = 16
+_REPORT_AFTER_S = 0.005
+"""Delay of the report of a first token, so that the conductor's work does not compete with the token's delivery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +315,8 @@ class Generation:
         useless to the conductor."""
         if before is not None and not before.done():
             await asyncio.wait([before])
+        if action.phase is ReportPhase.FIRST_TOKEN:
+            await asyncio.sleep(_REPORT_AFTER_S)
         prefill = action.prefill
         await self._context.cluster.report(
             conductor_pb2.ReportRequest(

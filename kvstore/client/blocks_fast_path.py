@@ -87,7 +87,7 @@ class BlocksFastPath:
         deadline: Deadline,
     ) -> list[int | ReadMiss] | None:
         try:
-            fates = await far.scatter_in_loop(keys, slots, self._resources.scratch, deadline)
+            fates = await far.scatter_in_loop(keys, slots, deadline)
         except (PeerLost, DeadlineExceeded) as error:
             if deadline.was_ample():
                 await await_despite_cancellation(self._in_thread(partial(node.mark_lost, error)))

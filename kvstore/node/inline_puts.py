@@ -20,9 +20,10 @@ from moonserve.kvstore.client.node_access.inline_protocol import (
     InlineConnection,
     MalformedRequest,
     ResponseStatus,
-    checksums_on_arrival,
     discard,
+    hash_on_arrival,
     receive_exactly,
+    run_steps,
     send,
 )
 from moonserve.kvstore.node.tier_mover import TierMover
@@ -30,7 +31,7 @@ from moonserve.kvstore.state.objects import PutOutcome, PutRequest, Reservation
 from moonserve.kvstore.state.state import StoreState
 from moonserve.kvstore.wire import keys_from_wire, pin_from_wire
 from moonserve.protocol.errors import InvalidRequest, MoonserveError
-from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
+from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.process.event_loop import LoopRunner
 from moonserve.protocol.request import new_id
@@ -172,7 +173,8 @@ class InlinePuts:
         ]
         end = link.received + sum(lengths) + announced.nbytes
         link.receive(vectors(*pieces, (address_of(announced), announced.nbytes)), 0)
-        arrived = checksums_on_arrival(link, values, lengths, give_up_at)
+        steps = hash_on_arrival(link, np.array(lengths, np.uint64), lambda place: checksum([values[place] or b""]))
+        arrived = run_steps(steps, link, give_up_at)
         link.wait_for(end)
         link.transfer(give_up_at)
         told: list[int] = announced.tolist()

@@ -118,6 +118,7 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
         return PlanMetadata(self._planner.plan_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._planner.loads_ended(connector_output.finished_recving or ())
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, ReportMetadata):
             self._planner.reported(metadata.report)

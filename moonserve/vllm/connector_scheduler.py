@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 0.005
 """How long a lookup may keep the scheduler. A longer one goes on beside the steps, and its request waits for it."""
 _LOOKUP_S = 1.0
+_LOADING_PAUSE_S = 0.0005
+_PINNED_PAUSE_S = 0.002
+"""Pauses of steps without work: vLLM steps all the time while a load or the end of a pin is awaited, and would take the
+transfers' processor. Only loads delay a request."""
 NULL_BLOCK = 0
 """vLLM's block that stands for those out of a window."""
 _COMPLETED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -88,6 +93,7 @@ class ConnectorScheduler:
         self._plan = StepPlan()
         self._manager: Any = None
         self._pins = Pins(num_ranks)
+        self._loading: set[str] = set()
         self.addresses: list[str] = []
         """Where decode servers reach this server's workers, by rank."""
         self._counts: Counts = Counter()
@@ -150,6 +156,7 @@ class ConnectorScheduler:
         groups = self._blocks_between(request.request_id, first, last)
         keys = [[] if remote is not None else tracked.keys(group) for group in self._groups]
         self._plan.loads.append(Load(request.request_id, groups, keys, remote))
+        self._loading.add(request.request_id)
         tracked.lookup = None
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -213,6 +220,8 @@ class ConnectorScheduler:
 
     def plan_step(self, scheduled: Any) -> StepPlan:
         """Returns what the workers do beside this step. `scheduled` is vLLM's SchedulerOutput."""
+        if not scheduled.total_num_scheduled_tokens:
+            time.sleep(_LOADING_PAUSE_S if self._loading else _PINNED_PAUSE_S)
         for request_id, num_computed in _computed_before(scheduled):
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -228,6 +237,9 @@ class ConnectorScheduler:
                 self._plan_offer(tracked)
         plan, self._plan = self._plan, StepPlan()
         return plan
+
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        self._loading.difference_update(request_ids)
 
     def reported(self, report: StepReport) -> None:
         for pin_id, num_workers in report.unpinned.items():

@@ -5,8 +5,10 @@ import warnings
 
 from moonserve.protocol.pb import worker_pb2 as moonserve_dot_protocol_dot_pb_dot_worker__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.63.2'
 GRPC_VERSION = grpc.__version__
+EXPECTED_ERROR_RELEASE = '1.65.0'
+SCHEDULED_RELEASE_DATE = 'June 25, 2024'
 _version_not_supported = False
 
 try:
@@ -16,16 +18,19 @@ except ImportError:
     _version_not_supported = True
 
 if _version_not_supported:
-    raise RuntimeError(
+    warnings.warn(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in moonserve/protocol/pb/worker_pb2_grpc.py depends on'
+        + f' but the generated code in moonserve/protocol/pb/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
+        + f' This warning will become an error in {EXPECTED_ERROR_RELEASE},'
+        + f' scheduled for release on {SCHEDULED_RELEASE_DATE}.',
+        RuntimeWarning
     )
 
 
-class WorkerStub:
+class WorkerStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -56,7 +61,7 @@ class WorkerStub:
                 _registered_method=True)
 
 
-class WorkerServicer:
+class WorkerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Submit(self, request, context):
@@ -112,11 +117,10 @@ def add_WorkerServicer_to_server(servicer, server):
     generic_handler = grpc.method_handlers_generic_handler(
             'moonserve.Worker', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('moonserve.Worker', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Worker:
+class Worker(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -228,7 +232,7 @@ class Worker:
             _registered_method=True)
 
 
-class LandingStub:
+class LandingStub(object):
     """Served by decode workers, called by prefill workers.
     """
 
@@ -260,7 +264,7 @@ class LandingStub:
                 _registered_method=True)
 
 
-class LandingServicer:
+class LandingServicer(object):
     """Served by decode workers, called by prefill workers.
     """
 
@@ -317,11 +321,10 @@ def add_LandingServicer_to_server(servicer, server):
     generic_handler = grpc.method_handlers_generic_handler(
             'moonserve.Landing', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('moonserve.Landing', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Landing:
+class Landing(object):
     """Served by decode workers, called by prefill workers.
     """
 
@@ -434,7 +437,7 @@ class Landing:
             _registered_method=True)
 
 
-class EngineHandoffStub:
+class EngineHandoffStub(object):
     """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's).
     """
 
@@ -451,7 +454,7 @@ class EngineHandoffStub:
                 _registered_method=True)
 
 
-class EngineHandoffServicer:
+class EngineHandoffServicer(object):
     """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's).
     """
 
@@ -474,11 +477,10 @@ def add_EngineHandoffServicer_to_server(servicer, server):
     generic_handler = grpc.method_handlers_generic_handler(
             'moonserve.EngineHandoff', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('moonserve.EngineHandoff', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class EngineHandoff:
+class EngineHandoff(object):
     """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's).
     """
 
@@ -510,7 +512,7 @@ class EngineHandoff:
             _registered_method=True)
 
 
-class RoleSwitchStub:
+class RoleSwitchStub(object):
     """Served by workers that can change between prefill and decode.
     """
 
@@ -527,7 +529,7 @@ class RoleSwitchStub:
                 _registered_method=True)
 
 
-class RoleSwitchServicer:
+class RoleSwitchServicer(object):
     """Served by workers that can change between prefill and decode.
     """
 
@@ -551,11 +553,10 @@ def add_RoleSwitchServicer_to_server(servicer, server):
     generic_handler = grpc.method_handlers_generic_handler(
             'moonserve.RoleSwitch', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('moonserve.RoleSwitch', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class RoleSwitch:
+class RoleSwitch(object):
     """Served by workers that can change between prefill and decode.
     """
 
@@ -587,7 +588,7 @@ class RoleSwitch:
             _registered_method=True)
 
 
-class DrainingStub:
+class DrainingStub(object):
     """Served by workers: taken out of service and put back while they run.
     """
 
@@ -604,7 +605,7 @@ class DrainingStub:
                 _registered_method=True)
 
 
-class DrainingServicer:
+class DrainingServicer(object):
     """Served by workers: taken out of service and put back while they run.
     """
 
@@ -627,11 +628,10 @@ def add_DrainingServicer_to_server(servicer, server):
     generic_handler = grpc.method_handlers_generic_handler(
             'moonserve.Draining', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('moonserve.Draining', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Draining:
+class Draining(object):
     """Served by workers: taken out of service and put back while they run.
     """
 
@@ -663,7 +663,7 @@ class Draining:
             _registered_method=True)
 
 
-class KvMemoryStub:
+class KvMemoryStub(object):
     """Served by workers whose KV takes memory only where blocks live.
     """
 
@@ -685,7 +685,7 @@ class KvMemoryStub:
                 _registered_method=True)
 
 
-class KvMemoryServicer:
+class KvMemoryServicer(object):
     """Served by workers whose KV takes memory only where blocks live.
     """
 
@@ -720,11 +720,10 @@ def add_KvMemoryServicer_to_server(servicer, server):
     generic_handler = grpc.method_handlers_generic_handler(
             'moonserve.KvMemory', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('moonserve.KvMemory', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class KvMemory:
+class KvMemory(object):
     """Served by workers whose KV takes memory only where blocks live.
     """
 

@@ -53,8 +53,8 @@ def run(*command: str | Path, path: str | None = None, cache: Path | None = None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def build(folder: Path, *, path: str | None = None) -> Path:
-    """Builds a wheel from a copy of the tree, since the build writes into its source folder."""
+def copy_of_the_tree(folder: Path) -> Path:
+    """Copies the shipped files, since a build writes into its source folder. The copy has no Git history."""
     copy = folder / "source"
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -64,8 +64,13 @@ def build(folder: Path, *, path: str | None = None) -> Path:
         if not name.startswith(("tests/", "docs/", "benchmarks/")) and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
+    return copy
+
+
+def build(folder: Path, *, path: str | None = None) -> Path:
+    """Builds a wheel."""
     options = ("--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", folder / "dist")
-    run(sys.executable, "-m", "pip", "wheel", *options, copy, path=path)
+    run(sys.executable, "-m", "pip", "wheel", *options, copy_of_the_tree(folder), path=path)
     (built,) = (folder / "dist").glob("*.whl")
     return built
 

@@ -32,6 +32,11 @@ IoVectors = npt.NDArray[np.uint64]
 MAX_IOVECS = 1024
 """Pieces per system call (IOV_MAX of Linux)."""
 
+Words = npt.NDArray[np.uint64]
+
+SHORT_VALUE = 240
+"""Most bytes of a value that is not hashed on arrival: XXH3 has other rules for them (xxh3.h)."""
+
 NO_VECTORS: IoVectors = np.empty((0, 2), np.uint64)
 
 
@@ -103,6 +108,20 @@ class Queue(ctypes.Structure):
         self.array = NO_VECTORS
 
 
+class Hashing(ctypes.Structure):
+    """Values that are hashed as they arrive. `Hashing` of data_plane.c."""
+
+    _fields_ = (
+        ("lengths", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("index", ctypes.c_int64),
+        ("hash", ctypes.c_uint64 * 17),
+    )
+    count: int
+    index: int
+
+
 class FlowState(ctypes.Structure):
     """Progress of both directions of one socket. `Flow` of data_plane.c."""
 
@@ -114,6 +133,7 @@ class FlowState(ctypes.Structure):
         ("error", ctypes.c_int32),
         ("descriptor", ctypes.c_int32),
         ("rest", ctypes.c_int32),
+        ("hashing", Hashing),
     )
     wanted: int
     """Value of `into.moved` at which the input is complete."""
@@ -126,7 +146,7 @@ class FlowState(ctypes.Structure):
 class Flow:
     """Pending output and input of one stream socket. Used by one thread at a time."""
 
-    __slots__ = ("into", "out", "state")
+    __slots__ = ("_hashed", "into", "out", "state")
 
     def __init__(self) -> None:
         self.state = FlowState(descriptor=-1)
@@ -154,6 +174,18 @@ class Flow:
         wanted = max(self.state.wanted, self.into.moved)
         self.into.add(vectors)
         self.state.wanted = wanted + (total_bytes(vectors) if at_least is None else at_least)
+
+    def hash_values(self, lengths: Words) -> Words:
+        """Returns an array that receives the XXH3-64 of the next values of the input, of these lengths back to back.
+
+        `pump` hashes them while they are in the cache. The checksum of a value of up to `SHORT_VALUE` bytes stays 0.
+        """
+        sums: Words = np.zeros(len(lengths), np.uint64)
+        self._hashed = lengths, sums  # kept alive
+        hashing = self.state.hashing
+        hashing.lengths, hashing.sums = address_of(lengths), address_of(sums)
+        hashing.count, hashing.index = len(lengths), 0
+        return sums
 
     def take_descriptor(self) -> int | None:
         """Returns the file descriptor that came with the last received bytes and gives it to the caller to close.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+from vllm import LLM, SamplingParams
 
 from benchmarks.engine.shapes import BATCHES, CONTEXTS, Shape, prompt_tokens
 from benchmarks.engine.speed.contestant import ContestantConfig, StepTimer, StepTimes

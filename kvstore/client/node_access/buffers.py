@@ -22,7 +22,7 @@ from moonserve.protocol.kv_blocks import KvLayout, checksum
 from moonserve.protocol.request import BlockId
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.transfer.memory import scatter
-from moonserve.transfer.memory.data_plane import IoVectors
+from moonserve.transfer.memory.data_plane import IoVectors, Words
 from moonserve.transfer.memory.scatter import LENGTH, LOCAL, REMOTE, Rows
 
 _SMALLEST = 64 * 1024
@@ -73,7 +73,6 @@ class RegisteredScratch:
 
 PORTION_BYTES = 32 * 2**20
 """Scratch memory that a batch borrows at a time; larger segments would not be kept."""
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

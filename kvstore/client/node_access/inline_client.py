@@ -7,7 +7,6 @@ wrong is closed. Knows one node.
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moonserve.kvstore.client.node_access import inline_protocol
-from moonserve.kvstore.client.node_access.buffers import BufferSlots, Words
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.deadline import Deadline
 from moonserve.kvstore.client.node_access.inline_protocol import (
     CHECKSUM,
@@ -38,13 +37,12 @@ from moonserve.kvstore.index_layout import NO_RECORD, Entry, LocateStatus
 from moonserve.kvstore.state.objects import PutOutcome
 from moonserve.kvstore.wire import pin_to_wire
 from moonserve.protocol.errors import Incompatible, MoonserveError, Overloaded, PeerLost
-from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
+from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
 from moonserve.protocol.pb import common_pb2
 from moonserve.protocol.rpc.frames import MAX_MESSAGE_BYTES
 from moonserve.protocol.rpc.wire import failure_from_wire
 from moonserve.transfer import Segment
-from moonserve.transfer.memory.data_plane import IoVectors, address_of, data_plane, vectors
-from moonserve.transfer.memory.scatter import LOCAL, Rows
+from moonserve.transfer.memory.data_plane import SHORT_VALUE, Words, address_of, vectors
 
 GET_KEYS = 4096
 """Most keys in one get: the node's own limit."""
@@ -88,20 +86,18 @@ class InlineClient:
             steps = _get_steps(link, keys, slots, left_s)
             return run_steps(steps, link, time.monotonic() + left_s)
 
-    def scatter(
-        self, keys: Sequence[BlockKey], slots: BufferSlots, local: Segment, deadline: Deadline
-    ) -> list[int | ReadMiss]:
+    def scatter(self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline) -> list[int | ReadMiss]:
         """Reads values into slots of several pieces, up to `GET_BYTES` in all, and returns their checksums.
 
-        `local` must have room for all of them. Raises as `get`, and InvalidRequest for a value of another length.
+        Raises as `get`, and InvalidRequest for a value of another length.
         """
         left_s = deadline.left_s()
         with self._link(deadline) as link:
-            steps = _scatter_steps(link, keys, slots, local, left_s)
+            steps = _scatter_steps(link, keys, slots, left_s)
             return run_steps(steps, link, time.monotonic() + left_s)
 
     async def scatter_in_loop(
-        self, keys: Sequence[BlockKey], slots: BufferSlots, local: Segment, deadline: Deadline
+        self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline
     ) -> list[int | ReadMiss] | None:
         """Does the same as `scatter` in an event loop. Returns None if there is no idle connection: dialling blocks.
 
@@ -112,7 +108,7 @@ class InlineClient:
             return None
         left_s = deadline.left_s()
         with _LentConnection(link, self._begin, self._end):
-            steps = _scatter_steps(link, keys, slots, local, left_s)
+            steps = _scatter_steps(link, keys, slots, left_s)
             return await run_steps_in_loop(steps, link, time.monotonic() + left_s)
 
     def exist(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool | ReadMiss]:
@@ -132,8 +128,10 @@ class InlineClient:
         give_up_at = time.monotonic() + left_s
         with self._link(deadline) as link:
             told = run_steps(_receive_rows(_send_get(link, keys, rooms, left_s), link), link, give_up_at)
-            slots = BufferSlots.packed(local, told.lengths)
-            arrived = run_steps(_ValueBuffers(slots, told.lengths).receive(link), link, give_up_at)
+            if int(told.lengths.sum()) > local.nbytes:
+                raise PeerLost("the node sent more bytes than requested")
+            slots = BufferSlots.packed(local, told.lengths.tolist())
+            arrived = run_steps(_receive_values(link, slots, slots.lengths), link, give_up_at)
             return told.results(arrived), slots
 
     def put(
@@ -230,44 +228,29 @@ def _get_steps(
     link: InlineConnection, keys: Sequence[BlockKey], slots: BufferSlots, left_s: float
 ) -> Steps[list[Found]]:
     count = _send_get(link, keys, slots.capacities, left_s)
-    expected = _ValueBuffers.full(slots)  # prepared while the node looks the keys up
     told = yield from _receive_rows(count, link)
     if told.is_all_of(slots.capacities):
-        return told.all_found((yield from expected.receive(link)), expected.lengths)
-    return told.results((yield from _ValueBuffers(slots, told.lengths).receive(link)))
+        return told.all_found((yield from _receive_values(link, slots, slots.capacities)), slots.capacities)
+    return told.results((yield from _receive_values(link, slots, told.lengths)))
 
 
 def _scatter_steps(
-    link: InlineConnection, keys: Sequence[BlockKey], slots: BufferSlots, local: Segment, left_s: float
+    link: InlineConnection, keys: Sequence[BlockKey], slots: BufferSlots, left_s: float
 ) -> Steps[list[int | ReadMiss]]:
-    """Receives each value in one piece, hashes it as it arrives, then copies it to the pieces of its slot.
+    def checksum_of(place: int) -> int:
+        return slots.checksum(place) if slots.lengths[place] <= SHORT_VALUE else 0  # 0: not sent
 
-    This copy is faster than receiving and hashing many small pieces.
-    """
-    lengths: list[int] = slots.lengths.tolist()
     count = _send_get(link, keys, slots.lengths, left_s)
-    packed = _packed(local, slots.rows, lengths)  # prepared while the node looks the keys up
+    pieces = slots.vectors()  # prepared while the node looks the keys up
     told = yield from _receive_rows(count, link)
-    all_there = told.is_all_of(slots.lengths)
+    lengths, all_there = slots.lengths, told.is_all_of(slots.lengths)
     if not all_there:
-        told.require(lengths)
+        told.require(lengths.tolist())
         lengths = told.lengths
-        packed = _packed(local, slots.rows, lengths)
-    rows, values = packed
-    link.receive(vectors((local.base, sum(lengths))), 0)
-    arrived = yield from hash_on_arrival(link, values, lengths)
-    data_plane().copy_rows(slots.segment.base, local.base, rows, to_column=LOCAL)
+        pieces = slots.at(np.flatnonzero(lengths).tolist()).vectors()
+    link.receive(pieces, 0)
+    arrived = yield from hash_on_arrival(link, lengths, checksum_of)
     return list(arrived) if all_there and told.checksums == arrived else told.scattered(arrived)
-
-
-def _packed(
-    local: Segment, rows: Callable[[Sequence[int]], Rows], lengths: Sequence[int]
-) -> tuple[Rows, list[memoryview]]:
-    """Returns the copies from values back to back in `local` to their pieces, and the values."""
-    ends = list(itertools.accumulate(lengths))
-    begins = [0, *ends[:-1]]
-    values = [local.buffer[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    return rows(begins), values
 
 
 def _send_get(
@@ -308,9 +291,9 @@ class _ResponseRows:
         return [extent >> 32 for extent in self._extents.tolist()]
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> Words:
         """Length of each value that is sent; 0 for the others."""
-        return [extent - _SENT if extent >> 32 == LocateStatus.SENT else 0 for extent in self._extents.tolist()]
+        return np.where(self._extents >> 32 == LocateStatus.SENT, self._extents & 0xFFFFFFFF, 0).astype(np.uint64)
 
     def require(self, lengths: Sequence[int]) -> None:
         """Raises InvalidRequest if an existing object has another length."""
@@ -334,9 +317,9 @@ class _ResponseRows:
         checksums: list[int] = self._rows[:, 2].tolist()
         return checksums
 
-    def all_found(self, arrived: Sequence[int], lengths: Sequence[int]) -> list[Found]:
+    def all_found(self, arrived: Sequence[int], lengths: Words) -> list[Found]:
         """Returns the same as `results`, if all values were to be sent."""
-        return list(lengths) if arrived == self.checksums else self.results(arrived)
+        return lengths.tolist() if arrived == self.checksums else self.results(arrived)
 
     def results(self, arrived: Sequence[int]) -> list[Found]:
         """Returns each key's result, given the checksums of the received bytes. Those of unsent values are ignored."""
@@ -354,28 +337,19 @@ def _found(row: Sequence[int], arrived: int) -> Found:
     return ReadMiss.ABSENT if standing == LocateStatus.MISSING else ReadMiss.ASK_NODE
 
 
-class _ValueBuffers:
-    """Memory that receives the values of an answer."""
+def _receive_values(link: InlineConnection, slots: BufferSlots, lengths: Words) -> Steps[list[int]]:
+    """Receives values into slots of one piece and returns the checksums of the received bytes.
 
-    def __init__(self, slots: BufferSlots, lengths: Sequence[int]) -> None:
-        """Raises PeerLost if the node announces more bytes than a slot has room for."""
-        self.lengths = lengths
-        self._pieces: IoVectors = np.empty((len(lengths), 2), np.uint64)
-        self._pieces[:, 0], self._pieces[:, 1] = slots.addresses, lengths
-        if (self._pieces[:, 1] > slots.capacities).any():
-            raise PeerLost("the node sent more bytes than requested")
-        memory, offsets = slots.segment.buffer, slots.offsets.tolist()
-        self._values = [memory[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
+    Raises PeerLost if the node announces more bytes than a slot has room for.
+    """
+    if (lengths > slots.capacities).any():
+        raise PeerLost("the node sent more bytes than requested")
+    link.receive(np.stack((slots.addresses, lengths), axis=1), 0)
 
-    @classmethod
-    def full(cls, slots: BufferSlots) -> _ValueBuffers:
-        """Expects a value that fills each slot."""
-        return cls(slots, slots.capacities.tolist())
+    def checksum_of(place: int) -> int:
+        return checksum([slots.memory(place, int(lengths[place]))])
 
-    def receive(self, link: InlineConnection) -> Steps[list[int]]:
-        """Receives the values and returns the checksums of the received bytes."""
-        link.receive(self._pieces, 0)
-        return (yield from hash_on_arrival(link, self._values, self.lengths))
+    return (yield from hash_on_arrival(link, lengths, checksum_of))
 
 
 def _check_header(answer: bytearray) -> None:

@@ -24,20 +24,25 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from moonserve.protocol.errors import DeadlineExceeded, PeerLost
-from moonserve.protocol.kv_blocks import KEY_BYTES, RunningChecksum
+from moonserve.protocol.kv_blocks import KEY_BYTES
 from moonserve.protocol.rpc import socket_addresses
-from moonserve.transfer.memory.data_plane import Flow, IoVectors, PumpEnd, address_of, data_plane, vectors
-
-Words = npt.NDArray[np.uint64]
+from moonserve.transfer.memory.data_plane import (
+    SHORT_VALUE,
+    Flow,
+    IoVectors,
+    PumpEnd,
+    Words,
+    address_of,
+    data_plane,
+    vectors,
+)
 
 INLINE_METHOD = "/moonserve.KvStore!express"
 """Name under which a lean server offers the switch to an inline connection. No RPC method can have this name."""
@@ -103,6 +108,8 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A generator that yields whenever it needs more received bytes, and returns its result."""
 _BRIEF_NS = 100_000
+_MUCH_BYTES = 128 * 1024
+"""Bytes in `_BRIEF_NS` of a sender that keeps sending."""
 _MAX_NATIVE_WAIT_S = 0.1
 """Longest wait in compiled code, so that Python can handle signals."""
 SPIN_NS = 100_000
@@ -113,8 +120,6 @@ LOCAL_BUFFER_BYTES = 4 << 20
 LOCAL_CONGESTION = b"reno"
 """Available in every kernel, and without pacing: on a local connection, bbr's pacing only costs two timers per batch,
 each an exit of a virtual machine (LOG.md)."""
-PIECE_BYTES = 128 * 1024
-"""Bytes hashed at a time: fewer system calls than value by value, and still in the cache (LOG.md)."""
 
 
 class InlineConnection:
@@ -168,6 +173,12 @@ class InlineConnection:
         """Sets the memory for the next received bytes. `transfer` waits for `at_least` of them, by default for all."""
         self._flow.receive(pieces, at_least)
 
+    def hash_values(self, lengths: Words) -> Words:
+        """Makes `transfer` receive the next values, of these lengths, and fill the returned array with their checksums,
+        except those of up to `SHORT_VALUE` bytes."""
+        self.wait_for(self.received + int(lengths.sum()))
+        return self._flow.hash_values(lengths)
+
     def wait_for(self, received: int) -> None:
         """Makes `transfer` wait until the connection has received this many bytes in total."""
         self._flow.state.wanted = received
@@ -189,14 +200,18 @@ class InlineConnection:
                 raise PeerLost("the connection broke")
 
     def transfer_briefly(self) -> bool:
-        """Pumps for a fraction of a millisecond at most. Returns False if it is not done. Raises PeerLost."""
+        """Pumps while much arrives in each fraction of a millisecond. Returns False if it is not done. Raises
+        PeerLost."""
         spin_ns = min(self.spin_ns, _BRIEF_NS)
-        end = self._plane.pump(self._fd, self._flow, timeout_ns=_BRIEF_NS, spin_ns=spin_ns)
-        if end is PumpEnd.IN_DONE or end is PumpEnd.OUT_DONE:
-            return True
-        if end is not PumpEnd.TIMEOUT:
-            raise PeerLost("the connection broke")
-        return False
+        while True:
+            before = self.received
+            end = self._plane.pump(self._fd, self._flow, timeout_ns=_BRIEF_NS, spin_ns=spin_ns)
+            if end is PumpEnd.IN_DONE or end is PumpEnd.OUT_DONE:
+                return True
+            if end is not PumpEnd.TIMEOUT:
+                raise PeerLost("the connection broke")
+            if self.received - before < _MUCH_BYTES:
+                return False
 
     async def ready(self, give_up_at: float) -> None:
         """Waits in an event loop until the socket is ready. Raises DeadlineExceeded."""
@@ -300,45 +315,14 @@ def _tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOCAL_CONGESTION)
 
 
-def checksums_on_arrival(
-    link: InlineConnection, values: Sequence[memoryview | None], lengths: Sequence[int], give_up_at: float
-) -> list[int]:
-    """Returns the checksums of the values that `link` receives next, one after another, once all have arrived.
+def hash_on_arrival(link: InlineConnection, lengths: Words, checksum_of: Callable[[int], int]) -> Steps[list[int]]:
+    """Receives the next values, of these lengths back to back, and returns their checksums.
 
-    A value without memory has checksum 0. Raises as `InlineConnection.transfer`.
+    `checksum_of` returns the checksum of one short value that has arrived, by its place.
     """
-    return run_steps(hash_on_arrival(link, values, lengths), link, give_up_at)
-
-
-def hash_on_arrival(
-    link: InlineConnection, values: Sequence[memoryview | None], lengths: Sequence[int]
-) -> Steps[list[int]]:
-    """Generates the steps of `checksums_on_arrival`."""
-    found: list[int] = []
-    arrived = end = link.received
-    all_end = end + sum(lengths)
-    for value, length in zip(values, lengths, strict=True):
-        begin, end = end, end + length
-        if value is not None and length > PIECE_BYTES:
-            found.append((yield from _hash_large_value(link, value, begin)))
-            arrived = link.received
-            continue
-        if arrived < end:
-            link.wait_for(max(end, min(arrived + PIECE_BYTES, all_end)))
-            yield
-            arrived = link.received
-        found.append(0 if value is None else xxhash.xxh3_64_intdigest(value))
-    return found
-
-
-def _hash_large_value(link: InlineConnection, value: memoryview, begin: int) -> Steps[int]:
-    running, hashed = RunningChecksum(), 0
-    while hashed < len(value):
-        wanted = min(hashed + PIECE_BYTES, len(value))
-        if link.received < begin + wanted:
-            link.wait_for(begin + wanted)
-            yield
-        arrived = min(link.received - begin, len(value))
-        running.add(value[hashed:arrived])
-        hashed = arrived
-    return running.value
+    sums = link.hash_values(lengths)
+    yield
+    checksums: list[int] = sums.tolist()
+    for place in np.flatnonzero(lengths <= SHORT_VALUE).tolist():
+        checksums[place] = checksum_of(place)
+    return checksums

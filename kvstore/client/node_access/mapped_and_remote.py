@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import numpy as np
 import xxhash
 
-from moonserve.kvstore.client.node_access.buffers import BufferSlots, RegisteredScratch
+from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.deadline import Deadline
 from moonserve.kvstore.client.node_access.inline_client import GET_BYTES, GET_KEYS, Found, InlineClient, NotOffered
 from moonserve.kvstore.client.node_access.objects import LeasedObject, ReadMiss, too_small, wrong_length
@@ -229,27 +229,23 @@ class RemoteObjects:
                 fates[place] = fate
         return fates
 
-    def scatter(
-        self, keys: Sequence[BlockKey], slots: BufferSlots, scratch: RegisteredScratch, deadline: Deadline
-    ) -> list[int | ReadMiss]:
+    def scatter(self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline) -> list[int | ReadMiss]:
         """Reads objects into slots of several pieces and returns their checksums; ASK for all that it cannot read.
 
         Raises InvalidRequest for an object of another length.
         """
         found = None
         if slots.nbytes <= GET_BYTES and len(keys) <= GET_KEYS:
-            with scratch.borrow(slots.nbytes or 1) as local:
-                found = self._inline_get(lambda inline: inline.scatter(keys, slots, local, deadline))
+            found = self._inline_get(lambda inline: inline.scatter(keys, slots, deadline))
         return [ReadMiss.ASK_NODE] * len(keys) if found is None else found
 
     async def scatter_in_loop(
-        self, keys: Sequence[BlockKey], slots: BufferSlots, scratch: RegisteredScratch, deadline: Deadline
+        self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline
     ) -> list[int | ReadMiss] | None:
         """Does the same as `scatter` in an event loop. Returns None if that needs a thread."""
         if self._inline is None or slots.nbytes > GET_BYTES or len(keys) > GET_KEYS:
             return None
-        with scratch.borrow(slots.nbytes or 1) as local:
-            return await self._inline.scatter_in_loop(keys, slots, local, deadline)
+        return await self._inline.scatter_in_loop(keys, slots, deadline)
 
     def find_or_read(
         self, keys: Sequence[BlockKey], local: Segment, deadline: Deadline

@@ -184,7 +184,7 @@ class NodeReads:
         fates: list[int | ReadMiss] = _read_mapped_or_remote(
             node,
             lambda near: near.scatter(keys, slots),
-            lambda far: far.scatter(keys, slots, self._resources.scratch, deadline),
+            lambda far: far.scatter(keys, slots, deadline),
             deadline,
         )
         self.report_uses(node, keys_read(keys, fates))
@@ -198,7 +198,7 @@ class NodeReads:
             node,
             keys,
             lambda near: near.scatter(keys, slots),
-            lambda far: far.scatter(keys, slots, self._resources.scratch, deadline),
+            lambda far: far.scatter(keys, slots, deadline),
             lambda some: self._leased_scattered(node, select(keys, some), slots.at(some), deadline),
             deadline,
         )

@@ -1,0 +1,218 @@
+"""`make bench-vllm`: disaggregated vLLM on two cores, by moonserve and by NIXL, in turns in one run on one machine.
+
+1. TTFT, gaps between tokens and throughput of a 110M Llama (bfloat16, random weights) at several concurrencies.
+   Claims: with `--engine vllm`, TTFT p50 at most 0.9 and throughput at least 1.0 times those of vLLM 1P1D with NIXL;
+   with the connector alone, not worse than with NIXL. Prompts never repeat, so no cache helps.
+2. The second visit of a 4,000-token prompt through the store, at another server and after that server's restart.
+   Claim: TTFT at most 0.3 times that of the first visit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from benchmarks.engine.shapes import SMALL
+from benchmarks.harness.measure import (
+    latencies_ms,
+    median,
+    medians,
+    random_prompts,
+    report_progress,
+    table,
+    total_throughput,
+    write_json,
+)
+from benchmarks.vllm.deployments import (
+    MOONSERVE_CONNECTOR,
+    NIXL_CONNECTOR,
+    TOKEN,
+    Deployment,
+    Process,
+    disaggregated,
+    moonserve_cluster,
+    vllm_alone,
+    vllm_server,
+)
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.protocol.latency import Timeline
+
+REFERENCE = "vLLM 1P1D, NIXL"
+_PROMPT, _OUTPUT = 512, 64
+_LONG_PROMPT = 4000
+_MAX_VISIT = 0.3
+
+
+def all_deployments(model: Path, folder: Path) -> list[Deployment]:
+    return [
+        vllm_alone(model, folder),
+        disaggregated(REFERENCE, model, folder, NIXL_CONNECTOR),
+        disaggregated("vLLM 1P1D, moonserve's connector", model, folder, MOONSERVE_CONNECTOR),
+        moonserve_cluster("moonserve, vLLM", model, folder, "--engine", "vllm"),
+        moonserve_cluster("moonserve, own engine", model, folder),
+    ]
+
+
+async def measure(deployment: Deployment, concurrency: int, seed: str) -> dict[str, float]:
+    """Returns the figures of `concurrency` clients that each send one prompt after another."""
+    per_client = max(2, 12 // concurrency)
+    prompts = random_prompts(concurrency * per_client, _PROMPT, SMALL["vocab_size"], seed)
+    timelines: list[Timeline] = []
+
+    async def client(number: int) -> None:
+        async with deployment.client() as stream:
+            for prompt in prompts[number::concurrency]:
+                outcome = await deployment.complete(stream, prompt, _OUTPUT)
+                if outcome.timeline is None or len(outcome.timeline.token_at) < _OUTPUT:
+                    raise RuntimeError(f"{deployment.name}: {outcome.error or outcome}")
+                timelines.append(outcome.timeline)
+
+    await asyncio.gather(*(client(number) for number in range(concurrency)))
+    return {**latencies_ms(timelines), "tokens_per_s": total_throughput(timelines)}
+
+
+def serving(model: Path, folder: Path, concurrencies: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
+    """Measures all deployments in turns. Returns medians by "deployment, concurrency"."""
+    deployments: list[Deployment] = []
+    results: dict[str, list[dict[str, float]]] = {}
+    try:
+        for deployment in all_deployments(model, folder):
+            deployments.append(deployment)
+            deployment.wait_until_serving()
+            asyncio.run(measure(deployment, 2, f"warm up {deployment.name}"))
+            deployment.pause()
+        for number in range(rounds):
+            for concurrency in concurrencies:
+                for deployment in deployments:
+                    report_progress(f"round {number + 1}, {concurrency} at once: {deployment.name}")
+                    deployment.resume()
+                    row = asyncio.run(measure(deployment, concurrency, f"{number} {concurrency} {deployment.name}"))
+                    deployment.pause()
+                    results.setdefault(f"{deployment.name}, {concurrency}", []).append(row)
+    finally:
+        for deployment in deployments:
+            deployment.close()
+    return {name: medians(rows) for name, rows in results.items()}
+
+
+def serving_table(results: dict[str, dict[str, float]]) -> str:
+    rows = []
+    for name, row in results.items():
+        deployment, _, concurrency = name.rpartition(", ")
+        peer = results[f"{REFERENCE}, {concurrency}"]
+        rows.append(
+            [
+                deployment,
+                concurrency,
+                *(f"{row[each]:.1f}" for each in ("ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "tokens_per_s")),
+                f"{row['ttft_p50_ms'] / peer['ttft_p50_ms']:.2f}",
+                f"{row['tokens_per_s'] / peer['tokens_per_s']:.2f}",
+            ]
+        )
+    headers = [
+        "deployment",
+        "at once",
+        "TTFT p50 ms",
+        "p99",
+        "TBT p50 ms",
+        "tokens/s",
+        "TTFT ÷ NIXL",
+        "tokens/s ÷ NIXL",
+    ]
+    return table(headers, rows)
+
+
+async def _first_token_ms(deployment: Deployment, prompt: Sequence[int]) -> float:
+    async with deployment.client() as client:
+        outcome = await deployment.complete(client, prompt, 2)
+    if outcome.timeline is None:
+        raise RuntimeError(f"{deployment.name}: {outcome.error}")
+    return outcome.timeline.ttft_s * 1000
+
+
+def second_visits(model: Path, folder: Path, rounds: int) -> dict[str, float]:
+    """Returns the median TTFT in ms of a prompt's first visit, of the second one elsewhere, and after a restart."""
+    store_port = free_port()
+    store = Process(
+        [sys.executable, "-m", "moonserve", "store", "--instance-id", "s", "--port", str(store_port), "--dram", "4GiB"],
+        {"MOONSERVE_CLUSTER_TOKEN": TOKEN},
+        folder / "store.log",
+    )
+    transfer = {**MOONSERVE_CONNECTOR, "kv_connector_extra_config": {"join": f"node://127.0.0.1:{store_port}"}}
+
+    def server(core: int) -> Deployment:
+        port = free_port()
+        log = folder / f"store-client-{core}.log"
+        process = vllm_server(model, port, (core,), log, transfer, "--no-enable-prefix-caching")
+        deployment = Deployment(f"server {core}", [process], f"http://127.0.0.1:{port}")
+        deployment.wait_until_serving()
+        return deployment
+
+    first, second = server(0), server(1)
+    times: dict[str, list[float]] = {"first": [], "elsewhere": [], "after restart": []}
+    try:
+        warm, *prompts = random_prompts(rounds + 1, _LONG_PROMPT, SMALL["vocab_size"], "visits")
+        for deployment in (first, second):
+            asyncio.run(_first_token_ms(deployment, warm))
+        for prompt in prompts:
+            times["first"].append(asyncio.run(_first_token_ms(first, prompt)))
+            time.sleep(1.0)  # its blocks are stored beside the next steps
+            times["elsewhere"].append(asyncio.run(_first_token_ms(second, prompt)))
+        second.close()
+        second = server(1)
+        asyncio.run(_first_token_ms(second, warm))
+        times["after restart"] = [asyncio.run(_first_token_ms(second, prompt)) for prompt in prompts]
+    finally:
+        for each in (first, second):
+            each.close()
+        store.close()
+    return {name: median(values) for name, values in times.items()}
+
+
+def _write_model(folder: Path) -> None:
+    """Writes the 110M model, and a tokenizer whose tokens are the ids in decimal: prompts are lists of ids."""
+    subprocess.run([sys.executable, "-m", "benchmarks.engine.random_model", str(folder)], check=True)
+    tokenizer = Tokenizer(WordLevel({str(n): n for n in range(SMALL["vocab_size"])}, unk_token="0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": str(SMALL["eos_token_id"])}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--only", choices=["serving", "visits"])
+    parser.add_argument("--out", type=Path, default=Path("out/bench-vllm.json"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = folder / "model"
+        _write_model(model)
+        report: dict[str, object] = {}
+        if arguments.only != "visits":
+            results = serving(model, folder, arguments.concurrency, arguments.rounds)
+            report["serving"] = results
+            print(serving_table(results))
+        if arguments.only != "serving":
+            visits = second_visits(model, folder, arguments.rounds)
+            report["visits"] = visits
+            rows = [[each, f"{ms:.0f}", f"{ms / visits['first']:.2f}"] for each, ms in visits.items()]
+            print(table([f"visit of {_LONG_PROMPT} tokens", "TTFT ms", f"÷ first (at most {_MAX_VISIT})"], rows))
+        write_json(arguments.out, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Ways to serve one model on two cores, each as processes of its own that can be stopped while another is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from moonserve.deploy.launcher.ports import free_port
+from moonserve.protocol.latency import Timeline
+from moonserve.traces.client import Outcome, StreamClient
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+TOKEN = "benchmark"
+_START_S = 240.0
+_STOP_S = 20.0
+_ENGINE = ("--dtype", "bfloat16", "--enforce-eager", "--block-size", "32", "--max-num-seqs", "32")
+_MAX_LEN = 4352
+_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What routers ask a prefill server for."""
+
+
+class Process:
+    """One program with its own process group and log."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                argv, env={**os.environ, **environment}, stdout=file, stderr=file, start_new_session=True, cwd=ROOT
+            )
+        self._log = log
+
+    def wait_until_serving(self, url: str) -> None:
+        give_up_at = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
+                return
+            if self._process.poll() is not None or time.monotonic() > give_up_at:
+                raise RuntimeError(f"{url} is not served: {self._log.read_text()[-2000:]}")
+            time.sleep(0.2)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        self.signal(signal.SIGCONT)
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def vllm_server(
+    model: Path, port: int, cores: Sequence[int], log: Path, transfer: Mapping[str, Any] | None, *flags: str
+) -> Process:
+    """Starts a vLLM server on some cores, with a KV connector if `transfer` is given."""
+    argv = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *_ENGINE, *flags]
+    argv += ["--skip-tokenizer-init", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(_MAX_LEN)]
+    argv += ["--disable-uvicorn-access-log", "--served-model-name", "model"]
+    if transfer is not None:
+        argv += ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **transfer})]
+    bound = ",".join(map(str, cores))
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": bound,
+        "OMP_NUM_THREADS": str(len(cores)),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "MOONSERVE_CLUSTER_TOKEN": TOKEN,
+    }
+    return Process(["taskset", "--cpu-list", bound, *argv], environment, log)
+
+
+MOONSERVE_CONNECTOR = {
+    "kv_connector": "MoonserveConnector",
+    "kv_connector_module_path": "moonserve.vllm.connector",
+    "kv_load_failure_policy": "recompute",
+}
+NIXL_CONNECTOR = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}
+
+
+class Deployment:
+    """Processes that serve the model at one URL."""
+
+    def __init__(self, name: str, processes: Sequence[Process], url: str) -> None:
+        self.name = name
+        self._processes = processes
+        self._url = url
+
+    def wait_until_serving(self) -> None:
+        for process in self._processes:
+            process.wait_until_serving(f"{self._url}/v1/models")
+
+    def pause(self) -> None:
+        for process in self._processes:
+            process.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for process in self._processes:
+            process.signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+
+    async def complete(self, client: StreamClient, prompt: Sequence[int], max_tokens: int) -> Outcome:
+        return await client.complete("model", prompt, max_tokens=max_tokens)
+
+    def client(self) -> StreamClient:
+        return StreamClient(self._url)
+
+
+class Disaggregated(Deployment):
+    """A prefill and a decode server, between which this process is the router."""
+
+    def __init__(self, name: str, prefill: tuple[Process, str], decode: tuple[Process, str]) -> None:
+        super().__init__(name, [prefill[0], decode[0]], decode[1])
+        self._prefill, self._urls = prefill, (prefill[1], decode[1])
+
+    def wait_until_serving(self) -> None:
+        for process, url in zip(self._processes, self._urls, strict=True):
+            process.wait_until_serving(f"{url}/v1/models")
+
+    async def complete(self, client: StreamClient, prompt: Sequence[int], max_tokens: int) -> Outcome:
+        """The time to the first token counts from the first call, as routers' clients see it."""
+        arrived_at = time.monotonic()
+        body = {"model": "model", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"{self._urls[0]}/v1/completions",
+                json={**body, "stream": False, "kv_transfer_params": _PREFILL, "return_token_ids": True},
+            ) as response,
+        ):
+            answer = await response.json()
+        parameters = {"kv_transfer_params": answer["kv_transfer_params"]}
+        outcome = await client.complete("model", prompt, max_tokens=max_tokens, extra=parameters)
+        if outcome.timeline is None:
+            return outcome
+        timeline = Timeline(arrived_at, outcome.timeline.token_at)
+        return Outcome(
+            status=outcome.status,
+            error=outcome.error,
+            timeline=timeline,
+            token_ids=outcome.token_ids,
+        )
+
+
+def vllm_alone(model: Path, folder: Path) -> Deployment:
+    port = free_port()
+    process = vllm_server(model, port, (0, 1), folder / "vllm.log", None, "--no-enable-prefix-caching")
+    return Deployment("vLLM alone", [process], f"http://127.0.0.1:{port}")
+
+
+def disaggregated(name: str, model: Path, folder: Path, transfer: Mapping[str, Any]) -> Deployment:
+    halves = []
+    for core, role in enumerate(("prefill", "decode")):
+        port = free_port()
+        log = folder / f"{transfer['kv_connector']}-{role}.log"
+        process = vllm_server(model, port, (core,), log, transfer, "--no-enable-prefix-caching")
+        halves.append((process, f"http://127.0.0.1:{port}"))
+    return Disaggregated(name, *halves)
+
+
+def moonserve_cluster(name: str, model: Path, folder: Path, *flags: str) -> Deployment:
+    """Starts `moonserve serve` with one prefill and one decode worker, each on its own core."""
+    port = free_port()
+    argv = [sys.executable, "-m", "moonserve", "serve", str(model), "--port", str(port), *flags]
+    argv += ["--served-model-name", "model", "--dtype", "bfloat16"]
+    process = Process(argv, {"MOONSERVE_VLLM_PYTHON": str(VLLM_PYTHON)}, folder / f"{name.replace(' ', '-')}.log")
+    return Deployment(name, [process], f"http://127.0.0.1:{port}")

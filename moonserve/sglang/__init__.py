@@ -1,0 +1,1 @@
+"""moonserve inside SGLang: a storage backend of its hierarchical cache (docs/vllm.md)."""
