@@ -175,6 +175,8 @@ def worker(argv: list[str]) -> int:
         known, rest = parser.parse_known_args(argv)
         if known.engine == "vllm" and "on" in (known.role_switching, known.conditional_disaggregation):
             parser.error("--engine vllm has neither --role-switching nor --conditional-disaggregation")
+        if known.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            parser.error(f"--engine vllm needs vLLM, which {sys.executable} does not have")
         if known.role_switching == "on":
             command = "worker --role-switching on"
             rest += ["--role", known.role] if known.role else []
