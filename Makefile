@@ -11,7 +11,7 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 VLLM := .venv-vllm
 
-.PHONY: help .venv-peers .venv-vllm serve test test-all test-thorough test-rdma test-vllm check format conformance chaos simulate bench bench-transfer bench-store bench-engine reproduce docs proto proto-check proto-compare pages-check clean
+.PHONY: help .venv-peers .venv-vllm serve test test-all test-thorough test-rdma test-vllm check format conformance chaos simulate bench bench-transfer bench-store bench-engine bench-vllm reproduce docs proto proto-check proto-compare pages-check clean
 
 help:
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-15s %s\n' "$$target" "$$text"; done
@@ -103,6 +103,11 @@ bench-store: $(DEV) $(PEERS)/.installed $(PEERS)/.installed-stores ## the KV sto
 
 $(PEERS)/.installed-stores: benchmarks/store/speed/requirements.txt | $(PEERS)/.installed
 	-@$(install-peers)
+
+# NIXL is installed beside vLLM without its own requirements, which vLLM's environment meets.
+bench-vllm: $(DEV) $(VLLM)/.installed ## disaggregated vLLM, by moonserve and by NIXL
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r benchmarks/serving/vllm/requirements.txt
+	$(BIN)/python -m benchmarks.serving.vllm $(ARGS)
 
 bench-engine: $(DEV) ## decode and prefill beside other engines
 	$(BIN)/python -m benchmarks.engine $(ARGS)

@@ -23,11 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from moonserve.protocol.errors import ConfigError
-from moonserve.vllm.connector_scheduler import ConnectorScheduler
-from moonserve.vllm.connector_worker import ConnectorWorker
+from moonserve.vllm.kv.scheduler import ConnectorScheduler
+from moonserve.vllm.kv.settings import ConnectorSettings, model_identity, namespace
+from moonserve.vllm.kv.step_plan import StepPlan, StepReport
+from moonserve.vllm.kv.worker import ConnectorWorker
 from moonserve.vllm.metrics import ConnectorPromMetrics, ConnectorStats
-from moonserve.vllm.settings import ConnectorSettings, model_identity, namespace
-from moonserve.vllm.step_plan import StepPlan, StepReport
 from moonserve.vllm.vllm_cache import cache_groups_of, extras_of, memory_of
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from prometheus_client import Counter as PrometheusCounter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 _METRICS = {
-    "tokens": ("op", "Tokens whose KV was loaded, stored, handed off or computed again after a failed load"),
-    "bytes": ("op", "Bytes of KV that were loaded, stored or fetched from a prefill server"),
-    "failed_blocks": ("reason", "Blocks that could not be loaded, and are computed again"),
-    "skipped_saves": ("reason", "Blocks that were not stored"),
-    "expired_handoffs": ("reason", "Prompts whose KV no decode server fetched in time"),
+    "moonserve_connector_tokens": ("op", "Tokens of blocks that were loaded, stored or fetched from a prefill server"),
+    "moonserve_connector_bytes": ("op", "Bytes of blocks that were loaded, stored or fetched from a prefill server"),
+    "moonserve_connector_failed_blocks": ("reason", "Blocks that could not be loaded, and are computed"),
+    "moonserve_connector_skipped_saves": ("reason", "Blocks that were not stored"),
+    "moonserve_connector_expired_handoffs": ("reason", "Prompts whose KV no decode server fetched in time"),
 }
+_PREFIX = "moonserve_connector_"
 _SEPARATOR = "/"
 
 
@@ -41,11 +42,11 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[PrometheusCounter]
         self._counters = {
-            name: counter(name=f"moonserve_connector_{name}", documentation=text, labelnames=[*labelnames, label])
+            name: counter(name=name, documentation=text, labelnames=[*labelnames, label])
             for name, (label, text) in _METRICS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, amount in transfer_stats_data.items():
             metric, label = name.split(_SEPARATOR)
-            self._counters[metric].labels(*self.per_engine_labelvalues[engine_idx], label).inc(amount)
+            self._counters[f"{_PREFIX}{metric}"].labels(*self.per_engine_labelvalues[engine_idx], label).inc(amount)

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from moonserve.protocol.errors import ConfigError
-from moonserve.vllm.cache_groups import CacheGroup, Page
-from moonserve.vllm.chained_keys import Extras
+from moonserve.vllm.kv.cache_groups import CacheGroup, Page
+from moonserve.vllm.kv.chained_keys import Extras
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from moonserve.kvstore.client.connecting import TOKEN_VARIABLE
 from moonserve.protocol.errors import ConfigError, StaleLease
 from moonserve.protocol.kv_blocks import block_keys, root_key
-from moonserve.vllm.chained_keys import ChainedKeys, StoredKeys
-from moonserve.vllm.handoff_state import HeldPrompts
-from moonserve.vllm.settings import ConnectorSettings, model_identity
+from moonserve.vllm.kv.chained_keys import ChainedKeys, StoredKeys
+from moonserve.vllm.kv.handoff_state import HeldPrompts
+from moonserve.vllm.kv.settings import ConnectorSettings, model_identity
 
 ROOT = root_key("model")
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)

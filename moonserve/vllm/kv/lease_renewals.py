@@ -13,7 +13,7 @@ import grpc
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.pb import handoff_pb2, handoff_pb2_grpc
 from moonserve.protocol.rpc.socket_client_sync import SyncChannel
-from moonserve.vllm.step_plan import Remote
+from moonserve.vllm.kv.step_plan import Remote
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from moonserve.protocol.errors import Incompatible, MoonserveError
 from moonserve.protocol.pb import handoff_pb2
 from moonserve.protocol.rpc.socket_server import SocketServer
 from moonserve.transfer import TransferEngine
-from moonserve.vllm.cache_groups import CacheGroup
-from moonserve.vllm.handoff_state import HeldPrompts
-from moonserve.vllm.kv_memory import KvMemory
-from moonserve.vllm.step_plan import Offer
+from moonserve.vllm.kv.cache_groups import CacheGroup
+from moonserve.vllm.kv.handoff_state import HeldPrompts
+from moonserve.vllm.kv.kv_memory import KvMemory
+from moonserve.vllm.kv.step_plan import Offer
 
 log = logging.getLogger(__name__)
 

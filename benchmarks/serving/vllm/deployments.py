@@ -20,7 +20,7 @@ from moonserve.deploy.launcher.ports import free_port
 from moonserve.protocol.latency import Timeline
 from moonserve.traces.client import Outcome, StreamClient
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 TOKEN = "benchmark"
 _START_S = 240.0

@@ -17,11 +17,11 @@ from typing import Any
 from moonserve.kvstore.client import KvStore, connect
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, root_key
-from moonserve.vllm.cache_groups import CacheGroup, alignment, longest_prefix
-from moonserve.vllm.chained_keys import ChainedKeys, Extras, StoredKeys
-from moonserve.vllm.lease_renewals import HandoffChannels, LeaseRenewals
-from moonserve.vllm.settings import ConnectorSettings
-from moonserve.vllm.step_plan import Counts, GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
+from moonserve.vllm.kv.cache_groups import CacheGroup, alignment, longest_prefix
+from moonserve.vllm.kv.chained_keys import ChainedKeys, Extras, StoredKeys
+from moonserve.vllm.kv.lease_renewals import HandoffChannels, LeaseRenewals
+from moonserve.vllm.kv.settings import ConnectorSettings
+from moonserve.vllm.kv.step_plan import Counts, GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.vllm.cache_groups import CacheGroup, Page, alignment, longest_prefix
+from moonserve.vllm.kv.cache_groups import CacheGroup, Page, alignment, longest_prefix
 
 PAGES = (Page(0, 64, 64), Page(6400, 64, 48))
 

@@ -34,7 +34,7 @@ from benchmarks.harness.measure import (
     total_throughput,
     write_json,
 )
-from benchmarks.vllm.deployments import (
+from benchmarks.serving.vllm.deployments import (
     MOONSERVE_CONNECTOR,
     NIXL_CONNECTOR,
     TOKEN,
@@ -191,7 +191,7 @@ def _write_model(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.vllm", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--only", choices=["serving", "visits"])

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from moonserve.vllm.cache_groups import CacheGroup, Page
-from moonserve.vllm.chained_keys import ChainedKeys
-from moonserve.vllm.connector_worker import ConnectorWorker
-from moonserve.vllm.kv_memory import HostMemory, KvMemory, StagedMemory
-from moonserve.vllm.settings import ConnectorSettings
-from moonserve.vllm.step_plan import GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
+from moonserve.vllm.kv.cache_groups import CacheGroup, Page
+from moonserve.vllm.kv.chained_keys import ChainedKeys
+from moonserve.vllm.kv.kv_memory import HostMemory, KvMemory, StagedMemory
+from moonserve.vllm.kv.settings import ConnectorSettings
+from moonserve.vllm.kv.step_plan import GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
+from moonserve.vllm.kv.worker import ConnectorWorker
 from tests.kvstore.node.nodes import TOKEN, Node, running_node
 from tests.patience import PATIENCE_S
 

@@ -15,7 +15,7 @@ import torch
 
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.transfer import Segment, TransferEngine
-from moonserve.vllm.cache_groups import CacheGroup
+from moonserve.vllm.kv.cache_groups import CacheGroup
 
 
 class KvMemory(Protocol):
