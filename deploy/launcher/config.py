@@ -266,6 +266,10 @@ class ServeConfig(
             self.ssd is not None and self.store_nodes == 0,
             "--ssd needs --store-nodes: it holds the KV of store nodes",
         )
+        yield (
+            self.engine == "vllm" and self.kv_connector and self.tls_certificate is not None,
+            "the KV connector of --engine vllm is not encrypted: give --no-kv-connector with --tls-certificate",
+        )
         yield bool(self.vllm) and self.engine != "vllm", "--vllm.NAME needs --engine vllm"
         if self.engine == "vllm":
             given = sorted(_OWN_ENGINE & {o.name for o in options_of(type(self)) if getattr(self, o.name) != o.default})

@@ -1,23 +1,20 @@
 """What a worker tells the cluster about the model that its vLLM engine loaded: layout, fingerprint, vocabulary.
 
-The fingerprint stands for everything that determines KV. Weights are large, so it reads samples of each file. It
-does not name the machine or the number of GPUs: workers with another tensor-parallel size make the same tokens.
+The fingerprint stands for what determines tokens, so it does not name the machine, the number of GPUs or the layout of
+KV: the connector checks those where they matter.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonserve.protocol.kv_blocks import DTYPE_BYTES, KvLayout
+from moonserve.vllm.kv.settings import model_identity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-_SAMPLES = 16
-_SAMPLE_BYTES = 64 << 10
 _NAMES = {"float16": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}  # by size: the layout has no float16
 
 
@@ -40,20 +37,11 @@ def layout_of(config: VllmConfig) -> KvLayout:
 
 
 def fingerprint_of(config: VllmConfig) -> str:
-    """Returns the identity of model, computation and block size. Reads the model's folder."""
-    model = config.model_config
-    parts = (
-        "moonserve-vllm-1",
-        _dtype_name(model.dtype),
-        str(config.cache_config.cache_dtype),
-        str(config.cache_config.block_size),
-        str(model.quantization),
-        str(model.revision),
-    )
-    digest = hashlib.blake2b("|".join(parts).encode(), digest_size=16)
-    for piece in _samples(Path(model.model)):
-        digest.update(piece)
-    return digest.hexdigest()
+    """Returns the identity of model, computation and block size. Reads samples of a local model's weights."""
+    model, cache = config.model_config, config.cache_config
+    identity = model_identity(model.model, model.revision, model.hf_config.to_dict())
+    parts = (identity, _dtype_name(model.dtype), cache.cache_dtype, cache.block_size, model.quantization)
+    return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 
 def eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
@@ -68,20 +56,3 @@ def eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
 
 def _dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _samples(folder: Path) -> Iterator[bytes]:
-    """Yields names and sizes of the model's files, all of config.json, and samples of the weights."""
-    if not folder.is_dir():  # a hub name: vLLM resolved it, and the name stands for the content
-        yield str(folder).encode()
-        return
-    for path in sorted(folder.glob("*")):
-        if path.name == "config.json":
-            yield path.read_bytes()
-        elif path.suffix in (".safetensors", ".bin", ".gguf"):
-            size = path.stat().st_size
-            yield f"{path.name}:{size}".encode()
-            with path.open("rb") as file:
-                for number in range(_SAMPLES):
-                    file.seek(size * number // _SAMPLES)
-                    yield file.read(_SAMPLE_BYTES)
