@@ -71,9 +71,11 @@ def _token(index: int, request_id: RequestId = _ID, *, last: bool = False) -> To
     return Token(request_id=request_id, index=index, token_id=40 + index, finish_reason=reason)
 
 
+_REPORT = PrefillReport(request_id=_ID, cached_tokens=0, queue_s=0.5, load_s=0.0, compute_s=0.2)
+
+
 def _first(*, last: bool = False, params: str = '{"b": 2}') -> Generated:
-    report = PrefillReport(request_id=_ID, cached_tokens=0, queue_s=0.1, load_s=0.0, compute_s=0.2)
-    return Generated(request_id=_ID, tokens=(_token(0, last=last),), prefill=report, kv_transfer_params=params)
+    return Generated(request_id=_ID, tokens=(_token(0, last=last),), report=_REPORT, kv_transfer_params=params)
 
 
 class _World:
@@ -133,8 +135,8 @@ def test_a_decode_worker_reports_with_its_first_token_only(world: _World) -> Non
     [generate] = world(_arrived())
     assert isinstance(generate, Generate)
     assert (generate.is_prefill, generate.kv_transfer_params) == (False, '{"a": 1}')
-    [first] = world(Generated(request_id=_ID, tokens=(_token(1),), queue_s=0.5))
-    [second] = world(Generated(request_id=_ID, tokens=(_token(2),)))
+    [first] = world(Generated(request_id=_ID, tokens=(_token(1),), report=_REPORT))
+    [second] = world(Generated(request_id=_ID, tokens=(_token(2),), report=_REPORT))
     assert isinstance(first, Send)
     assert first.decode is not None
     assert (first.decode.transfer_s, first.decode.queue_s) == (0.25, 0.5)
@@ -146,7 +148,7 @@ def test_a_decode_worker_reports_with_its_first_token_only(world: _World) -> Non
 def test_a_repeated_handoff_starts_nothing_also_after_its_end(world: _World) -> None:
     assert len(world(_arrived())) == 1
     assert world(_arrived()) == []
-    world(Generated(request_id=_ID, tokens=(_token(1, last=True),)))
+    world(Generated(request_id=_ID, tokens=(_token(1, last=True),), report=_REPORT))
     assert world.state.is_idle
     assert world.state.refusal(_ID, world.now) is None
     assert world(_arrived()) == []
@@ -166,7 +168,7 @@ def test_a_cancellation_aborts_generation_and_handoff(world: _World) -> None:
     assert world(_first()) == []
     other = RequestId("other")
     world(_submitted(_request(other)))
-    world(Generated(request_id=other, tokens=(_token(0, other),)))
+    world(Generated(request_id=other, tokens=(_token(0, other),), report=_REPORT))
     assert world(RequestCancelled(request_id=other)) == [Abort(request_id=other)]
     assert world(HandedOff(request_id=other)) == []
 
@@ -227,8 +229,8 @@ def _events() -> Iterator[Event]:
         request_id = RequestId(name)
         yield _submitted(_request(request_id))
         yield _arrived(request_id)
-        yield Generated(request_id=request_id, tokens=(_token(0, request_id),), kv_transfer_params="{}")
-        yield Generated(request_id=request_id, tokens=(_token(1, request_id, last=True),))
+        yield Generated(request_id=request_id, tokens=(_token(0, request_id),), report=_REPORT, kv_transfer_params="{}")
+        yield Generated(request_id=request_id, tokens=(_token(1, request_id, last=True),), report=_REPORT)
         yield GenerationFailed(request_id=request_id, error=NoWorker("dead"))
         yield HandedOff(request_id=request_id)
         yield HandedOff(request_id=request_id, error=PeerLost("gone"))

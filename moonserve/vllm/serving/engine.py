@@ -14,7 +14,6 @@ import os
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,7 @@ from moonserve.protocol.request import (
     finish_reason,
 )
 from moonserve.vllm.serving.sampling import engine_parameters
+from moonserve.vllm.serving.state import Generated
 
 SHUTDOWN_S = 4.0
 """Time for vLLM's processes to end, after which it kills them."""
@@ -56,15 +56,6 @@ _REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """What one step made of one request."""
-
-    tokens: tuple[Token, ...]
-    prefill: PrefillReport  # meaningful with the first tokens
-    kv_transfer_params: str  # JSON; empty unless the request ended and left KV
 
 
 class EngineFigures(StatLoggerBase):
@@ -126,6 +117,10 @@ class VllmEngine:
         self.has_connector = self.config.kv_transfer_config is not None
 
     @property
+    def block_size(self) -> int:
+        return int(self.config.cache_config.block_size)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that requests can hold: vLLM keeps one for itself."""
         return max(1, (self.config.cache_config.num_gpu_blocks or 0) - 1)
@@ -138,7 +133,7 @@ class VllmEngine:
 
     async def generate(
         self, request: Request, *, salt: str = "", is_prefill: bool = False, kv_transfer_params: str = ""
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[Generated, None]:
         """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
         it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
         given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=self._exact_draws)
@@ -154,11 +149,13 @@ class VllmEngine:
                 async for output in outputs:
                     tokens = _tokens(request, output, index, ends=output.finished and not is_prefill)
                     index += len(tokens)
-                    yield Output(
-                        tokens=tokens,
-                        prefill=_report(request, output),
-                        kv_transfer_params=_as_json(output.kv_transfer_params),
-                    )
+                    if tokens:
+                        yield Generated(
+                            request_id=request.request_id,
+                            tokens=tokens,
+                            report=_report(request, output),
+                            kv_transfer_params=_as_json(output.kv_transfer_params),
+                        )
         except MoonserveError:
             raise
         except (VLLMClientError, ValueError) as error:

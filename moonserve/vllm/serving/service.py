@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonserve.protocol.errors import Incompatible, InvalidRequest, MoonserveError, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
@@ -19,13 +19,11 @@ from moonserve.protocol.process.tracing import Tracer
 from moonserve.protocol.request import Request, RequestId, Role
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import request_from_wire, to_message
-from moonserve.vllm.serving.engine import VllmEngine
 from moonserve.vllm.serving.state import (
     Abort,
     Arrived,
     EngineState,
     Generate,
-    Generated,
     GenerationFailed,
     HandedOff,
     HandOff,
@@ -33,7 +31,10 @@ from moonserve.vllm.serving.state import (
     Stopping,
 )
 from moonserve.worker.events import Action, Event
-from moonserve.worker.service import Context, WorkerService
+from moonserve.worker.service import Context, Operation, WorkerService
+
+if TYPE_CHECKING:
+    from moonserve.vllm.serving.engine import VllmEngine  # imports vLLM
 
 # A decode worker answers as soon as it has taken the request over; the KV moves afterwards.
 HANDOFF_TIMEOUT_S = 10.0
@@ -83,8 +84,13 @@ class VllmService(WorkerService):
 
     # -- actions
 
-    def _begin(self, request: Request, operation: Any) -> None:
-        self._under_way[request.request_id] = self._operations.start(operation)
+    def _begin(self, request: Request, operation: Operation) -> None:
+        task = self._under_way[request.request_id] = self._operations.start(operation)
+        task.add_done_callback(lambda done: self._on_done(request.request_id, done))
+
+    def _on_done(self, request_id: RequestId, task: asyncio.Task[Event | None]) -> None:
+        if self._under_way.get(request_id) is task:  # a handoff begins before the generation has quite ended
+            del self._under_way[request_id]
 
     def _abort(self, action: Abort) -> None:
         task = self._under_way.pop(action.request_id, None)
@@ -100,33 +106,22 @@ class VllmService(WorkerService):
         )
 
     async def _generate(self, action: Generate) -> Event | None:
-        """Posts what the engine generates. The last outcome is the operation's own."""
-        request, is_first = action.request, True
-        started_at = self._clock()
+        """Posts what the engine generates."""
+        request, started_at, queue_s = action.request, self._clock(), None
         outputs = self._engine.generate(
             request,
-            salt=salt_of(request, self._root, self._engine.config.cache_config.block_size),
+            salt=salt_of(request, self._root, self._engine.block_size),
             is_prefill=action.is_prefill,
             kv_transfer_params=action.kv_transfer_params,
         )
         try:
             async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    if not output.tokens:
-                        continue
-                    event = Generated(
-                        request_id=request.request_id,
-                        tokens=output.tokens,
-                        prefill=output.prefill if is_first and self._is_prefill else None,
-                        queue_s=output.prefill.queue_s if is_first and not self._is_prefill else None,
-                        kv_transfer_params=output.kv_transfer_params,
-                    )
-                    if is_first:
-                        self._trace(action, output.prefill.queue_s, started_at)
-                    is_first = False
-                    self.post(event)
+                async for generated in outputs:
+                    queue_s = generated.report.queue_s if queue_s is None else queue_s
+                    self.post(generated)
         except MoonserveError as error:
             return GenerationFailed(request_id=request.request_id, error=error)
+        self._trace(action, queue_s or 0.0, started_at)
         return None
 
     def _trace(self, action: Generate, queue_s: float, started_at: float) -> None:
@@ -181,7 +176,7 @@ class VllmService(WorkerService):
         )
 
     def status(self) -> worker_pb2.WorkerStatus:
-        figures, block_size = self._engine.figures, self._engine.config.cache_config.block_size
+        figures, block_size = self._engine.figures, self._engine.block_size
         found = {
             "device_hit_blocks": figures.num_hit_tokens // block_size,
             "store_hit_blocks": figures.num_loaded_tokens // block_size if self._is_prefill else 0,

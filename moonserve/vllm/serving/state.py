@@ -47,8 +47,7 @@ class Generated(Event):
 
     request_id: RequestId
     tokens: tuple[Token, ...]
-    prefill: PrefillReport | None = None  # with the first ones on a prefill worker
-    queue_s: float | None = None  # with the first ones on a decode worker
+    report: PrefillReport  # meaningful with the first ones
     kv_transfer_params: str = ""  # at the end of a prefill; JSON for the decode worker's engine
 
 
@@ -120,7 +119,7 @@ class Running:
     request: Request
     deadline_at: float
     decode: Endpoint | None  # who continues after the first token; None = this worker
-    transfer_s: float = 0.0
+    transfer_s: float | None  # as the prefill worker measured it; None = submitted here
     phase: Phase = Phase.GENERATING
     num_tokens: int = 0  # generated here
     first_token_at: float = 0.0  # meaningful once num_tokens > 0
@@ -196,15 +195,15 @@ class EngineState:
 
     def _on_submitted(self, event: Submitted, now: float) -> None:
         placement = event.placement
-        self._accept(event.request, None if placement.is_local_prefill else placement.decode, now)
+        decode = None if placement.is_local_prefill else placement.decode
+        self._accept(Generate(request=event.request, is_prefill=decode is not None), decode, None, now)
 
     def _on_arrived(self, event: Arrived, now: float) -> None:
-        self._accept(event.request, None, now, event.kv_transfer_params, event.transfer_s)
+        generate = Generate(request=event.request, is_prefill=False, kv_transfer_params=event.kv_transfer_params)
+        self._accept(generate, None, event.transfer_s, now)
 
-    def _accept(
-        self, request: Request, decode: Endpoint | None, now: float, params: str = "", transfer_s: float = 0.0
-    ) -> None:
-        request_id = request.request_id
+    def _accept(self, generate: Generate, decode: Endpoint | None, transfer_s: float | None, now: float) -> None:
+        request, request_id = generate.request, generate.request.request_id
         if self._tombstones.has_seen(request_id, now):  # a call that was repeated since its answer was lost
             return
         if self._tombstones.pop(request_id, now):
@@ -220,22 +219,24 @@ class EngineState:
             request=request, decode=decode, deadline_at=deadline_at, transfer_s=transfer_s
         )
         self._alarms.schedule(deadline_at, self._on_deadline, request_id)
-        self._out.append(Generate(request=request, is_prefill=decode is not None, kv_transfer_params=params))
+        self._out.append(generate)
 
     def _on_generated(self, event: Generated, now: float) -> None:
         running = self._running.get(event.request_id)
         if running is None:
             return
-        request = running.request
-        decode = None
+        prefill = decode = None
         if not running.num_tokens:
             running.first_token_at = now
-            if event.queue_s is not None:
-                decode = DecodeReport(request_id=event.request_id, transfer_s=running.transfer_s, queue_s=event.queue_s)
+            if running.transfer_s is None:
+                prefill = event.report
+            else:
+                times = {"transfer_s": running.transfer_s, "queue_s": event.report.queue_s}
+                decode = DecodeReport(request_id=event.request_id, **times)
         running.num_tokens += len(event.tokens)
         self.counters["generated_tokens"] += len(event.tokens)
-        sent = Send(gateway_id=request.gateway_id, tokens=event.tokens, prefill=event.prefill, decode=decode)
-        self._out.append(sent)
+        gateway_id = running.request.gateway_id
+        self._out.append(Send(gateway_id=gateway_id, tokens=event.tokens, prefill=prefill, decode=decode))
         if event.tokens and event.tokens[-1].finish_reason is not None:
             self._end(event.request_id, now)
         elif running.decode is not None:

@@ -94,8 +94,9 @@ class _Worker:
         self._service = service
         self._profiles = profiles
         self._blocks = BlockLog()
-        block_size = engine.config.cache_config.block_size
-        self._cached = CachedBlocks(root_key(service.fingerprint), block_size, self._blocks.added, self._blocks.removed)
+        self._cached = CachedBlocks(
+            root_key(service.fingerprint), engine.block_size, self._blocks.added, self._blocks.removed
+        )
         self._drain = Drain(lambda: service.is_idle)
 
     async def run(self, lifecycle: Lifecycle) -> None:
@@ -156,8 +157,7 @@ class _Worker:
         if self._role is Role.DECODE:
             return WorkerServicer(self._service)
         model = self._engine.config.model_config
-        block_size = self._engine.config.cache_config.block_size
-        return PrefillServicer(self._service, block_size=block_size, vocab_size=model.get_vocab_size())
+        return PrefillServicer(self._service, block_size=self._engine.block_size, vocab_size=model.get_vocab_size())
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         endpoint = own_endpoint(self._config.instance_id, rpc_address=address, transfer_address="")
