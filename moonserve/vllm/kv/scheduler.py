@@ -20,6 +20,7 @@ from moonserve.protocol.kv_blocks import BlockKey, root_key
 from moonserve.vllm.kv.cache_groups import CacheGroup, alignment, longest_prefix
 from moonserve.vllm.kv.chained_keys import ChainedKeys, Extras, StoredKeys
 from moonserve.vllm.kv.lease_renewals import HandoffChannels, LeaseRenewals
+from moonserve.vllm.kv.outages import OutageLog
 from moonserve.vllm.kv.settings import ConnectorSettings
 from moonserve.vllm.kv.step_plan import Counts, GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
 
@@ -94,6 +95,7 @@ class ConnectorScheduler:
         self._manager: Any = None
         self._pins = Pins(num_ranks)
         self._loading: set[str] = set()
+        self._outages = OutageLog(log, "request %s: the store cannot be asked: %s")
         self.addresses: list[str] = []
         """Where decode servers reach this server's workers, by rank."""
         self._counts: Counts = Counter()
@@ -212,7 +214,7 @@ class ConnectorScheduler:
                 there = [store.batch_exists(of_rank.blocks(keys, places), timeout_s=_LOOKUP_S) for of_rank in ranks]
                 found.append(bytearray(map(all, zip(*there, strict=True))))
         except MoonserveError as error:
-            log.warning("request %s: the store cannot be asked: %s", tracked.request.request_id, error)
+            self._outages.failed(tracked.request.request_id, error)
             return [bytearray() for _ in self._groups]
         return found
 

@@ -28,6 +28,7 @@ from moonserve.vllm.kv.chained_keys import StoredKeys
 from moonserve.vllm.kv.handoff_server import HandoffServer
 from moonserve.vllm.kv.kv_memory import KvMemory, kv_memory
 from moonserve.vllm.kv.lease_renewals import HandoffChannels
+from moonserve.vllm.kv.outages import OutageLog
 from moonserve.vllm.kv.settings import ConnectorSettings
 from moonserve.vllm.kv.step_plan import Counts, Load, Remote, Save, StepPlan, StepReport
 
@@ -67,6 +68,10 @@ class ConnectorWorker:
         self._threads = ThreadPoolExecutor(settings.io_threads, "moonserve connector")
         self._memory: KvMemory
         self._saves_again_at = 0.0
+        self._load_outages = OutageLog(log, "request %s: its KV cannot be loaded and is computed: %s")
+        self._save_outages = OutageLog(log, "request %s: its KV is not stored: %s")
+        # A group with a window holds only the end of a prompt.
+        self._counted = next((group for group in groups if group.window is None), groups[0])
         self._lock = threading.Lock()
         self._counts: Counts = Counter()
         self._loaded: deque[tuple[Load, set[int]]] = deque()
@@ -154,7 +159,7 @@ class ConnectorWorker:
         try:
             bad = self._load_stored(load) if load.remote is None else self._fetch(load, load.remote)
         except MoonserveError as error:
-            log.warning("request %s: its KV cannot be loaded and is computed: %s", load.request_id, error)
+            self._load_outages.failed(load.request_id, error)
             self._count(f"failed_blocks/{_reason(error)}", len(everything))
             bad = everything
         except Exception:
@@ -225,7 +230,7 @@ class ConnectorWorker:
 
     def _count_loaded(self, op: str, group: CacheGroup, num_blocks: int) -> None:
         self._count(f"bytes/{op}", num_blocks * group.block_bytes)
-        if group is self._groups[0]:
+        if group is self._counted:
             self._count(f"tokens/{op}", num_blocks * group.block_size)
 
     # Saves, in threads
@@ -235,7 +240,7 @@ class ConnectorWorker:
             self._put(save)
         except MoonserveError as error:
             self._saves_again_at = time.monotonic() + _REST_S
-            log.warning("request %s: its KV is not stored: %s", save.request_id, error)
+            self._save_outages.failed(save.request_id, error)
             self._count_skipped(save, _reason(error))
         except Exception:
             log.exception("request %s: its KV is not stored", save.request_id)
