@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
-import signal
 import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -15,13 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
 from moonserve.deploy.launcher.local_cluster import LocalCluster
+from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
+from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER
 from tests.patience import until
 from tests.random_models import make_model
-from tests.vllm.servers import START_S, VllmServer
+from tests.vllm.servers import START_S, TOKEN, VllmServer
 
 PARAMETERS = {"ignore_eos": True, "return_token_ids": True}
 DRAWN = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2}
@@ -74,12 +75,20 @@ class Cluster(LocalCluster):
         [found] = [child.pid for child in children if f"--instance-id\0{instance_id}\0" in "\0".join(child.cmdline())]
         return found
 
-    def kill(self, instance_id: str) -> list[psutil.Process]:
-        """Kills a worker by SIGKILL. Returns the processes of its engine."""
-        pid = self.pid(instance_id)
-        engine = psutil.Process(pid).children(recursive=True)
-        os.kill(pid, signal.SIGKILL)
-        return engine
+    def kill(self, instance_id: str, *, engine_only: bool = False) -> list[psutil.Process]:
+        """Kills a worker, or the processes of its engine, by SIGKILL. Returns all of them."""
+        worker = psutil.Process(self.pid(instance_id))
+        engine = worker.children(recursive=True)
+        for process in engine if engine_only else [worker]:
+            process.kill()
+        return [worker, *engine]
+
+    def counters(self, instance_id: str) -> dict[str, int]:
+        """Returns the counters of a worker."""
+        with grpc.insecure_channel(self.instances()[instance_id]["rpc_address"]) as channel:
+            stub, request = worker_pb2_grpc.WorkerStub(channel), worker_pb2.GetStatusRequest()
+            status = stub.GetStatus(request, metadata=((TOKEN_HEADER, TOKEN),), timeout=START_S)
+        return dict(status.counters)
 
     def instances(self) -> dict[str, dict[str, Any]]:
         return {each["instance_id"]: each for each in self.call("/v1/cluster")["instances"]}
@@ -105,7 +114,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    started = Cluster(model, *FLAGS, log_dir=tmp_path_factory.mktemp("logs"))
+    environ = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
+    started = Cluster(model, *FLAGS, log_dir=tmp_path_factory.mktemp("logs"), environ=environ)
     try:
         started.wait_until_ready(START_S)
         yield started
@@ -154,6 +164,13 @@ def test_a_prompt_that_comes_again_is_cached_and_the_conductor_knows_its_blocks(
     assert decision["prefill_candidates"][0]["device_blocks"] >= 9
 
 
+def test_a_decode_worker_gets_the_prompts_kv_instead_of_computing_it(cluster: Cluster) -> None:
+    names = ("decode-0", "decode-1")
+    before = sum(cluster.counters(name)["loaded_tokens"] for name in names)
+    cluster.complete(_prompt(400, seed=5), 4)
+    until(lambda: sum(cluster.counters(name)["loaded_tokens"] for name in names) >= before + 400)
+
+
 def test_prompts_of_other_salts_share_no_blocks(cluster: Cluster) -> None:
     prompt = _prompt(160, seed=2)
     for salt, num_cached in (("a", 0), ("b", 0), ("a", 128)):
@@ -163,9 +180,9 @@ def test_prompts_of_other_salts_share_no_blocks(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_answer_goes_on_after_the_loss_of_a_worker(cluster: Cluster, role: str, parameters: dict[str, Any]) -> None:
-    """With its own tokens, each once. The lost worker's engine ends with it."""
+@pytest.mark.parametrize("lost", ["prefill", "decode", "decode engine"])
+def test_an_answer_goes_on_after_the_loss_of_a_worker(cluster: Cluster, lost: str, parameters: dict[str, Any]) -> None:
+    """With its own tokens, each once. A worker and its engine end together."""
     cluster.wait_until_complete()
     prompt, moment = _prompt(100, seed=3), threading.Event()
     expected = cluster.tokens(prompt, 600, **parameters)
@@ -174,10 +191,18 @@ def test_an_answer_goes_on_after_the_loss_of_a_worker(cluster: Cluster, role: st
         answer = threads.submit(_collect, events, moment)
         decision = cluster.call(f"/v1/requests/{first['id'].removeprefix('cmpl-')}/explain")["decisions"][-1]
         assert moment.wait(START_S)
-        engine = cluster.kill(decision[role])
+        role, _, part = lost.partition(" ")
+        processes = cluster.kill(decision[role], engine_only=part == "engine")
         tokens = [*first["choices"][0]["token_ids"], *answer.result()]
     assert tokens == expected
-    until(lambda: not any(process.is_running() and process.status() != "zombie" for process in engine))
+    until(lambda: not any(_is_alive(process) for process in processes))
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:

@@ -63,7 +63,6 @@ class EngineFigures(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self.num_running = 0
-        self.num_waiting = 0
         self.kv_usage = 0.0  # share of the blocks that requests hold
         self.num_preemptions = 0
         self.num_hit_tokens = 0  # of prompts, in the engine's own cache
@@ -82,7 +81,6 @@ class EngineFigures(StatLoggerBase):
         """Called by vLLM after each step of the engine."""
         if scheduler_stats is not None:
             self.num_running = scheduler_stats.num_running_reqs
-            self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_usage = scheduler_stats.kv_cache_usage
             self.num_hit_tokens += scheduler_stats.prefix_cache_stats.hits
             loaded = scheduler_stats.connector_prefix_cache_stats

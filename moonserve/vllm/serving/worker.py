@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,8 @@ async def serve_decode(config: VllmConfig, lifecycle: Lifecycle) -> None:
 
 async def _serve(config: VllmConfig, role: Role, lifecycle: Lifecycle) -> None:
     lifecycle.progress("loading into vLLM")
+    # vLLM's newer model runner, its default on GPUs, takes no logits processors of the usual interface.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     draws = config.seeded_draws
     exact = current_platform.is_cpu() if draws == "auto" else draws == "exact"
     with contextlib.ExitStack() as stack:
