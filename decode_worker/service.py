@@ -32,7 +32,7 @@ from moonserve.protocol.rpc.wire import from_message, request_from_wire, to_mess
 from moonserve.transfer import TransferEngine
 from moonserve.worker.events import Action, Event
 from moonserve.worker.process import KvMemory
-from moonserve.worker.service import Context, WorkerService
+from moonserve.worker.service import Context, PoolService
 
 if TYPE_CHECKING:
     from moonserve.engine.engine import EngineThread  # imports torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class DecodeService(WorkerService):
+class DecodeService(PoolService):
     """The I/O shell of a decode worker, called by the servicers. Call `finish` before `stop`."""
 
     state: DecodeState

@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from moonserve.protocol.process import lifecycle
@@ -23,7 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "gateway": ("", "run the OpenAI-compatible HTTP endpoint"),
     "conductor": ("", "run the global scheduler"),
     "deploy": ("moonserve.deploy.ray.command:main", "run a cluster on Ray: deploy ray FILE | status | …"),
-    "worker": ("", "run a worker: --role prefill|decode"),
+    "worker": ("", "run a worker: --role prefill|decode [--engine vllm]"),
     "role": ("moonserve.deploy.admin.drain_and_role:role", "change a worker's role: role ID prefill|decode"),
     "drain": ("moonserve.deploy.admin.drain_and_role:drain", "take a worker or store node out of service"),
     "store": ("", "run a KV store node"),
@@ -63,6 +64,14 @@ SERVERS: dict[str, tuple[str, str]] = {
         "moonserve.decode_worker.local_prefill.worker:LocalPrefillConfig",
         "moonserve.decode_worker.local_prefill.worker:serve",
     ),
+    "worker --engine vllm --role prefill": (
+        "moonserve.vllm.serving.config:VllmConfig",
+        "moonserve.vllm.serving.worker:serve_prefill",
+    ),
+    "worker --engine vllm --role decode": (
+        "moonserve.vllm.serving.config:VllmConfig",
+        "moonserve.vllm.serving.worker:serve_decode",
+    ),
     "pipeline-stage": (
         "moonserve.prefill_worker.pipeline_follower:FollowerConfig",
         "moonserve.prefill_worker.pipeline_follower:serve",
@@ -101,7 +110,8 @@ def _run(arguments: list[str]) -> int:
         print(f"moonserve {importlib.metadata.version('moonserve')}")
         return 0
     verb, rest = arguments[0], arguments[1:]
-    missing = _missing_of_serve() if verb in (VERBS | SERVERS) and verb not in BASE_VERBS else None
+    is_base = verb in BASE_VERBS or (verb == "worker" and _is_for_vllm(rest))
+    missing = _missing_of_serve() if verb in (VERBS | SERVERS) and not is_base else None
     if missing:
         print(f"moonserve {verb} needs {missing}: pip install 'moonserve[serve]'", file=sys.stderr)
         return EXIT_USAGE
@@ -112,6 +122,11 @@ def _run(arguments: list[str]) -> int:
     if verb in SERVERS:
         return _serve(verb, rest)
     return _run_verb("moonserve", VERBS, verb, rest)
+
+
+def _is_for_vllm(arguments: list[str]) -> bool:
+    """Returns True for a worker whose engine is vLLM, in whose environment it runs."""
+    return "--engine=vllm" in arguments or ("--engine", "vllm") in pairwise(arguments)
 
 
 def _missing_of_serve() -> str | None:
@@ -149,13 +164,19 @@ def _serve(command: str, arguments: list[str]) -> int:
 
 
 def worker(argv: list[str]) -> int:
-    """Runs `moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`."""
+    """Runs `moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`, or
+    `moonserve worker --role prefill|decode --engine vllm …`."""
     parser = ArgumentParser(prog="moonserve worker", add_help=False, allow_abbrev=False)
     parser.add_argument("--role", choices=("prefill", "decode"))
+    parser.add_argument("--engine", choices=("moonserve", "vllm"), default="moonserve")
     for flag in ("--role-switching", "--conditional-disaggregation"):
         parser.add_argument(flag, choices=("off", "on"), default="off")
     try:
         known, rest = parser.parse_known_args(argv)
+        if known.engine == "vllm" and "on" in (known.role_switching, known.conditional_disaggregation):
+            parser.error("--engine vllm has neither --role-switching nor --conditional-disaggregation")
+        if known.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            parser.error(f"--engine vllm needs vLLM, which {sys.executable} does not have")
         if known.role_switching == "on":
             command = "worker --role-switching on"
             rest += ["--role", known.role] if known.role else []
@@ -164,7 +185,8 @@ def worker(argv: list[str]) -> int:
         elif known.role == "decode" and known.conditional_disaggregation == "on":
             command = "worker --role decode --conditional-disaggregation on"
         else:
-            command = f"worker --role {known.role}"
+            engine = "--engine vllm " if known.engine == "vllm" else ""
+            command = f"worker {engine}--role {known.role}"
     except SystemExit:  # argparse has printed the error
         return EXIT_USAGE
     return _serve(command, rest)

@@ -37,7 +37,7 @@ from moonserve.transfer import TransferEngine
 from moonserve.transfer.config import TransferTimeout
 from moonserve.worker.events import Action, Event
 from moonserve.worker.process import KvMemory
-from moonserve.worker.service import WorkerService
+from moonserve.worker.service import PoolService
 
 if TYPE_CHECKING:
     from moonserve.engine.engine import EngineThread  # imports torch
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class PrefillService(WorkerService):
+class PrefillService(PoolService):
     """The I/O shell of a prefill worker."""
 
     state: PrefillState

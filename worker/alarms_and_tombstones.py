@@ -64,6 +64,11 @@ class Tombstones:
         self._seen.pop(request_id, None)
         self._seen[request_id] = now
 
+    def has_seen(self, request_id: RequestId, now: float) -> bool:
+        """Returns True if a request was here within `TOMBSTONE_TTL_S`."""
+        self._expire(now)
+        return request_id in self._seen
+
     def _expire(self, now: float) -> None:
         for entries in (self._cancelled, self._seen):
             while entries:

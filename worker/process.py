@@ -42,7 +42,7 @@ from moonserve.worker.draining import Drain, DrainingServicer
 from moonserve.worker.events import MemoryChanged
 from moonserve.worker.home_finder import HomeFinder, finding_home
 from moonserve.worker.metrics import registered_collectors, worker_collector
-from moonserve.worker.service import WorkerService, WorkerServicer
+from moonserve.worker.service import PoolService, WorkerServicer
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Worker:
     """One worker on a loaded replica. Each role is a subclass."""
 
     role: ClassVar[Role]
-    service: WorkerService
+    service: PoolService
     watched: Sequence[Any] = ()
     """Futures of the role. The worker ends when one of them is done."""
 
@@ -162,7 +162,7 @@ class Worker:
 
     # -- overridden by roles
 
-    def _make_service(self) -> WorkerService:
+    def _make_service(self) -> PoolService:
         raise NotImplementedError
 
     def _servicer(self) -> WorkerServicer:

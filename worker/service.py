@@ -99,10 +99,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerState(Protocol):
-    """Common interface of `PrefillState` and `DecodeState`, used by the shell."""
+    """Interface of a worker's state, used by the shell."""
 
-    @property
-    def pool(self) -> BlockPool: ...
     @property
     def is_idle(self) -> bool: ...
     @property
@@ -111,12 +109,20 @@ class WorkerState(Protocol):
     def num_waiting(self) -> int: ...
     @property
     def num_running(self) -> int: ...
+
+    def handle(self, event: Any, now: float, /) -> Sequence[Action]: ...
+    def counter_values(self) -> dict[str, int]: ...
+
+
+class PoolState(WorkerState, Protocol):
+    """Common interface of `PrefillState` and `DecodeState`, which own a block pool."""
+
+    @property
+    def pool(self) -> BlockPool: ...
     @property
     def num_held_blocks(self) -> int: ...
 
-    def handle(self, event: Any, now: float, /) -> Sequence[Action]: ...
     def on_evicted(self, key: BlockKey, /) -> None: ...
-    def counter_values(self) -> dict[str, int]: ...
 
 
 class WorkerService:
@@ -209,6 +215,20 @@ class WorkerService:
         self.streams.send(action.gateway_id, failures=[(action.request_id, action.error)])
 
     # -- figures
+
+    def load(self) -> conductor_pb2.Load:
+        """Returns the load for heartbeats and GetStatus."""
+        raise NotImplementedError
+
+    def status(self) -> worker_pb2.WorkerStatus:
+        """Returns the status for operators, tests and metrics."""
+        raise NotImplementedError
+
+
+class PoolService(WorkerService):
+    """Runs the state of a worker that owns a block pool."""
+
+    state: PoolState
 
     def load(self) -> conductor_pb2.Load:
         """Returns the load for heartbeats and GetStatus."""

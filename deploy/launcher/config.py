@@ -25,9 +25,10 @@ from moonserve.gateway.config import ClientConfig
 from moonserve.kvstore.config import StoreConfig
 from moonserve.prefill_worker.config import PrefillConfig
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.process.config import option, require_at_least_1
+from moonserve.protocol.process.config import option, options_of, require_at_least_1
 from moonserve.protocol.process.tracing import TracingConfig
 from moonserve.transfer.config import TransferConfig, TransferTimeoutConfig
+from moonserve.vllm.serving.config import VllmConfig
 
 STOP_GRACE_S = 4.0  # from SIGTERM to SIGKILL; serve promises to end within 5 s, plus the flush of a disk
 # Workers compute on all cores. Processes that answer clients need little CPU time, but need it without delay.
@@ -40,6 +41,15 @@ def _option_of(cls: type, name: str, *, help: str | None = None) -> Any:
     [declared] = [each for each in fields(cls) if each.name == name]
     metadata = declared.metadata if help is None else {**declared.metadata, "help": help}
     return field(default=declared.default, metadata=metadata)
+
+
+_OWN_ENGINE = {o.name for cls in (PrefillConfig, RoleSwitchingConfig) for o in options_of(cls)} | {
+    *("pipeline_parallel_size", "tensor_parallel_size", "prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
+    *("role_switching", "conditional_disaggregation"),
+}
+_OWN_ENGINE -= {o.name for cls in (VllmConfig, StoreConfig, ConductorConfig, TransferConfig) for o in options_of(cls)}
+_OWN_ENGINE -= {"device", "gpu_memory_utilization", "num_threads"}
+"""Options of `ServeConfig` that only workers of the own engine have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +65,17 @@ class ServeConfig(
     """Options of a whole cluster on this machine."""
 
     model: str | None = option(None, help="local Hugging Face folder or hub name; the demo model when not given")
+    engine: str = option(
+        "moonserve",
+        help="what workers compute with: the own engine, or vLLM in an environment that has it (docs/vllm.md)",
+        choices=("moonserve", "vllm"),
+    )
+    vllm: tuple[str, ...] = _option_of(VllmConfig, "vllm")
+    vllm_python: str | None = option(
+        None, help="Python interpreter of an environment with vLLM, for --engine vllm; default: the running one"
+    )
+    kv_connector: bool = _option_of(VllmConfig, "kv_connector")
+    seeded_draws: str = _option_of(VllmConfig, "seeded_draws")
     host: str = option("127.0.0.1", help="address of the HTTP endpoint")
     port: int = option(8000, help="port of the HTTP endpoint")
     served_model_name: tuple[str, ...] = option((), help="names clients may use for the model")
@@ -245,6 +266,15 @@ class ServeConfig(
             self.ssd is not None and self.store_nodes == 0,
             "--ssd needs --store-nodes: it holds the KV of store nodes",
         )
+        yield (
+            self.engine == "vllm" and self.kv_connector and self.tls_certificate is not None,
+            "the KV connector of --engine vllm is not encrypted: give --no-kv-connector with --tls-certificate",
+        )
+        yield bool(self.vllm) and self.engine != "vllm", "--vllm.NAME needs --engine vllm"
+        if self.engine == "vllm":
+            given = sorted(_OWN_ENGINE & {o.name for o in options_of(type(self)) if getattr(self, o.name) != o.default})
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            yield bool(given), f"{flags}: options of the own engine; those of vLLM are given as --vllm.NAME"
         yield (
             self.conductors > 1 and self.registry is None,
             f"--conductors {self.conductors} needs --registry, where they elect their leader",

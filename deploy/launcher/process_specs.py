@@ -7,6 +7,7 @@ place processes themselves (`deploy.ray`) request one spec at a time, for the `H
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,13 +17,15 @@ from moonserve.conductor.config import ConductorConfig
 from moonserve.decode_worker.config import DecodeConfig
 from moonserve.decode_worker.local_prefill.worker import LocalPrefillConfig
 from moonserve.decode_worker.role_switching import RoleSwitchingConfig
+from moonserve.deploy.launcher import vllm_workers
 from moonserve.deploy.launcher.config import DRAIN_S, STOP_GRACE_S, ServeConfig
 from moonserve.gateway.config import GatewayConfig
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.directory.config import DirectoryConfig
 from moonserve.prefill_worker.config import PrefillConfig
-from moonserve.protocol.process.config import Option, options_of
+from moonserve.protocol.process.config import Option, options_of, passed_on_flags
 from moonserve.protocol.request import Role
+from moonserve.vllm.serving.config import VllmConfig
 
 # The address of the HTTP endpoint is only for gateways.
 _NOT_INHERITED = {"host", "port"}
@@ -66,6 +69,7 @@ class ProcessSpec:
     stop_grace_s: float = STOP_GRACE_S  # from SIGTERM to SIGKILL
     nice: int = 0  # as in nice(1): a higher value is a lower priority
     fds: tuple[int, ...] = ()  # descriptors that the process inherits from the launcher
+    python: str | None = None  # interpreter; None = the launcher's own
     overlaps: bool = False  # while it is replaced, it and its successor serve at the same time
 
 
@@ -77,6 +81,7 @@ class HostOptions:
     model_path: str = ""  # the model's folder there, for workers and gateways
     host: str | None = None  # address to listen on and to publish; None = loopback
     ledger: str | None = None  # file for the shares of the host's memory budget
+    registry: str | None = None  # that store nodes join for vLLM's connectors; None = they join the conductor
     drain_s: float = DRAIN_S  # seconds for requests in flight to finish
 
     @property
@@ -105,14 +110,21 @@ def member_specs(
     ledger: str | None = None,
     gpus: Sequence[str] = (),
     listener: int | None = None,
+    registry: str | None = None,
+    cores: Sequence[int] = (),
 ) -> list[ProcessSpec]:
     """Returns the specs of all other processes: store nodes, workers, gateways. `conductor`: comma-separated addresses;
     `ledger`: file for the shares of a memory budget, unless the configuration names another; `gpus`: GPUs of this
-    machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`."""
-    site = HostOptions(conductor=conductor, model_path=model_path, ledger=ledger)
+    machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`; `registry`:
+    see `HostOptions`; `cores`: this machine's, if vLLM workers are to be bound to them."""
+    site = HostOptions(conductor=conductor, model_path=model_path, ledger=ledger, registry=registry)
     specs = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     gpus = gpus if config.device in ("auto", "cuda") else ()
     for index, (name, role, turn) in enumerate(_workers(config)):
+        if config.engine == "vllm":
+            device = vllm_workers.device_environment(config, index, gpus, cores)
+            specs.append(vllm_worker_spec(config, site, name, role, device))
+            continue
         # Each worker sees only its own GPU. Workers on the same GPU share its memory evenly.
         num_gpus = len(gpus) or 1
         num_sharing = len(range(index % num_gpus, config.num_workers, num_gpus))
@@ -171,6 +183,35 @@ def worker_spec(
     return replace(spec, nice=config.worker_nice, stop_grace_s=site.stop_grace_s)
 
 
+def vllm_worker_spec(
+    config: ServeConfig,
+    site: HostOptions,
+    instance_id: str,
+    role: Role,
+    device: tuple[Mapping[str, str], tuple[str, ...]] = ({}, ()),
+) -> ProcessSpec:
+    """Returns the spec of a worker whose engine is vLLM. `device`: see `vllm_workers.device_environment`."""
+    environment, items = device
+    values = {
+        **site.listening,
+        "conductor": site.conductor,
+        "model": site.model_path,
+        "drain_timeout_s": str(site.drain_s),
+        "kv_join": site.registry,
+    }
+    process = f"worker --engine vllm --role {role.value}", VllmConfig
+    options = replace(config, vllm=(*items, *config.vllm))
+    spec = _spec(options, instance_id, _KINDS[role], values, process)
+    python = config.vllm_python or sys.executable
+    return replace(
+        spec,
+        python=python,
+        nice=config.worker_nice,
+        stop_grace_s=site.stop_grace_s + vllm_workers.STOP_S,
+        environment={**vllm_workers.interpreter_environment(python), **spec.environment, **environment},
+    )
+
+
 def gateway_spec(config: ServeConfig, site: HostOptions, instance_id: str, listener: int | None = None) -> ProcessSpec:
     """Returns the spec of a gateway at the endpoint's address, on any host. `listener`: see
     `deploy.launcher.ports.ReservedPort`."""
@@ -183,6 +224,8 @@ def gateway_spec(config: ServeConfig, site: HostOptions, instance_id: str, liste
         "served_model_name": ",".join(names),
         "drain_s": str(site.drain_s),
     }
+    if config.engine == "vllm":
+        values["worker_patience_s"] = str(max(config.worker_patience_s, vllm_workers.PATIENCE_S))
     spec = _spec(config, instance_id, ProcessKind.GATEWAY, values)
     spec = replace(spec, stop_grace_s=site.stop_grace_s)
     if listener is not None:
@@ -195,7 +238,9 @@ def gateway_spec(config: ServeConfig, site: HostOptions, instance_id: str, liste
 
 def store_spec(config: ServeConfig, site: HostOptions, instance_id: str) -> ProcessSpec:
     """Returns the spec of a store node. Each of several store nodes with a disk has its own folder on it."""
-    values = {**site.listening, "conductor": site.conductor}
+    values: dict[str, str | None] = {**site.listening, "conductor": site.conductor}
+    if site.registry is not None:
+        values |= {"join": site.registry, "conductor": None}
     if config.ssd is not None and config.store_nodes > 1:
         folder, _, size = config.ssd.rpartition(":")
         values["ssd"] = f"{folder.rstrip('/')}/{instance_id}:{size}"
@@ -223,13 +268,15 @@ def _spec(
     for option in options_of(config_class):
         if option.name in values:
             own = values[option.name]
-            flags += [] if own is None else [option.flag, own]
+            given = [] if own is None else [option.flag, own]
         elif _is_shared(config, option):
-            inherited = _inherited(option, getattr(config, option.name))
-            if option.masked and inherited:  # process lists show flags
-                environment[option.env] = inherited[-1]
-            else:
-                flags += inherited
+            given = _inherited(option, getattr(config, option.name))
+        else:
+            continue
+        if option.masked and given:  # process lists show flags
+            environment[option.env] = given[-1]
+        else:
+            flags += given
     return ProcessSpec(
         instance_id=instance_id,
         kind=kind,
@@ -246,6 +293,8 @@ def _is_shared(config: ServeConfig, option: Option) -> bool:
 def _inherited(option: Option, value: Any) -> list[str]:
     if value is None or value == ():
         return []
+    if option.passed_on:
+        return passed_on_flags(option, value)
     if isinstance(value, bool):
         return [option.flag if value else option.negated_flag]
     return [option.flag, ",".join(value) if isinstance(value, tuple) else str(value)]

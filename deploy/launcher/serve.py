@@ -25,8 +25,14 @@ from rich.text import Text
 
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.deploy.launcher.local_cluster import READY, endpoint_is_ready
-from moonserve.deploy.launcher.ports import reserve_port
-from moonserve.deploy.launcher.process_specs import ProcessKind, conductor_spec, member_specs
+from moonserve.deploy.launcher.ports import free_port, reserve_port
+from moonserve.deploy.launcher.process_specs import (
+    HostOptions,
+    ProcessKind,
+    conductor_spec,
+    directory_spec,
+    member_specs,
+)
 from moonserve.deploy.launcher.rolling_restart import RollingRestart
 from moonserve.deploy.launcher.supervisor import (
     Child,
@@ -36,6 +42,7 @@ from moonserve.deploy.launcher.supervisor import (
     log_folder,
     model_folder,
 )
+from moonserve.deploy.launcher.vllm_workers import vllm_python
 from moonserve.engine.cuda.device import visible_gpus
 from moonserve.protocol.errors import ConfigError, MoonserveError
 from moonserve.protocol.process import logs
@@ -127,6 +134,7 @@ class Display:
 
 
 _JOINED_WITHIN_S = 30.0
+_BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # set by a user who binds vLLM's threads
 _JOIN_POLL_S = 0.05
 
 
@@ -139,7 +147,9 @@ def run(config: ServeConfig) -> int:
     """Runs the cluster until a signal stops it, and returns the exit code. Raises ConfigError."""
     try:
         # Before the event loop starts: a download would delay its signal handling.
-        model_path = model_folder(config.model)
+        model_path = model_folder(config.model, config.engine)
+        if config.engine == "vllm":
+            config = replace(config, vllm_python=vllm_python(config))
         with reserve_port(config.host, config.port, shared=config.gateways > 1) as port:
             config = replace(config, port=port.number)
             return asyncio.run(_serve(config, model_path, _log_dir(config), port.listener))
@@ -214,9 +224,22 @@ async def _start(
         # A restarted conductor must listen at the address that the other processes know.
         conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
     where = (str(model_path), ",".join(addresses), str(ledger), visible_gpus(os.environ), listener)
-    members = await supervisor.start(member_specs(config, *where))
+    registry = await _start_registry(supervisor, config)
+    cores = () if _BOUND_THREADS in os.environ else sorted(os.sched_getaffinity(0))
+    specs = member_specs(config, *where, registry=registry, cores=cores)
+    members = await supervisor.start(specs)
     url = next(member.facts["http"] for member in members if "http" in member.facts)
     await _until_joined(url)
+
+
+async def _start_registry(supervisor: Supervisor, config: ServeConfig) -> str | None:
+    """Returns the registry where vLLM's workers find store nodes, and starts it unless one is configured."""
+    if config.engine != "vllm" or not config.kv_connector or not config.store_nodes:
+        return None
+    if config.registry is not None:
+        return config.registry
+    [directory] = await supervisor.start([directory_spec(config, HostOptions(conductor=""), free_port())])
+    return directory.facts["rpc"]
 
 
 async def _until_joined(url: str) -> None:

@@ -45,11 +45,13 @@ def child_environment(inherited: Mapping[str, str], cluster_token: str, num_thre
     }
 
 
-def model_folder(name: str | None) -> Path:
+def model_folder(name: str | None, engine: str = "moonserve") -> Path:
     """Returns the model's folder. `name`: local Hugging Face folder or hub name; None = the demo model. Downloads
-    missing files and checks the model's configuration, which needs no weights. Raises ConfigError."""
+    missing files and, for the own engine, checks the model's configuration, which needs no weights. Raises ConfigError.
+    """
     path = demo_model_path() if name is None else resolve_model(name)
-    load_model_config(path)
+    if engine == "moonserve":
+        load_model_config(path)
     return path
 
 
@@ -203,7 +205,7 @@ class Supervisor:
         try:
             with _log_of(child) as log_file:
                 child.process = await asyncio.create_subprocess_exec(
-                    sys.executable,
+                    child.spec.python or sys.executable,
                     *child.spec.argv,
                     *child.spec.flags,
                     "--status-fd",

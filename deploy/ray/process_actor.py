@@ -214,7 +214,7 @@ def _spec(assignment: Assignment) -> ProcessSpec:
     needs_model = unit.kind in (ProcessKind.PREFILL, ProcessKind.DECODE, ProcessKind.GATEWAY)
     site = HostOptions(
         conductor=assignment.addresses.conductors,
-        model_path=str(model_folder(config.serve.model)) if needs_model else "",
+        model_path=str(model_folder(config.serve.model, config.serve.engine)) if needs_model else "",
         host=assignment.host,
         ledger=str(log_dir(config) / "kv-memory"),
         drain_s=config.drain_s,

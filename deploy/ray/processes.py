@@ -14,6 +14,7 @@ from moonserve.deploy.launcher.process_specs import (
     directory_spec,
     gateway_spec,
     store_spec,
+    vllm_worker_spec,
     worker_spec,
 )
 from moonserve.deploy.ray.config import ClusterConfig, Share
@@ -86,6 +87,8 @@ def process_spec(
 ) -> ProcessSpec:
     """Returns the spec of the unit's process at `site`. `home`: the store node on that host."""
     name = unit.name(config)
+    if serve.engine == "vllm":  # its connectors find store nodes through the registry
+        site = replace(site, registry=serve.registry)
     match unit.kind:
         case ProcessKind.DIRECTORY:
             return directory_spec(serve, site, config.directory.port)
@@ -96,6 +99,8 @@ def process_spec(
             return store_spec(serve, site, name)
         case ProcessKind.GATEWAY:
             return gateway_spec(serve, site, name)
+    if serve.engine == "vllm":
+        return vllm_worker_spec(serve, site, name, ROLES[unit.kind])
     own = config.prefill if unit.kind is ProcessKind.PREFILL else config.decode
     if serve.num_threads is None:
         serve = replace(serve, num_threads=own.num_threads)

@@ -313,7 +313,10 @@ def _architecture(fields: JsonFields) -> str:
         if name in _FAMILIES:
             return name
     found = ", ".join(names) or "none (the field `architectures` is missing)"
-    raise fields.error(f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+    raise fields.error(
+        f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}; those that vLLM knows "
+        "are served with --engine vllm"
+    )
 
 
 def _head_dim(fields: JsonFields, family: _Family, hidden_size: int, num_heads: int) -> int:

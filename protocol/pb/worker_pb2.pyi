@@ -917,3 +917,51 @@ class ReleaseReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
+
+@_typing.final
+class HandOffRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KV_TRANSFER_PARAMS_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    kv_transfer_params: _builtins.str
+    """JSON, for the decode worker's engine; empty = it computes the prompt itself"""
+    transfer_s: _builtins.float
+    """since the first token, on the prefill worker's clock"""
+    @_builtins.property
+    def request(self) -> Global___SubmitRequest:
+        """as submitted, but token_ids ends with the token sampled by prefill"""
+
+    def __init__(
+        self,
+        *,
+        request: Global___SubmitRequest | None = ...,
+        fingerprint: _builtins.str = ...,
+        kv_transfer_params: _builtins.str = ...,
+        transfer_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "kv_transfer_params", b"kv_transfer_params", "request", b"request", "transfer_s", b"transfer_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffRequest: _TypeAlias = HandOffRequest  # noqa: Y015
+
+@_typing.final
+class HandOffReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffReply: _TypeAlias = HandOffReply  # noqa: Y015

@@ -437,6 +437,81 @@ class Landing(object):
             _registered_method=True)
 
 
+class EngineHandoffStub(object):
+    """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.HandOff = channel.unary_unary(
+                '/moonserve.EngineHandoff/HandOff',
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.HandOffRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.HandOffReply.FromString,
+                _registered_method=True)
+
+
+class EngineHandoffServicer(object):
+    """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's).
+    """
+
+    def HandOff(self, request, context):
+        """Starts decoding behind the first token; the engine waits while it has no room. Idempotent by request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EngineHandoffServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'HandOff': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOff,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.HandOffRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.HandOffReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonserve.EngineHandoff', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+
+
+ # This class is part of an EXPERIMENTAL API.
+class EngineHandoff(object):
+    """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's).
+    """
+
+    @staticmethod
+    def HandOff(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.EngineHandoff/HandOff',
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.HandOffRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.HandOffReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class RoleSwitchStub(object):
     """Served by workers that can change between prefill and decode.
     """

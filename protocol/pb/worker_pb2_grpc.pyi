@@ -144,6 +144,37 @@ class LandingServicer(metaclass=_abc_1.ABCMeta):
 
 def add_LandingServicer_to_server(servicer: LandingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class EngineHandoffStub:
+    """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's)."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> EngineHandoffAsyncStub: ...
+    HandOff: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.HandOffReply]
+    """Starts decoding behind the first token; the engine waits while it has no room. Idempotent by request_id."""
+
+@_typing.type_check_only
+class EngineHandoffAsyncStub(EngineHandoffStub):
+    """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's)."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    HandOff: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.HandOffReply]  # type: ignore[assignment]
+    """Starts decoding behind the first token; the engine waits while it has no room. Idempotent by request_id."""
+
+class EngineHandoffServicer(metaclass=_abc_1.ABCMeta):
+    """Served by decode workers whose engine moves KV by itself, called by prefill workers with such an engine (vLLM's)."""
+
+    @_abc_1.abstractmethod
+    def HandOff(
+        self,
+        request: _worker_pb2.HandOffRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.HandOffReply, _abc.Awaitable[_worker_pb2.HandOffReply]]:
+        """Starts decoding behind the first token; the engine waits while it has no room. Idempotent by request_id."""
+
+def add_EngineHandoffServicer_to_server(servicer: EngineHandoffServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class RoleSwitchStub:
     """Served by workers that can change between prefill and decode."""
 

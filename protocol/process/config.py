@@ -54,12 +54,14 @@ def option(
     secret: bool = False,
     masked: bool = False,
     unit: str = "",
+    passed_on: bool = False,
 ) -> Any:
     """Declares a dataclass field as an option. An option without a default is required.
 
     A `secret` is read from the environment or the TOML file only, because process lists show flags. A `masked` option
     has a flag, but its value is hidden when the configuration is printed. `unit="bytes"` accepts sizes like `512MiB`
-    in addition to plain numbers.
+    in addition to plain numbers. A `passed_on` option `engine`, a tuple of strings, collects the options of another
+    program: `--engine.NAME VALUE` becomes its item `NAME=VALUE`, and `--engine.NAME` without a value the item `NAME`.
     """
     metadata = {
         "help": help,
@@ -67,6 +69,7 @@ def option(
         "secret": secret,
         "masked": masked or secret,
         "unit": unit,
+        "passed_on": passed_on,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -83,10 +86,11 @@ class Option:
     secret: bool
     masked: bool
     unit: str
+    passed_on: bool
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.name.replace("_", "-") + (".NAME" if self.passed_on else "")
 
     @property
     def negated_flag(self) -> str:
@@ -156,12 +160,14 @@ def load_config(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mappin
     Raises ConfigError with a one-line message that says what to do, or HelpRequested.
     """
     options = {option.name: option for option in options_of(cls)}
-    flags, config_file = _parse_flags(argv, options, prog)
+    own, passed_on = _take_passed_on(argv, options)
+    flags, config_file = _parse_flags(own, options, prog)
     texts: dict[str, Any] = {}
     if config_file is not None:
         texts.update(_read_toml(Path(config_file), options))
     texts.update({name: environ[option.env] for name, option in options.items() if option.env in environ})
     texts.update(flags)
+    texts.update(passed_on)
     values = {name: _convert(options[name], value) for name, value in texts.items()}
     missing = [o.flag for o in options.values() if o.default is MISSING and o.name not in values]
     if missing:
@@ -182,13 +188,20 @@ def to_flags(config: object) -> list[str]:
         value = getattr(config, option.name)
         if option.secret or value is None or value == option.default:
             continue
-        if option.type is bool:
+        if option.passed_on:
+            flags += passed_on_flags(option, value)
+        elif option.type is bool:
             flags.append(option.flag if value else option.negated_flag)
         elif isinstance(value, tuple):
             flags += [option.flag, ",".join(map(str, value))]
         else:
             flags += [option.flag, str(value)]
     return flags
+
+
+def passed_on_flags(option: Option, items: Sequence[str]) -> list[str]:
+    """Returns the flags of a `passed_on` option's items."""
+    return [option.flag.replace("NAME", item) for item in items]
 
 
 def require_at_least_1(config: object, *names: str) -> None:
@@ -223,12 +236,30 @@ def _bare_type(hint: Any) -> Any:
     return hint
 
 
+def _take_passed_on(argv: Sequence[str], options: Mapping[str, Option]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Separates the arguments of `passed_on` options. Returns the other arguments, and the items by option."""
+    prefixes = {o.flag.removesuffix("NAME"): o.name for o in options.values() if o.passed_on}
+    rest, items = [], dict[str, tuple[str, ...]]()
+    remaining = list(reversed(argv))
+    while remaining:
+        argument = remaining.pop()
+        prefix, dot, item = argument.partition(".")
+        name = prefixes.get(prefix + dot)
+        if name is None or not item:
+            rest.append(argument)
+            continue
+        if "=" not in item and remaining and not remaining[-1].startswith("--"):
+            item = f"{item}={remaining.pop()}"
+        items[name] = (*items.get(name, ()), item)
+    return rest, items
+
+
 def _parse_flags(
     argv: Sequence[str], options: Mapping[str, Option], prog: str
 ) -> tuple[dict[str, str | bool], str | None]:
     found: dict[str, str | bool] = {}
     config_file: str | None = None
-    by_flag = {o.flag: o for o in options.values() if not o.secret}
+    by_flag = {o.flag: o for o in options.values() if not o.secret and not o.passed_on}
     negated = {o.negated_flag: o for o in by_flag.values() if o.type is bool}
     remaining = iter(argv)
     for argument in remaining:

@@ -31,6 +31,7 @@ SAMPLE_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 # Flags of other programs that pages mention.
 FOREIGN = {"--ioengine", "--iodepth", "--numjobs", "--thread", "--direct", "--time"}  # fio
 FOREIGN |= {"--resources"}  # ray
+FOREIGN |= {"--vllm"}  # of --vllm.NAME
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def _unknown(arguments: list[str], known: frozenset[str]) -> str | None:
     """Returns a complaint about unknown flags; arguments after a bare `--` are another program's."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     flags = {argument.partition("=")[0] for argument in own if argument.startswith("--")}
+    flags = {re.sub(r"^(--vllm\.)[a-z-]+$", r"\1NAME", flag) for flag in flags}
     unknown = sorted(flags - known - {"--help", "--config"})
     return f"unknown: {', '.join(unknown)}" if unknown else None
 
@@ -184,7 +186,7 @@ def flags_of_verb(verb: str) -> frozenset[str]:
         return all_flags()
     options = [option for cls in classes for option in options_of(cls)]
     flags = {option.flag for option in options} | {option.negated_flag for option in options}
-    return frozenset(flags | {"--role", "--conditional-disaggregation", "--role-switching"})
+    return frozenset(flags | {"--role", "--engine", "--conditional-disaggregation", "--role-switching"})
 
 
 @cache

@@ -1,0 +1,291 @@
+"""vLLM's `AsyncLLM` as a worker uses it: start, generation, figures. The only module that calls the engine.
+
+`AsyncLLM` runs in the worker's event loop; its engine core, which computes, is a process of vLLM's. Errors become those
+of `protocol.errors`. Does not know gateways, workers or the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import subprocess
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+from moonserve.protocol.errors import InvalidRequest, MoonserveError, NoWorker
+from moonserve.protocol.pb import conductor_pb2
+from moonserve.protocol.request import (
+    LOGPROB_DTYPE,
+    RANK_DTYPE,
+    FinishReason,
+    Logprobs,
+    PrefillReport,
+    PromptLogprobs,
+    Request,
+    Token,
+    finish_reason,
+)
+from moonserve.vllm.serving.sampling import engine_parameters
+from moonserve.vllm.serving.state import Generated
+
+SHUTDOWN_S = 4.0
+"""Time for vLLM's processes to end, after which it kills them."""
+
+_REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class EngineFigures(StatLoggerBase):
+    """Counts of one engine, updated after each of its steps."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self.num_running = 0
+        self.kv_usage = 0.0  # share of the blocks that requests hold
+        self.num_preemptions = 0
+        self.num_hit_tokens = 0  # of prompts, in the engine's own cache
+        self.num_loaded_tokens = 0  # of prompts, that the connector brought
+        self.steps = conductor_pb2.Steps()  # those without prompt tokens
+        self.context_tokens: Callable[[], int] = lambda: 0  # set by the worker: of the requests that generate
+        self._last_step_at: float | None = None  # while requests run
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Called by vLLM after each step of the engine."""
+        if scheduler_stats is not None:
+            self.num_running = scheduler_stats.num_running_reqs
+            self.kv_usage = scheduler_stats.kv_cache_usage
+            self.num_hit_tokens += scheduler_stats.prefix_cache_stats.hits
+            loaded = scheduler_stats.connector_prefix_cache_stats
+            self.num_loaded_tokens += 0 if loaded is None else loaded.hits
+        if iteration_stats is not None:
+            self.num_preemptions += iteration_stats.num_preempted_reqs
+            self._count_step(iteration_stats)
+        if not self.num_running:
+            self._last_step_at = None
+
+    def _count_step(self, stats: IterationStats) -> None:
+        now, before = time.monotonic(), self._last_step_at
+        self._last_step_at = now
+        if before is not None and stats.num_generation_tokens and not stats.num_prompt_tokens:
+            self.steps.num_steps += 1
+            self.steps.seconds += now - before
+            self.steps.sequences += stats.num_generation_tokens
+            self.steps.context_tokens += self.context_tokens()
+
+    def log_engine_initialized(self) -> None:
+        """Part of vLLM's interface."""
+
+
+class VllmEngine:
+    """A started engine."""
+
+    def __init__(self, llm: AsyncLLM, figures: EngineFigures, *, exact_draws: bool) -> None:
+        self.config: VllmConfig = llm.vllm_config
+        self.figures = figures
+        self._llm = llm
+        self._exact_draws = exact_draws
+        self.has_connector = self.config.kv_transfer_config is not None
+
+    @property
+    def block_size(self) -> int:
+        return int(self.config.cache_config.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can hold: vLLM keeps one for itself."""
+        return max(1, (self.config.cache_config.num_gpu_blocks or 0) - 1)
+
+    async def died(self) -> None:
+        """Waits for the end of the engine. Raises NoWorker."""
+        assert self._llm.output_handler is not None, "it runs from the engine's start"
+        await asyncio.wait({self._llm.output_handler})
+        raise NoWorker("the engine has died; vLLM's log says why")
+
+    async def generate(
+        self, request: Request, *, salt: str = "", is_prefill: bool = False, kv_transfer_params: str = ""
+    ) -> AsyncGenerator[Generated, None]:
+        """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
+        it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
+        given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=self._exact_draws)
+        params = self._transfer_params(is_prefill, kv_transfer_params)
+        if params is not None:
+            given["extra_args"] = {**given.get("extra_args", {}), "kv_transfer_params": params}
+        prompt = tokens_input(list(request.token_ids), cache_salt=salt or None)
+        index = request.first_index
+        try:
+            sampling = VllmSamplingParams(output_kind=RequestOutputKind.DELTA, **given)
+            outputs = self._llm.generate(prompt, sampling, request.request_id, priority=request.priority)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    tokens = _tokens(request, output, index, ends=output.finished and not is_prefill)
+                    index += len(tokens)
+                    if tokens:
+                        yield Generated(
+                            request_id=request.request_id,
+                            tokens=tokens,
+                            report=_report(request, output),
+                            kv_transfer_params=_as_json(output.kv_transfer_params),
+                        )
+        except MoonserveError:
+            raise
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error), request=request.request_id) from error
+        except EngineDeadError as error:
+            raise NoWorker("this worker's engine has died", request=request.request_id) from error
+        except Exception as error:  # vLLM wraps whatever went wrong with one request
+            cause = error.__cause__ or error
+            raise NoWorker(f"vLLM failed: {type(cause).__name__}: {cause}", request=request.request_id) from error
+
+    def _transfer_params(self, is_prefill: bool, given: str) -> dict[str, Any] | None:
+        if not self.has_connector:
+            return None
+        if is_prefill:
+            return dict(_REMOTE_DECODE)
+        found: dict[str, Any] | None = json.loads(given) if given else None
+        return found
+
+    async def reset_prefix_cache(self) -> None:
+        """Drops what was cached, such as prompts of measurements."""
+        await self._llm.reset_prefix_cache()
+
+
+def _tokens(request: Request, output: RequestOutput, index: int, *, ends: bool) -> tuple[Token, ...]:
+    """Returns the tokens of an output, numbered from `index`. `ends`: the last one ends the request."""
+    [made] = output.outputs
+    if made.finish_reason in ("abort", "error"):
+        raise NoWorker(f"vLLM ended the request: {made.finish_reason}", request=request.request_id)
+    tokens = []
+    for offset, token_id in enumerate(made.token_ids):
+        reason = finish_reason(request.sampling, index + offset, token_id)
+        if reason is None and ends and offset == len(made.token_ids) - 1:
+            reason = FinishReason.LENGTH  # the model's context is full
+        logprobs = None if made.logprobs is None else _logprobs(made.logprobs[offset], token_id, request)
+        tokens.append(
+            Token(
+                request_id=request.request_id,
+                index=index + offset,
+                token_id=token_id,
+                logprobs=logprobs,
+                finish_reason=reason,
+            )
+        )
+    return tuple(tokens)
+
+
+def _logprobs(found: Mapping[int, Any], token_id: int, request: Request) -> Logprobs:
+    best = sorted(found.items(), key=lambda item: item[1].rank)[: request.sampling.num_logprobs or 0]
+    top = tuple((candidate, _finite(entry.logprob)) for candidate, entry in best)
+    return Logprobs(_finite(found[token_id].logprob), top)
+
+
+def _finite(logprob: float) -> float:
+    """Returns a number that JSON has."""
+    return logprob if math.isfinite(logprob) else -9999.0  # as vLLM's own server
+
+
+def _report(request: Request, output: RequestOutput) -> PrefillReport:
+    times = output.metrics
+    queue_s = compute_s = 0.0
+    if times is not None:
+        queue_s = max(0.0, times.scheduled_ts - times.queued_ts)
+        compute_s = max(0.0, times.first_token_ts - times.scheduled_ts)
+    return PrefillReport(
+        request_id=request.request_id,
+        cached_tokens=output.num_cached_tokens or 0,
+        queue_s=queue_s,
+        load_s=0.0,
+        compute_s=compute_s,
+        prompt_logprobs=_prompt_logprobs(request, output),
+    )
+
+
+def _prompt_logprobs(request: Request, output: RequestOutput) -> PromptLogprobs | None:
+    if not request.scores_prompt or not output.prompt_logprobs:
+        return None
+    num_top = request.sampling.num_prompt_logprobs or 0
+    sampled, ranks, ids, values = [], [], [], []
+    for token_id, found in zip(request.token_ids[1:], output.prompt_logprobs[1:], strict=False):
+        assert found is not None, "only the first token has none"
+        best = sorted(found.items(), key=lambda item: item[1].rank)[:num_top]
+        sampled.append(_finite(found[token_id].logprob))
+        ranks.append(found[token_id].rank)
+        ids.append([candidate for candidate, _ in best])
+        values.append([_finite(entry.logprob) for _, entry in best])
+    shape = (len(sampled), num_top)
+    return PromptLogprobs(
+        logprobs=np.array(sampled, LOGPROB_DTYPE),
+        ranks=np.array(ranks, RANK_DTYPE),
+        top_ids=np.array(ids, RANK_DTYPE).reshape(shape),
+        top_logprobs=np.array(values, LOGPROB_DTYPE).reshape(shape),
+    )
+
+
+def _as_json(params: Mapping[str, Any] | None) -> str:
+    return "" if params is None else json.dumps(params)
+
+
+# -- start and end
+
+
+@contextlib.contextmanager
+def running_engine(args: AsyncEngineArgs, *, exact_draws: bool) -> Iterator[VllmEngine]:
+    """Starts an engine and ends it with the block. Must be called in the event loop's thread; blocks for seconds."""
+    made: list[EngineFigures] = []
+
+    def figures(config: VllmConfig, index: int = 0) -> EngineFigures:
+        made.append(EngineFigures(config, index))
+        return made[-1]
+
+    with _group_ended_with_this_process():
+        llm = AsyncLLM.from_engine_args(args, stat_loggers=[figures])
+        try:
+            yield VllmEngine(llm, made[0], exact_draws=exact_draws)
+        finally:
+            llm.shutdown(timeout=SHUTDOWN_S)
+
+
+@contextlib.contextmanager
+def _group_ended_with_this_process() -> Iterator[None]:
+    """Ends vLLM's processes if this one is killed within the block. They would keep their memory, since vLLM ends them
+    only in an orderly shutdown. A shell waits for the end of a pipe that only this process holds, then kills its group,
+    which this process leads."""
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    read_fd, write_fd = os.pipe()
+    command = f"read line || kill -9 -{os.getpid()} 2>/dev/null"
+    watch = subprocess.Popen(["/bin/sh", "-c", command], stdin=read_fd, start_new_session=True)
+    os.close(read_fd)
+    try:
+        yield
+    finally:
+        watch.kill()
+        watch.wait()
+        os.close(write_fd)

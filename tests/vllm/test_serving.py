@@ -1,0 +1,253 @@
+"""`moonserve serve --engine vllm` with real vLLM workers: the same tokens as one instance, also through losses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from moonserve.deploy.launcher.local_cluster import LocalCluster
+from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
+from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER
+from tests.patience import until
+from tests.random_models import make_model
+from tests.vllm.servers import START_S, TOKEN, VllmServer
+
+PARAMETERS = {"ignore_eos": True, "return_token_ids": True}
+DRAWN = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+FLAGS = (
+    *("--engine", "vllm", "--decode-workers", "2", "--dtype", "float32", "--worker-nice", "0"),
+    *("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--ttft-slo", "10000", "--tbt-slo", "10000"),
+    *("--vllm.enforce-eager", "--vllm.block-size", "32", "--vllm.max-num-seqs", "16"),
+)
+
+
+class Cluster(LocalCluster):
+    """A cluster of vLLM workers, asked over HTTP."""
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Returns the JSON of an answer. Raises HTTPError."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=START_S) as response:
+            return json.load(response)
+
+    def complete(self, prompt: Any, max_tokens: int, **parameters: Any) -> dict[str, Any]:
+        """Returns the only choice of a completion; greedy unless parameters say otherwise."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **PARAMETERS, **parameters}
+        answer = self.call("/v1/completions", body)
+        return {**answer["choices"][0], "usage": answer["usage"], "id": answer["id"]}
+
+    def tokens(self, prompt: Any, max_tokens: int, **parameters: Any) -> list[int]:
+        found: list[int] = self.complete(prompt, max_tokens, **parameters)["token_ids"]
+        return found
+
+    @contextlib.contextmanager
+    def stream(self, prompt: Any, max_tokens: int, **parameters: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """Yields the events of a stream, and disconnects at the end of the block."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            **PARAMETERS,
+            **parameters,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=START_S) as response:
+            yield (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
+
+    def pid(self, instance_id: str) -> int:
+        children = psutil.Process(self.process.pid).children()
+        [found] = [child.pid for child in children if f"--instance-id\0{instance_id}\0" in "\0".join(child.cmdline())]
+        return found
+
+    def kill(self, instance_id: str, *, engine_only: bool = False) -> list[psutil.Process]:
+        """Kills a worker, or the processes of its engine, by SIGKILL. Returns all of them."""
+        worker = psutil.Process(self.pid(instance_id))
+        engine = worker.children(recursive=True)
+        for process in engine if engine_only else [worker]:
+            process.kill()
+        return [worker, *engine]
+
+    def counters(self, instance_id: str) -> dict[str, int]:
+        """Returns the counters of a worker."""
+        with grpc.insecure_channel(self.instances()[instance_id]["rpc_address"]) as channel:
+            stub, request = worker_pb2_grpc.WorkerStub(channel), worker_pb2.GetStatusRequest()
+            status = stub.GetStatus(request, metadata=((TOKEN_HEADER, TOKEN),), timeout=START_S)
+        return dict(status.counters)
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        return {each["instance_id"]: each for each in self.call("/v1/cluster")["instances"]}
+
+    def wait_until_idle(self) -> None:
+        def is_idle() -> bool:
+            workers = [each["load"] for name, each in self.instances().items() if not name.startswith("store")]
+            return not any(load["num_running"] or load["num_waiting"] or load["held_blocks"] for load in workers)
+
+        until(is_idle)
+
+    def wait_until_complete(self) -> None:
+        """Waits until all workers are members."""
+        until(lambda: {"prefill-0", "decode-0", "decode-1"} <= self.instances().keys(), START_S)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("llama", folder, head_dim=32)  # the least that vLLM's kernels for CPUs take
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    environ = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
+    started = Cluster(model, *FLAGS, log_dir=tmp_path_factory.mktemp("logs"), environ=environ)
+    try:
+        started.wait_until_ready(START_S)
+        yield started
+    finally:
+        started.stop(60.0)
+
+
+def _prompt(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(f"{length}/{seed}")
+    return [generator.randrange(256) for _ in range(length)]
+
+
+def _collect(events: Iterator[dict[str, Any]], moment: threading.Event | None = None) -> list[int]:
+    tokens: list[int] = []
+    for event in events:
+        assert "error" not in event, event
+        tokens += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
+        if moment is not None and len(tokens) >= 5:
+            moment.set()
+    return tokens
+
+
+def test_greedy_tokens_are_those_of_one_instance(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    prompts = [_prompt(length) for length in (1, 2, 31, 32, 33, 63, 64, 65, 300, 500)]
+    server = VllmServer(model, tmp_path / "log", engine={"max_model_len": 1024, "max_num_seqs": 16})
+    try:
+        server.start()
+        server.wait()
+        expected = [server.complete(prompt, 24).tokens for prompt in prompts]
+    finally:
+        server.stop()
+    assert [cluster.tokens(prompt, 24) for prompt in prompts] == expected
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(lambda prompt: cluster.tokens(prompt, 24), prompts))
+    assert found == expected
+
+
+def test_a_prompt_that_comes_again_is_cached_and_the_conductor_knows_its_blocks(cluster: Cluster) -> None:
+    prompt = _prompt(320, seed=1)
+    first = cluster.complete(prompt, 4)
+    until(lambda: cluster.instances()["prefill-0"]["indexed_blocks"] >= 10)
+    again = cluster.complete(prompt, 4)
+    assert again["token_ids"] == first["token_ids"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 288
+    decision = cluster.call(f"/v1/requests/{again['id'].removeprefix('cmpl-')}/explain")["decisions"][-1]
+    assert decision["prefill_candidates"][0]["device_blocks"] >= 9
+
+
+def test_a_decode_worker_gets_the_prompts_kv_instead_of_computing_it(cluster: Cluster) -> None:
+    names = ("decode-0", "decode-1")
+    before = sum(cluster.counters(name)["loaded_tokens"] for name in names)
+    cluster.complete(_prompt(400, seed=5), 4)
+    until(lambda: sum(cluster.counters(name)["loaded_tokens"] for name in names) >= before + 400)
+
+
+def test_prompts_of_other_salts_share_no_blocks(cluster: Cluster) -> None:
+    prompt = _prompt(160, seed=2)
+    for salt, num_cached in (("a", 0), ("b", 0), ("a", 128)):
+        usage = cluster.complete(prompt, 2, cache_salt=salt)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= num_cached
+        assert bool(usage["prompt_tokens_details"]["cached_tokens"]) == bool(num_cached)
+
+
+@pytest.mark.parametrize("parameters", [{}, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("lost", ["prefill", "decode", "decode engine"])
+def test_an_answer_goes_on_after_the_loss_of_a_worker(cluster: Cluster, lost: str, parameters: dict[str, Any]) -> None:
+    """With its own tokens, each once. A worker and its engine end together."""
+    cluster.wait_until_complete()
+    prompt, moment = _prompt(100, seed=3), threading.Event()
+    expected = cluster.tokens(prompt, 600, **parameters)
+    with cluster.stream(prompt, 600, **parameters) as events, ThreadPoolExecutor(1) as threads:
+        first = next(events)
+        answer = threads.submit(_collect, events, moment)
+        decision = cluster.call(f"/v1/requests/{first['id'].removeprefix('cmpl-')}/explain")["decisions"][-1]
+        assert moment.wait(START_S)
+        role, _, part = lost.partition(" ")
+        processes = cluster.kill(decision[role], engine_only=part == "engine")
+        tokens = [*first["choices"][0]["token_ids"], *answer.result()]
+    assert tokens == expected
+    until(lambda: not any(_is_alive(process) for process in processes))
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
+    cluster.wait_until_complete()
+    with cluster.stream(_prompt(50, seed=4), 900) as events:
+        for _ in range(5):
+            next(events)
+    cluster.wait_until_idle()
+
+
+def test_a_grammar_is_followed_from_the_first_token_to_the_last(cluster: Cluster) -> None:
+    for seed in range(3):
+        answer = cluster.complete(
+            "text", 40, temperature=1.0, seed=seed, structured_outputs={"regex": "[a-c]{9}!"}, ignore_eos=False
+        )
+        assert re.fullmatch("[a-c]{9}!", answer["text"])
+        assert answer["finish_reason"] == "stop"
+
+
+def test_bad_words_and_penalties_and_bias_see_the_whole_answer(cluster: Cluster) -> None:
+    plain = cluster.tokens("text", 12)
+    biased = cluster.tokens("text", 12, logit_bias={str(plain[0]): 100})
+    assert biased == plain[:1] * 12
+    penalized = cluster.tokens("text", 3, logit_bias={str(plain[0]): 90}, frequency_penalty=2.0, presence_penalty=2.0)
+    assert penalized == plain[:1] * 3
+    freed = cluster.tokens("text", 60, logit_bias={str(plain[0]): 20}, frequency_penalty=2.0)
+    assert len(set(freed)) > 1, "the penalty never outweighs the bias"
+
+
+def test_log_probabilities_come_with_every_token_and_the_prompt(cluster: Cluster) -> None:
+    answer = cluster.complete("some text", 6, logprobs=2, prompt_logprobs=1)
+    assert len(answer["logprobs"]["token_logprobs"]) == 6
+    assert all(len(top) >= 2 for top in answer["logprobs"]["top_logprobs"])
+    assert len(answer["prompt_logprobs"]) == len("some text")
+
+
+def test_lengths_and_stops_end_an_answer_on_either_worker(cluster: Cluster) -> None:
+    plain = cluster.tokens("text", 8)
+    assert cluster.tokens("text", 1) == plain[:1]
+    assert _stopped(cluster, plain[:1]) == plain[:1]
+    assert _stopped(cluster, plain[4:5]) == plain[: plain.index(plain[4]) + 1]
+    later = cluster.tokens("text", 8, stop_token_ids=plain[:1], min_tokens=3)
+    assert len(later) >= 3
+    assert plain[0] not in later[:3]
+
+
+def _stopped(cluster: Cluster, stops: Sequence[int]) -> list[int]:
+    return cluster.tokens("text", 8, stop_token_ids=list(stops))
