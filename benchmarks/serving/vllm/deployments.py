@@ -54,7 +54,7 @@ class Process:
             with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
                 return
             if self._process.poll() is not None or time.monotonic() > give_up_at:
-                raise RuntimeError(f"{url} is not served: {self._log.read_text()[-2000:]}")
+                raise RuntimeError(f"{url} is not served: {self._log.read_text()[-6000:]}")
             time.sleep(0.2)
 
     def signal(self, number: int) -> None:
