@@ -52,8 +52,6 @@ class Family:
     overrides: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
     """Further settings of vLLM's engine."""
-    finds_prefixes: bool = True
-    """False where vLLM itself cannot continue a prompt of which a part is in the cache."""
 
 
 FAMILIES = {
@@ -89,7 +87,6 @@ FAMILIES = {
         },
         # vLLM's other backend for CPUs computes in bfloat16, and needs AMX.
         {"attention_backend": "CPU_MLA", "block_size": 16},
-        finds_prefixes=False,
     ),
 }
 

@@ -30,17 +30,17 @@ class Expected:
     tokens: list[int]
     logprobs: list[dict[int, float]]
 
-    def differs_from(self, answer: Answer | Expected) -> str:
+    @property
+    def answer(self) -> Answer:
+        return Answer(self.tokens, [place[token] for token, place in zip(self.tokens, self.logprobs, strict=True)])
+
+    def differs_from(self, answer: Answer) -> str:
         """Tells where an answer has a wrong token or log probability; empty if it has none. After a place where two
         tokens are equally likely, the answer may go another way."""
-        theirs = [
-            value if isinstance(value, float) else value.get(token, 0.0)
-            for token, value in zip(answer.tokens, answer.logprobs, strict=True)
-        ]
         if len(answer.tokens) != len(self.tokens):
             return f"{len(answer.tokens)} tokens instead of {len(self.tokens)}"
-        for place, (token, expected, logprob) in enumerate(zip(answer.tokens, self.tokens, theirs, strict=True)):
-            likeliest = self.logprobs[place]
+        for place, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+            expected, likeliest = self.tokens[place], self.logprobs[place]
             if token != expected:
                 is_tie = abs(likeliest[expected] - likeliest.get(token, -100.0)) < TOLERANCE
                 return "" if is_tie else f"token {place} is {token} instead of {expected}"
@@ -49,16 +49,19 @@ class Expected:
         return ""
 
 
-def assert_same(answers: Sequence[Answer | Expected], expected: Sequence[Expected], prompts: Sequence[Any]) -> None:
+def assert_same(answers: Sequence[Answer], expected: Sequence[Expected], prompts: Sequence[Sequence[int]]) -> None:
     """Asserts that each answer has the expected tokens."""
-    assert len(answers) == len(expected) == len(prompts)
-    found = zip(prompts, (right.differs_from(a) for right, a in zip(expected, answers, strict=True)), strict=True)
-    wrong = [f"prompt of {len(prompt)} tokens: {difference}" for prompt, difference in found if difference]
+    differences = [right.differs_from(answer) for right, answer in zip(expected, answers, strict=True)]
+    wrong = [
+        f"prompt of {len(prompt)} tokens: {difference}"
+        for prompt, difference in zip(prompts, differences, strict=True)
+        if difference
+    ]
     assert not wrong, f"{len(wrong)} of {len(prompts)} answers are wrong:\n" + "\n".join(wrong[:20])
 
 
 class Reference:
-    """An instance that answers batches of prompts, in a process of its own. `ask` it at once, `answers` waits."""
+    """An instance that answers batches of prompts, in a process of its own. It starts at once; `answers` waits."""
 
     def __init__(
         self, model: Path, engine: dict[str, Any], batches: Sequence[Sequence[Sequence[int]]], max_tokens: int
@@ -79,13 +82,16 @@ class Reference:
         self._process.stdin.write(json.dumps(task).encode())
         self._process.stdin.close()
 
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def answers(self) -> list[list[Expected]]:
         """Returns the answers of each batch."""
-        try:
-            self._process.wait(START_S)
-        finally:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait(START_S)
         text = self._log.read_text(errors="replace")
         results = [line.removeprefix(_RESULT) for line in text.splitlines() if line.startswith(_RESULT)]
         assert results, f"the reference gave no answer:\n{text[-6_000:]}"

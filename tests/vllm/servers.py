@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,11 +24,12 @@ from typing import Any
 from moonserve.deploy.launcher.ports import free_port
 from tests.patience import until
 from tests.processes import ROOT
+from tests.vllm.models import VOCAB_SIZE
 
 TOKEN = "vllm-tests"
 BLOCK_SIZE = 32
 MAX_NUM_SEQS = 16
-START_S = 300.0
+START_S = 400.0
 """A server starts in 12 to 16 s of processor time, and other work may have most of the machine."""
 ANSWER_S = 240.0
 REMOTE_DECODE = {
@@ -211,15 +213,6 @@ class VllmServer:
         """Forgets all KV in the server's own memory."""
         self.request("POST", "/reset_prefix_cache")
 
-    def until_found(self, prompt: Sequence[int], salt: str = "") -> None:
-        """Waits until the server finds a stored prompt: it calls no store node that has just not answered."""
-
-        def is_found() -> bool:
-            self.reset_prefix_cache()
-            return self.complete(prompt, 1, salt=salt).num_cached > 0
-
-        until(is_found)
-
     def metric(self, name: str, **labels: str) -> float:
         """Returns the sum of a metric's values with these labels; 0 without any."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
@@ -276,6 +269,20 @@ def decode_prefilled(
     decode: VllmServer, prompt: Sequence[int], max_tokens: int, parameters: dict[str, Any], *, salt: str = ""
 ) -> Answer:
     return decode.complete(prompt, max_tokens, salt=salt, stream=True, kv_transfer_params=parameters)
+
+
+def until_shared(writer: VllmServer, reader: VllmServer) -> None:
+    """Waits until one server loads what another one has just stored. After a fault each client of the store finds out
+    by itself that the node is another one, or that it answers again."""
+
+    def is_shared() -> bool:
+        prompt = [random.randrange(VOCAB_SIZE - 1) for _ in range(4 * BLOCK_SIZE)]
+        before = reader.metric("moonserve_connector_bytes_total", op="loaded")
+        for server in (writer, reader):
+            server.complete(prompt, 1)
+        return reader.metric("moonserve_connector_bytes_total", op="loaded") > before
+
+    until(is_shared)
 
 
 @contextlib.contextmanager

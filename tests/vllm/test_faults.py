@@ -24,6 +24,7 @@ from tests.vllm.servers import (
     disaggregated,
     prefilled,
     running,
+    until_shared,
 )
 from tests.vllm.stores import StoreNode
 
@@ -118,16 +119,7 @@ def test_without_its_store_a_server_computes_and_then_finds_the_restarted_one(si
     site.store.kill()
     assert_right(site.decode.complete_all(prompts, MAX_TOKENS, concurrency=MAX_NUM_SEQS), right)
     site.store.start()
-    more = new_prompts(1)
-
-    def is_stored() -> bool:
-        site.prefill.reset_prefix_cache()
-        site.prefill.complete(more[0], 1)
-        return site.store.stats().num_objects > 0
-
-    until(is_stored)
-    site.store.until_quiet()
-    site.decode.until_found(more[0])
+    until_shared(site.prefill, site.decode)
 
 
 def test_a_suspended_store_delays_requests_by_a_bounded_time(site: Site) -> None:
@@ -138,26 +130,18 @@ def test_a_suspended_store_delays_requests_by_a_bounded_time(site: Site) -> None
         more = site.prefill.complete_all(new_prompts(4), 1, concurrency=4, timeout_s=PATIENCE_S)
     assert_right(answers, right)
     assert len(more) == 4
-    site.decode.until_found(prompts[0])
+    until_shared(site.prefill, site.decode)
 
 
 def test_a_store_that_is_killed_amid_requests_harms_none(site: Site) -> None:
     prompts = new_prompts(24)
     right = stored(site, prompts)
+    before = site.decode.metric("vllm:request_success_total")
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(site.decode.complete_all, prompts, MAX_TOKENS, concurrency=4)
-        until(lambda: site.decode.metric("vllm:request_success_total") > 0 or asked.done())
+        until(lambda: site.decode.metric("vllm:request_success_total") > before or asked.done())
         site.store.kill()
         assert_right(asked.result(), right)
-
-
-def test_a_prompt_whose_prefill_server_died_is_computed(site: Site) -> None:
-    prompt = new_prompts(1)[0]
-    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
-    parameters = prefilled(site.prefill, prompt, salt="dead")
-    site.prefill.kill()
-    site.store.kill()  # which has the prompt too
-    assert_right([decode_prefilled(site.decode, prompt, MAX_TOKENS, parameters, salt="dead")], [right])
 
 
 def test_a_prompt_whose_prefill_server_is_suspended_is_computed(site: Site) -> None:
@@ -170,6 +154,26 @@ def test_a_prompt_whose_prefill_server_is_suspended_is_computed(site: Site) -> N
     assert_right([disaggregated(site.prefill, site.decode, prompt, MAX_TOKENS, salt="later")], [right])
 
 
+def test_a_decode_request_that_comes_after_the_lease_is_computed(site: Site) -> None:
+    prompt = new_prompts(1)[0]
+    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
+    answer = site.prefill.complete(prompt, 1, salt="late", kv_transfer_params=REMOTE_DECODE)
+    until(lambda: used_blocks(site.prefill) > 0)
+    until(lambda: used_blocks(site.prefill) == 0)
+    assert answer.kv_transfer_params is not None
+    late = decode_prefilled(site.decode, prompt, MAX_TOKENS, answer.kv_transfer_params, salt="late")
+    assert_right([late], [right])
+
+
+def test_a_prompt_whose_prefill_server_died_is_computed(site: Site) -> None:
+    prompt = new_prompts(1)[0]
+    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
+    parameters = prefilled(site.prefill, prompt, salt="dead")
+    site.prefill.kill()
+    site.store.kill()  # which has the prompt too
+    assert_right([decode_prefilled(site.decode, prompt, MAX_TOKENS, parameters, salt="dead")], [right])
+
+
 def test_prompts_of_a_dead_decode_server_are_freed_when_their_lease_ends(site: Site) -> None:
     until(lambda: used_blocks(site.prefill) == 0)
     prompts = new_prompts(4)
@@ -177,19 +181,9 @@ def test_prompts_of_a_dead_decode_server_are_freed_when_their_lease_ends(site: S
     for prompt in prompts:
         prefilled(site.prefill, prompt, salt="abandoned")
     site.decode.kill()
-    assert used_blocks(site.prefill) > 0
+    until(lambda: used_blocks(site.prefill) > 0)
     until(lambda: used_blocks(site.prefill) == 0)
     assert_right(site.prefill.complete_all(prompts, MAX_TOKENS, concurrency=4, salt="abandoned"), right)
-
-
-def test_a_decode_request_that_comes_after_the_lease_is_computed(site: Site) -> None:
-    prompt = new_prompts(1)[0]
-    right = site.prefill.complete(prompt, MAX_TOKENS, salt="right")
-    answer = site.prefill.complete(prompt, 1, salt="late", kv_transfer_params=REMOTE_DECODE)
-    until(lambda: used_blocks(site.prefill) == 0)
-    assert answer.kv_transfer_params is not None
-    late = decode_prefilled(site.decode, prompt, MAX_TOKENS, answer.kv_transfer_params, salt="late")
-    assert_right([late], [right])
 
 
 def used_blocks(server: VllmServer) -> float:
