@@ -165,6 +165,7 @@ def test_a_prompt_that_comes_again_is_cached_and_the_conductor_knows_its_blocks(
 
 
 def test_a_decode_worker_gets_the_prompts_kv_instead_of_computing_it(cluster: Cluster) -> None:
+    cluster.wait_until_complete()
     names = ("decode-0", "decode-1")
     before = sum(cluster.counters(name)["loaded_tokens"] for name in names)
     cluster.complete(_prompt(400, seed=5), 4)
