@@ -38,7 +38,8 @@ assert data_plane()
 # A package of another name would come from somewhere else.
 assert not [verb for verb in ("conductor", "engine", "gateway", "kvstore", "traces") if find_spec(verb)]
 targets = [target for table in (VERBS, TRACES_VERBS, SERVERS) for entry in table.values() for target in entry]
-for module in {target.partition(":")[0] for target in targets if target.startswith("moonserve.")}:
+modules = {target.partition(":")[0] for target in targets if target.startswith("moonserve.")}
+for module in (each for each in modules if not each.startswith("moonserve.vllm.")):  # they need vLLM
     assert Path(import_module(module).__file__).is_relative_to(folder), module
 """
 

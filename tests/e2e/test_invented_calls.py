@@ -169,8 +169,9 @@ def test_invented_call_is_refused_with_matching_error(cluster: Cluster, addresse
 
 
 def test_invented_calls_cover_every_service_of_the_protocol() -> None:
-    """All services are covered except those with their own tests: changes of role, several conductors, and stages."""
-    elsewhere = {"RoleSwitch", "Leadership"}
+    """All services are covered except those with their own tests: changes of role, several conductors, stages, and
+    handoffs between engines of other projects."""
+    elsewhere = {"RoleSwitch", "Leadership", "EngineHandoff"}
     assert set().union(*OURS.values()) | elsewhere == set(SERVICES)
 
 

@@ -157,11 +157,9 @@ class Server:
         self.life = life
         self.handlers: dict[str, Any] = {}
 
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Does nothing. Generated code also calls `add_registered_method_handlers`."""
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        self.handlers.update({f"/{service}/{name}": each for name, each in handlers.items()})
+    def add_generic_rpc_handlers(self, services: Any) -> None:
+        for service in services:
+            self.handlers.update(service._method_handlers)
 
 
 @dataclass(slots=True)
