@@ -56,13 +56,20 @@ from moonserve.protocol.rpc.grpc_transport import Channels
 _STYLES = {"ready": "green", "restarting": "red"}
 
 
+class _Console(Console):
+    """A console whose reader may vanish. rich would end the program, and with it the orderly stop of the cluster."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Display:
     """Display of the stages and addresses of one launcher's processes. On a terminal, a table is redrawn in place.
     Elsewhere, each change of a stage prints one line. Output that cannot be written, for example to a full disk, is
     dropped."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console = _Console(file=stream, highlight=False, soft_wrap=True)
         self._children: list[Child] = []
         self._shown: dict[str, str] = {}  # stage already printed, per instance
         self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._table, transient=True)

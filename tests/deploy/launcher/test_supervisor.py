@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import psutil
 import pytest
@@ -184,13 +184,20 @@ def test_a_cause_of_death_names_signal_exit_code_or_error() -> None:
     assert cause_of_death(1, "Traceback …\nValueError: 7").endswith("saying: ValueError: 7")
 
 
-def test_display_errors_on_a_full_disk_end_nothing(tmp_path: Path) -> None:
-    """Display errors on a full disk do not end the task that follows a process and updates the display."""
+def broken_pipe() -> IO[str]:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    return os.fdopen(write_fd, "w")
+
+
+@pytest.mark.parametrize("make", [lambda: Path("/dev/full").open("w"), broken_pipe], ids=["full disk", "no reader"])
+def test_display_errors_end_nothing(tmp_path: Path, make: Callable[[], IO[str]]) -> None:
+    """They do not end the task that follows a process and updates the display."""
     child = Child(
         ProcessSpec(instance_id="it", kind=ProcessKind.STORE, argv=("-m", "it"), flags=()), tmp_path / "it.log"
     )
-    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails, as asserted below
-    display = Display(full)
+    output = make()  # closing it fails, as asserted below
+    display = Display(output)
     display.show_start(tmp_path, tmp_path)
     display.follow([child])
     for stage in ("ready", "restarting"):
@@ -198,8 +205,8 @@ def test_display_errors_on_a_full_disk_end_nothing(tmp_path: Path) -> None:
         display.refresh()
     display.show_stopping()
     display.close()
-    with pytest.raises(OSError, match="No space left"):
-        full.close()
+    with pytest.raises(OSError, match="No space left|Broken pipe"):
+        output.close()
 
 
 TOKEN = "restarting-tests"
