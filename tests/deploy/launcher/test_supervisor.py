@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -190,7 +191,7 @@ def broken_pipe() -> IO[str]:
     return os.fdopen(write_fd, "w")
 
 
-@pytest.mark.parametrize("make", [lambda: Path("/dev/full").open("w"), broken_pipe], ids=["full disk", "no reader"])
+@pytest.mark.parametrize("make", [partial(open, "/dev/full", "w"), broken_pipe], ids=["full disk", "no reader"])
 def test_display_errors_end_nothing(tmp_path: Path, make: Callable[[], IO[str]]) -> None:
     """They do not end the task that follows a process and updates the display."""
     child = Child(
@@ -205,7 +206,7 @@ def test_display_errors_end_nothing(tmp_path: Path, make: Callable[[], IO[str]])
         display.refresh()
     display.show_stopping()
     display.close()
-    with pytest.raises(OSError, match="No space left|Broken pipe"):
+    with pytest.raises(OSError, match=r"No space left|Broken pipe"):
         output.close()
 
 
