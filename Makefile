@@ -50,7 +50,7 @@ test-rdma: $(DEV) ## RDMA verbs in a virtual machine
 
 # Tests with vLLM, in its own environment. Warnings of vLLM and its dependencies are not errors here.
 test-vllm: $(VLLM)/.installed ## the tests beside vLLM, in .venv-vllm (3.5 GB)
-	$(VLLM)/bin/python -m pytest -m vllm -W default tests/vllm $(ARGS)
+	$(VLLM)/bin/python -m pytest --numprocesses $(if $(ARGS),0,2) --dist loadfile -m vllm -W default tests/vllm $(ARGS)
 
 check: $(DEV) proto-check pages-check ## format, lint, types, generated files; what CI runs before the tests
 	$(BIN)/ruff format --check .
