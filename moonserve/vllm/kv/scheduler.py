@@ -241,7 +241,11 @@ class ConnectorScheduler:
         return plan
 
     def loads_ended(self, request_ids: Iterable[str]) -> None:
-        self._loading.difference_update(request_ids)
+        for request_id in request_ids:
+            self._loading.discard(request_id)
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and (remote := _remote_of(tracked.request)) is not None:
+                self._renewals.remove(remote)  # the worker has released it
 
     def reported(self, report: StepReport) -> None:
         for pin_id, num_workers in report.unpinned.items():

@@ -162,7 +162,7 @@ class ConnectorWorker:
             self._load_outages.failed(load.request_id, error)
             self._count(f"failed_blocks/{_reason(error)}", len(everything))
             bad = everything
-        except Exception:
+        except Exception:  # the request waits for an outcome, whatever went wrong
             log.exception("request %s: its KV cannot be loaded and is computed", load.request_id)
             self._count("failed_blocks/internal", len(everything))
             bad = everything
@@ -242,7 +242,7 @@ class ConnectorWorker:
             self._saves_again_at = time.monotonic() + _REST_S
             self._save_outages.failed(save.request_id, error)
             self._count_skipped(save, _reason(error))
-        except Exception:
+        except Exception:  # a fault of the connector must not stop the server
             log.exception("request %s: its KV is not stored", save.request_id)
             self._count_skipped(save, "internal")
         finally:
