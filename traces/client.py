@@ -91,6 +91,13 @@ class StreamClient:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
+    async def cluster(self) -> dict[str, Any]:
+        """Returns the answer of moonserve's /v1/cluster."""
+        async with self._session.get(f"{self._url}/v1/cluster") as response:
+            response.raise_for_status()
+            view: dict[str, Any] = await response.json()
+            return view
+
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         """Returns a request's last placement decision and its outcome (`conductor.placement.decision`); None if it is
         unknown."""

@@ -56,6 +56,11 @@ from moonserve.traces.simulator.spec import ClusterSpec, ModelProfile
 BLOCK_SIZE = 32  # 512 tokens of the trace by LENGTHS
 CHUNK = 512
 DRAM = 512 << 20
+VLLM = "vllm"  # among the kernels: vLLM as the engine
+VLLM_FLAGS = (
+    *("--engine", "vllm", "--dtype", "float32", "--kv-cache-memory", str(256 << 20), "--vllm.enforce-eager"),
+    *(f"--vllm.block-size={BLOCK_SIZE}", f"--vllm.max-num-batched-tokens={CHUNK}", "--vllm.max-num-seqs=64"),
+)
 TTFT_SLO_S = 30.0
 TBT_SLO_S = 1.0  # loose, here and live, so that nothing is rejected
 
@@ -128,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--speedup", type=float, default=1.0, help="factor on the trace's clock")
     parser.add_argument("--rounds", type=int, default=3, help="of each shape")
     parser.add_argument("--placement-policy", default=PUBLISHED_POLICY, choices=POLICY_NAMES)
-    parser.add_argument("--kernels", default="native,torch", help="of the workers, commas")
+    parser.add_argument("--kernels", default="native,torch", help="of the workers, commas; vllm = their engine")
     parser.add_argument("--shapes", default="1x1,2x1", help="prefill x decode workers, commas")
     parser.add_argument("--budget-s", type=float, default=120.0, help="of each profile")
     parser.add_argument("--output", type=Path, default=Path("out/fidelity.json"))
@@ -159,10 +164,13 @@ def compare(load: Load, shape: Shape, budget_s: float, folder: Path) -> dict[str
         num_decode=num_decode,
         num_threads=1,
         flags=(
-            *("--block-size", str(BLOCK_SIZE), "--dram", str(DRAM), "--tbt-slo", str(TBT_SLO_S)),
-            *("--placement-policy", load.policy, "--kernels", shape.kernels),
+            *("--dram", str(DRAM), "--tbt-slo", str(TBT_SLO_S), "--placement-policy", load.policy),
+            *(VLLM_FLAGS if shape.kernels == VLLM else ("--block-size", str(BLOCK_SIZE), "--kernels", shape.kernels)),
         ),
     )
+    engine: dict[str, Any] = {"kernels": shape.kernels}
+    if shape.kernels == VLLM:
+        engine = {"engine": "vllm", "vllm": ("enforce-eager",), "dtype": "float32"}
     model = profile(
         ProfileConfig(
             serving=True,
@@ -172,7 +180,7 @@ def compare(load: Load, shape: Shape, budget_s: float, folder: Path) -> dict[str
             dram=DRAM,
             max_num_batched_tokens=CHUNK,
             budget_s=budget_s,
-            kernels=shape.kernels,
+            **engine,
             load_prompt_tokens=round(mean([record.input_length for record in load.records()])),
             load_answer_tokens=round(mean([record.output_length for record in load.records()])),
         )

@@ -22,11 +22,11 @@ from moonserve.conductor.prediction.compute_time import DecodeFit, ErrorReport, 
 from moonserve.deploy.diagnostics import profile_cluster, profile_probe
 from moonserve.deploy.diagnostics.doctor_network import try_transport
 from moonserve.deploy.diagnostics.doctor_services import read_bytes_per_s
-from moonserve.deploy.diagnostics.profile_cluster import fit_turnover
+from moonserve.deploy.diagnostics.profile_cluster import ModelSize, fit_turnover
 from moonserve.deploy.terminal import rate
 from moonserve.engine.config import FormatConfig, ReplicaConfig
-from moonserve.engine.kv_cache.pool_size import PoolPlan, plan_pool
-from moonserve.engine.model.config import ModelConfig, load_model_config
+from moonserve.engine.kv_cache.pool_size import plan_pool
+from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.model_folder import resolve_model
 from moonserve.models import demo_model_path
 from moonserve.protocol.errors import ConfigError
@@ -109,6 +109,14 @@ class ProfileConfig(FormatConfig):
         choices=("wall", "cpu"),
     )
     serving: bool = option(False, help="measure through a cluster on this machine, including the overhead of serving")
+    engine: str = option(
+        "moonserve",
+        help="with --serving: its workers' engine, as for moonserve serve; vllm may need MOONSERVE_VLLM_PYTHON",
+        choices=("moonserve", "vllm"),
+    )
+    vllm: tuple[str, ...] = option(
+        (), help="with --engine vllm: an engine option of vLLM's, as --vllm.enforce-eager", passed_on=True
+    )
     prefill_workers: int = option(1, help="with --serving: its prefill workers")
     decode_workers: int = option(1, help="with --serving: its decode workers")
     load_prompt_tokens: int = option(512, help="with --serving: mean length of the expected prompts")
@@ -128,17 +136,20 @@ class ProfileConfig(FormatConfig):
         )
         if self.serving and self.clock != "wall":
             raise ConfigError("--serving measures as a client: it needs --clock wall")
+        if self.engine == "vllm" and not self.serving:
+            raise ConfigError("--engine vllm needs --serving")
+        if self.vllm and self.engine != "vllm":
+            raise ConfigError("--vllm.NAME needs --engine vllm")
         if not self.budget_s > 0:
             raise ConfigError("--budget-s must be above 0")
         if self.clock == "cpu" and self.num_threads > 1:
             raise ConfigError("--clock cpu adds up all threads: it needs --num-threads 1")
 
 
-# Options that are passed to the cluster.
-_OF_WORKERS = (
-    *("dtype", "kv_cache_dtype", "load_format", "block_size", "kv_cache_memory", "dram"),
-    *("max_num_seqs", "max_num_batched_tokens", "kernels"),
-)
+# Options that are passed to the cluster: by both engines' names, by those of the own engine, and of vLLM.
+_OF_CLUSTER = ("dtype", "kv_cache_memory", "dram")
+_OF_ENGINES = ("load_format", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
+_OF_OWN_ENGINE = ("kernels",)
 
 # `cpu` excludes the time in which other programs had the processor.
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -152,6 +163,7 @@ class _Timed:
     decode_points: Sequence[DecodePoint | StepRun]
     prefill: PrefillFit
     decode: DecodeFit
+    size: ModelSize
     overheads: Overheads = field(default_factory=Overheads)  # only with --serving, like the next two
     crowding: Crowding = field(default_factory=Crowding)
     bursts: Sequence[Burst] = ()
@@ -170,16 +182,6 @@ def main(argv: Sequence[str]) -> int:
 def run(config: ProfileConfig) -> ModelProfile:
     """Measures, prints the report and writes the file if `--json` names one. Raises ConfigError."""
     path = demo_model_path() if config.model is None else resolve_model(config.model)
-    model = load_model_config(path)
-    replica = ReplicaConfig(
-        instance_id="profile",
-        model=str(path),
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        block_size=config.block_size,
-        kv_cache_memory=config.kv_cache_memory,
-    )
-    plan = plan_pool(replica, model)
     disk = config.disk or os.environ.get("TMPDIR", "/var/tmp")  # /tmp is often memory
     with ProgressBars() as progress:
         with progress.busy("copies, connections and the disk"):  # before torch starts its threads
@@ -190,8 +192,8 @@ def run(config: ProfileConfig) -> ModelProfile:
             }
         what = "a cluster" if config.serving else "the model's steps"
         with progress.busy(f"{what}, for about {duration(config.budget_s)}"):
-            timed = _measure_serving(config) if config.serving else _measure_alone(config, path, model, plan)
-    profile = _profile(config, path, model, plan, timed, list(rates.values()))
+            timed = _measure_serving(config) if config.serving else _measure_alone(config, path)
+    profile = _profile(config, path, timed, list(rates.values()))
     if config.serving:
         profile = _calibrated(config, profile, timed)
     print(f"{profile.name}, {config.num_threads} thread(s), {config.clock} time, ", end="")
@@ -211,11 +213,9 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         num_prefill=config.prefill_workers,
         num_decode=config.decode_workers,
         num_threads=config.num_threads,
-        flags=tuple(
-            part for name in _OF_WORKERS for part in (f"--{name.replace('_', '-')}", str(getattr(config, name)))
-        ),
+        flags=tuple(_serve_flags(config)),
     )
-    terms, seen = profile_cluster.measure(
+    terms, seen, size = profile_cluster.measure(
         shape,
         profile_probe.Grid(
             load_prompt_tokens=config.load_prompt_tokens,
@@ -229,18 +229,45 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
         decode_points=seen.steps,
         prefill=terms.prefill,
         decode=terms.decode,
+        size=size,
         overheads=terms.overheads,
         crowding=terms.crowding,
         bursts=seen.bursts,
     )
 
 
-def _measure_alone(config: ProfileConfig, path: Path, model: ModelConfig, plan: PoolPlan) -> _Timed:
+def _serve_flags(config: ProfileConfig) -> Iterator[str]:
+    """Yields the flags of `moonserve serve`."""
+
+    def flags(prefix: str, names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            yield f"--{prefix}{name.replace('_', '-')}={getattr(config, name)}"
+
+    yield from flags("", _OF_CLUSTER)
+    if config.engine == "moonserve":
+        yield from flags("", _OF_ENGINES + _OF_OWN_ENGINE)
+        return
+    yield "--engine=vllm"
+    yield from flags("vllm.", _OF_ENGINES)
+    yield from (f"--vllm.{item}" for item in config.vllm)
+
+
+def _measure_alone(config: ProfileConfig, path: Path) -> _Timed:
     """Measures the engine in this process. Decode steps are first, because they take the least time."""
     # Imported here, so that a wrong option is reported before torch is imported.
     from moonserve.engine.engine import Engine
     from moonserve.engine.speed_profile import FINE_GRID, decode_points, prefill_points
 
+    model = load_model_config(path)
+    replica = ReplicaConfig(
+        instance_id="profile",
+        model=str(path),
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size,
+        kv_cache_memory=config.kv_cache_memory,
+    )
+    plan = plan_pool(replica, model)
     folder = cache_folder(os.environ, Path.home())
     engine = Engine.load(
         path,
@@ -264,6 +291,12 @@ def _measure_alone(config: ProfileConfig, path: Path, model: ModelConfig, plan: 
         decode_points=decode,
         prefill=fit_prefill(*_columns(prefill, "num_tokens", "num_cached", "seconds")),
         decode=fit_decode(*_columns(decode, "num_seqs", "context_tokens", "seconds")),
+        size=ModelSize(
+            num_layers=model.num_layers,
+            token_bytes=plan.layout.block_bytes // plan.layout.block_size,
+            device_tokens=plan.num_blocks * plan.layout.block_size,
+            max_model_len=plan.max_model_len,
+        ),
     )
 
 
@@ -281,27 +314,24 @@ def _transport_rate(transport: str) -> float:
 def _profile(
     config: ProfileConfig,
     path: Path,
-    model: ModelConfig,
-    plan: PoolPlan,
     timed: _Timed,
     rates: Sequence[float],
 ) -> ModelProfile:
     """Returns the profile. `rates`: bytes per second of copies, connections and the disk."""
-    token_bytes = plan.layout.block_bytes // plan.layout.block_size
     copy, tcp, disk = rates
     return ModelProfile(
         name=config.name or (config.model and Path(config.model).name) or path.name,
         prefill=timed.prefill.profile,
         decode=timed.decode.profile,
-        kv_bytes_per_token=token_bytes,
-        num_layers=model.num_layers,
+        kv_bytes_per_token=timed.size.token_bytes,
+        num_layers=timed.size.num_layers,
         nic_bytes_per_s=tcp,
         device_bytes_per_s=copy,
         disk_bytes_per_s=disk,
-        device_tokens=plan.num_blocks * plan.layout.block_size,
-        dram_tokens=config.dram // token_bytes,
+        device_tokens=timed.size.device_tokens,
+        dram_tokens=config.dram // timed.size.token_bytes,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=plan.max_model_len,
+        max_model_len=timed.size.max_model_len,
         overheads=timed.overheads,
         crowding=timed.crowding,
     )

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from moonserve.deploy.diagnostics.profile_fit import Burst, Observations, ServingTerms, fit_terms
 from moonserve.deploy.diagnostics.profile_probe import Grid, Probe
 from moonserve.deploy.launcher.local_cluster import LocalCluster, running_cluster
 from moonserve.protocol.errors import ConfigError, MoonserveError
+from moonserve.protocol.kv_blocks import KvLayout
 from moonserve.protocol.latency import mean
+from moonserve.protocol.request import Role
 from moonserve.traces.client import StreamClient
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.cluster.run import simulate
@@ -54,24 +57,47 @@ class ClusterShape:
         return [*(str(part) for pair in sizes.items() for part in pair), *self.flags]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What a model's KV takes, and how much of it a worker holds."""
+
+    num_layers: int
+    token_bytes: int
+    device_tokens: int  # of one worker
+    max_model_len: int
+
+    @classmethod
+    def of_cluster(cls, view: Mapping[str, Any]) -> ModelSize:
+        """Takes it from the answer of /v1/cluster."""
+        layout = KvLayout(**view["layout"])
+        num_blocks = min(each["num_blocks"] for each in view["instances"] if each["role"] == Role.PREFILL.value)
+        return cls(
+            num_layers=layout.num_layers,
+            token_bytes=layout.block_bytes // layout.block_size,
+            device_tokens=num_blocks * layout.block_size,
+            max_model_len=view["max_model_len"],
+        )
+
+
 def measure(
     shape: ClusterShape, grid: Grid, *, chunk_tokens: int, budget_s: float
-) -> tuple[ServingTerms, Observations]:
+) -> tuple[ServingTerms, Observations, ModelSize]:
     """Takes `budget_s` plus the time to start. Raises ConfigError if the cluster does not start or answer."""
 
-    async def observe(url: str) -> Observations:
+    async def observe(url: str) -> tuple[Observations, ModelSize]:
         async with StreamClient(url) as client:
             probe = Probe(client, await client.model(None), grid)
-            return await probe.observe(shape.num_prefill, budget_s)
+            seen = await probe.observe(shape.num_prefill, budget_s)
+            return seen, ModelSize.of_cluster(await client.cluster())
 
     try:
         with shape.running() as cluster:
-            seen = asyncio.run(observe(cluster.url))
+            seen, size = asyncio.run(observe(cluster.url))
     except ConfigError:
         raise
     except MoonserveError as error:
         raise ConfigError(f"the cluster to be measured: {error.message}") from error
-    return fit_terms(seen, chunk_tokens), seen
+    return fit_terms(seen, chunk_tokens), seen, size
 
 
 def overheads_text(overheads: Overheads, crowding: Crowding) -> Sequence[str]:

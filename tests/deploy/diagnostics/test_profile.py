@@ -302,6 +302,8 @@ def test_a_profile_is_measured_printed_and_written(tmp_path: Path, capsys: pytes
         (["--clock", "cpu", "--num-threads", "2"], "--num-threads 1"),
         (["--clock", "moon"], "--clock is one of"),
         (["--serving", "--clock", "cpu"], "--clock wall"),
+        (["--engine", "vllm"], "--engine vllm needs --serving"),
+        (["--serving", "--vllm.enforce-eager"], "--vllm.NAME needs --engine vllm"),
         (["no/such/model"], "neither a folder nor a hub name"),
         (["--disk", "/proc/self"], "--disk /proc/self"),
     ],
