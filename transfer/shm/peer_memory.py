@@ -146,8 +146,6 @@ class PeerProcess:
         """Opens the process. Raises OSError if it does not exist in this pid namespace."""
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
-        self._ended = select.poll()
-        self._ended.register(self._pidfd, select.POLLIN)
 
     def read(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
         """Copies each row's bytes from the process's memory at `source` to local memory at `to`, without the GIL.
@@ -159,7 +157,7 @@ class PeerProcess:
             part = rows[first : first + MAX_IOVECS]
             into = _pieces(to, part, to_column)
             self._read_pieces(into, _pieces(source, part, 1 - to_column))
-        if self._ended.poll(0):  # after the copy: a pid is not reused while its process lives
+        if self._has_ended():  # after the copy: a pid is not reused while its process lives
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
     def _read_pieces(self, into: IoVectors, out_of: IoVectors) -> None:
@@ -170,6 +168,11 @@ class PeerProcess:
             raise OSError(code, os.strerror(code))
         if moved != int(into[:, 1].sum()):
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    def _has_ended(self) -> bool:
+        ended = select.poll()  # a new one, because a poll object refuses to be used by two threads at once
+        ended.register(self._pidfd, select.POLLIN)
+        return bool(ended.poll(0))
 
     def close(self) -> None:
         os.close(self._pidfd)

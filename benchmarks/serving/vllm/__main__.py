@@ -7,7 +7,8 @@
 2. The handoff of 4,000-token prompts: from the decode server's call to its first token, less one step.
    Claim: bytes per second at least those of NIXL with rests. The bytes are equal, so their ratio is that of the times.
 3. The second visit of a 4,000-token prompt through the store, at another server and after that server's restart.
-   Claim: TTFT at most 0.3 times that of the first visit.
+   Claims: TTFT at most 0.3 times that of the first visit, and at most that with LMCache's server, whose hit ratio is
+   equal.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -43,25 +43,20 @@ from benchmarks.serving.vllm.deployments import (
     NIXL_CONNECTOR,
     RESTING_NIXL,
     ROOT,
-    TOKEN,
     VLLM_FLAGS,
     Deployment,
     Disaggregated,
-    Process,
     disaggregated,
     moonserve_cluster,
     vllm_alone,
-    vllm_server,
 )
-from moonserve.deploy.launcher.ports import free_port
+from benchmarks.serving.vllm.visits import LONG_PROMPT, second_visits, visits_table
 from moonserve.protocol.latency import Timeline
 
 SPINNING = "vLLM 1P1D, NIXL"
 REFERENCE = "vLLM 1P1D, NIXL that rests"
 CONNECTOR = "vLLM 1P1D, moonserve's connector"
 _PROMPT, _OUTPUT = 512, 64
-_LONG_PROMPT = 4000
-_MAX_VISIT = 0.3
 
 
 def all_deployments(model: Path, folder: Path) -> Iterator[Deployment]:
@@ -163,7 +158,7 @@ def handoffs(model: Path, folder: Path, rounds: int) -> dict[str, float]:
         ):
             deployments.append(disaggregated(name, model, folder, transfer, imports))
             deployments[-1].wait_until_serving()
-        prompts = random_prompts((rounds + 1) * len(deployments), _LONG_PROMPT, SMALL["vocab_size"], "handoffs")
+        prompts = random_prompts((rounds + 1) * len(deployments), LONG_PROMPT, SMALL["vocab_size"], "handoffs")
         for number, prompt in enumerate(prompts):
             deployment = deployments[number % len(deployments)]
             report_progress(f"handoff {number + 1}: {deployment.name}")
@@ -173,53 +168,6 @@ def handoffs(model: Path, folder: Path, rounds: int) -> dict[str, float]:
     finally:
         for deployment in deployments:
             deployment.close()
-    return {name: median(values) for name, values in times.items()}
-
-
-async def _first_token_ms(deployment: Deployment, prompt: Sequence[int]) -> float:
-    async with deployment.client() as client:
-        outcome = await deployment.complete(client, prompt, 2)
-    if outcome.timeline is None:
-        raise RuntimeError(f"{deployment.name}: {outcome.error}")
-    return outcome.timeline.ttft_s * 1000
-
-
-def second_visits(model: Path, folder: Path, rounds: int) -> dict[str, float]:
-    """Returns the median TTFT in ms of a prompt's first visit, of the second one elsewhere, and after a restart."""
-    store_port = free_port()
-    store = Process(
-        [sys.executable, "-m", "moonserve", "store", "--instance-id", "s", "--port", str(store_port), "--dram", "4GiB"],
-        {"MOONSERVE_CLUSTER_TOKEN": TOKEN},
-        folder / "store.log",
-    )
-    transfer = {**MOONSERVE_CONNECTOR, "kv_connector_extra_config": {"join": f"node://127.0.0.1:{store_port}"}}
-
-    def server(number: int) -> Deployment:
-        port = free_port()
-        log = folder / f"store-client-{number}.log"
-        process = vllm_server(model, port, 1, log, transfer, "--no-enable-prefix-caching")
-        deployment = Deployment(f"server {number}", [process], f"http://127.0.0.1:{port}")
-        deployment.wait_until_serving()
-        return deployment
-
-    first, second = server(0), server(1)
-    times: dict[str, list[float]] = {"first": [], "elsewhere": [], "after restart": []}
-    try:
-        warm, *prompts = random_prompts(rounds + 1, _LONG_PROMPT, SMALL["vocab_size"], "visits")
-        for deployment in (first, second):
-            asyncio.run(_first_token_ms(deployment, warm))
-        for prompt in prompts:
-            times["first"].append(asyncio.run(_first_token_ms(first, prompt)))
-            time.sleep(1.0)  # its blocks are stored beside the next steps
-            times["elsewhere"].append(asyncio.run(_first_token_ms(second, prompt)))
-        second.close()
-        second = server(1)
-        asyncio.run(_first_token_ms(second, warm))
-        times["after restart"] = [asyncio.run(_first_token_ms(second, prompt)) for prompt in prompts]
-    finally:
-        for each in (first, second):
-            each.close()
-        store.close()
     return {name: median(values) for name, values in times.items()}
 
 
@@ -253,12 +201,11 @@ def main() -> None:
             times = handoffs(model, folder, arguments.rounds)
             report["handoffs"] = times
             rows = [[name, f"{ms:.0f}", f"{times[REFERENCE] / ms:.2f}"] for name, ms in times.items()]
-            print(table([f"handoff of {_LONG_PROMPT} tokens", "ms", "bytes/s ÷ NIXL (at least 1)"], rows))
+            print(table([f"handoff of {LONG_PROMPT} tokens", "ms", "bytes/s ÷ NIXL (at least 1)"], rows))
         if arguments.only in (None, "visits"):
             visits = second_visits(model, folder, arguments.rounds)
             report["visits"] = visits
-            rows = [[each, f"{ms:.0f}", f"{ms / visits['first']:.2f}"] for each, ms in visits.items()]
-            print(table([f"visit of {_LONG_PROMPT} tokens", "TTFT ms", f"÷ first (at most {_MAX_VISIT})"], rows))
+            print(visits_table(visits))
         write_json(arguments.out, report)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.protocol.latency import Timeline
@@ -42,7 +43,7 @@ _PREFILL = {
 
 
 class Process:
-    """One program with its own process group and log."""
+    """One program with its own log."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         with log.open("wb") as file:
@@ -61,16 +62,30 @@ class Process:
             time.sleep(0.2)
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        """Sends a signal to the program and all its descendants."""
+        _signal(self._family(), number)
 
     def close(self) -> None:
-        self.signal(signal.SIGCONT)
+        family = self._family()
+        _signal(family, signal.SIGCONT)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
-        self.signal(signal.SIGKILL)
+        _signal(family, signal.SIGKILL)
         self._process.wait()
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            program = psutil.Process(self._process.pid)
+            return [program, *program.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _signal(processes: Sequence[psutil.Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def vllm_server(

@@ -22,7 +22,7 @@ from moonserve.kvstore.client import KvStore, connect
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, Overloaded, PeerLost, StaleLease
 from moonserve.protocol.pb import handoff_pb2
-from moonserve.transfer import Op, RemoteSegment, ScatterTransfer, TransferEngine
+from moonserve.transfer import Batch, Op, RemoteSegment, ScatterTransfer, TransferEngine
 from moonserve.vllm.kv.cache_groups import CacheGroup
 from moonserve.vllm.kv.chained_keys import StoredKeys
 from moonserve.vllm.kv.handoff_server import HandoffServer
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PORTION_BYTES = 8 << 20
 _REST_S = 1.0
 """After a failed save, nothing is saved for this long."""
 
@@ -198,11 +199,11 @@ class ConnectorWorker:
             self._channels.release(remote.request_id, [address])
 
     def _read(self, load: Load, there: handoff_pb2.HandoffLocation) -> set[int]:
-        """READs the blocks, all groups at once, and returns the ids of those that are missing or damaged."""
+        """READs the blocks of all groups, and returns the ids of those that are missing or damaged. Blocks are verified
+        while later ones are on their way."""
         bad: set[int] = set()
         with contextlib.ExitStack() as stack:
-            reads: list[tuple[CacheGroup, list[int], BufferSlots, list[int]]] = []
-            transfers = []
+            reads: list[tuple[CacheGroup, list[int], BufferSlots, list[int], Batch]] = []
             for group, blocks, far in zip(self._groups, load.groups, there.groups, strict=True):
                 row_of = {place: row for row, place in enumerate(far.places)}
                 bad |= {b for p, b in zip(blocks.places, blocks.block_ids, strict=True) if p not in row_of}
@@ -212,14 +213,19 @@ class ConnectorWorker:
                 rows = [row_of[place] for place in blocks.places if place in row_of]
                 slots = stack.enter_context(self._memory.writing(group, block_ids))
                 offsets = np.frombuffer(far.offsets, "<u8").reshape(-1, len(group.pages))[rows]
-                runs = np.stack((offsets, slots.offsets, slots.capacities), axis=2).astype(np.int64).reshape(-1, 3)
+                runs = np.stack((offsets, slots.offsets, slots.capacities), axis=2).astype(np.int64)
                 remote = RemoteSegment(there.transfer_address, far.segment_id)
-                transfers.append(ScatterTransfer(Op.READ, slots.segment, remote, runs))
-                reads.append((group, block_ids, slots, [far.checksums[row] for row in rows]))
+                step = max(1, _PORTION_BYTES // group.block_bytes)
+                for first in range(0, len(rows), step):
+                    some = slice(first, first + step)
+                    transfer = ScatterTransfer(Op.READ, slots.segment, remote, runs[some].reshape(-1, 3))
+                    batch = self._engine.submit([transfer], deadline_s=self._settings.timeout_s)
+                    stack.callback(_await, batch)  # nothing is written any more once the load has ended
+                    checksums = [far.checksums[row] for row in rows[some]]
+                    reads.append((group, block_ids[some], slots.at(range(len(rows))[some]), checksums, batch))
             self._count("failed_blocks/missing", len(bad))
-            if transfers:
-                self._engine.run(transfers, deadline_s=self._settings.timeout_s)
-            for group, block_ids, slots, checksums in reads:
+            for group, block_ids, slots, checksums, batch in reads:
+                batch.wait()
                 right = [slots.checksum(place) == expected for place, expected in enumerate(checksums)]
                 bad |= {block_id for block_id, is_right in zip(block_ids, right, strict=True) if not is_right}
                 self._count("failed_blocks/checksum", right.count(False))
@@ -272,6 +278,11 @@ _REASONS: dict[type[MoonserveError], str] = {
     StaleLease: "expired",
     Overloaded: "full",
 }
+
+
+def _await(batch: Batch) -> None:
+    with contextlib.suppress(MoonserveError):
+        batch.wait()
 
 
 def _reason(error: MoonserveError) -> str:

@@ -11,6 +11,7 @@ import random
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -195,6 +196,18 @@ def borrow() -> Iterator[Borrow]:
 
     yield make
     own.close()
+
+
+def test_threads_read_at_once(borrow: Borrow) -> None:
+    source, rows = borrow(), scatter.rows((0, 0, len(CONTENT)))
+
+    def read(_: int) -> bool:
+        into = np.zeros_like(CONTENT)
+        source.copy(address_of(into), rows, to_column=LOCAL)
+        return np.array_equal(into, CONTENT)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(read, range(200)))
 
 
 def test_rows_arrive_in_place_and_are_verified(borrow: Borrow) -> None:
