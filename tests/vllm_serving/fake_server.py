@@ -55,14 +55,7 @@ class FakeServer:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FakeServer]:
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/health", self._empty),
-                web.get("/metrics", self._metrics),
-                web.get("/v1/models", self._models),
-                web.post("/v1/completions", self._complete),
-            ]
-        )
+        app.add_routes([web.get("/{name:.*}", self._tell), web.post("/v1/completions", self._complete)])
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
@@ -71,14 +64,9 @@ class FakeServer:
         finally:
             await runner.cleanup()
 
-    async def _empty(self, _request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(text=METRICS)
-
-    async def _models(self, _request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "root": str(self.folder), "max_model_len": 200}]})
+    async def _tell(self, request: web.Request) -> web.Response:
+        models = {"data": [{"id": "m", "root": str(self.folder), "max_model_len": 200}]}
+        return web.Response(text={"/health": "", "/metrics": METRICS, "/v1/models": json.dumps(models)}[request.path])
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

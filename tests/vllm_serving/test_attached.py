@@ -22,13 +22,14 @@ from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.vllm.attached import engine as attached
 from moonserve.vllm.attached.completions import REFUSED
 from moonserve.vllm.attached.engine import AttachedEngine, ServerLost, VllmServer
-from moonserve.vllm.attached.server_facts import facts_of, model_config
+from moonserve.vllm.attached.server_facts import facts_of, model_config, update_figures
 from moonserve.vllm.attached.worker import AttachedConfig, serve_prefill
+from moonserve.vllm.serving.service import EngineFigures
 from moonserve.vllm.serving.state import Generated
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.services import serving
-from tests.vllm_serving.fake_server import METRICS, FakeServer
+from tests.vllm_serving.fake_server import METRICS, MODEL_CONFIG, FakeServer
 
 _PROMPT = tuple(range(20))
 _CARD = {"max_model_len": 200}
@@ -137,16 +138,11 @@ async def test_closing_the_iterator_closes_the_connection(fake: FakeServer) -> N
         await asyncio.wait_for(fake.closed.wait(), PATIENCE_S)
 
 
-async def test_figures_are_those_of_the_servers_metrics(fake: FakeServer) -> None:
-    async with _engine(fake) as engine:
-        following = asyncio.create_task(engine.died())
-        async with asyncio.timeout(PATIENCE_S):
-            while not engine.figures.kv_usage:  # noqa: ASYNC110 - another task reads it
-                await asyncio.sleep(0.01)
-        following.cancel()
-        figures = engine.figures
-        assert (figures.num_hit_tokens, figures.num_loaded_tokens, figures.num_preemptions) == (8, 4, 1)
-        assert (engine.facts.num_blocks, engine.facts.block_size, engine.facts.layout.head_dim) == (100, 4, 32)
+def test_facts_and_figures_are_those_of_the_servers_metrics(tmp_path: Path) -> None:
+    figures, facts = EngineFigures(), facts_of(_CARD, METRICS, str(tmp_path), MODEL_CONFIG, 16)
+    update_figures(figures, METRICS)
+    assert (figures.kv_usage, figures.num_hit_tokens, figures.num_loaded_tokens) == (0.25, 8, 4)
+    assert (facts.num_blocks, facts.block_size, facts.layout.head_dim, facts.vocab_size) == (100, 4, 32, 1000)
 
 
 def test_a_server_without_figures_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _TOKEN = "token_id:"
 
 
 def completion_body(
-    request: Request, model: str, max_model_len: int, *, is_prefill: bool, salt: str, transfer: Mapping[str, Any] | None
+    request: Request, model: str, *, is_prefill: bool, salt: str, transfer: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns the body that generates the request's next tokens, one for a prefill. Raises InvalidRequest for a
     parameter that cannot be kept."""
@@ -40,7 +40,6 @@ def completion_body(
         text = f"{', '.join(refused)}: not possible with attached vLLM servers, which see only a part of an answer"
         raise InvalidRequest(text, param=refused[0], request=request.request_id)
     given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=False)
-    given["max_tokens"] = min(given["max_tokens"], max_model_len - len(request.token_ids))
     body = {name: value for name, value in given.items() if value is not None and name not in _NOT_OF_HTTP}
     # Otherwise those of the model's generation_config.json count.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}

@@ -124,7 +124,6 @@ class AttachedEngine:
         body = completion_body(
             request,
             self._model,
-            self.facts.max_model_len,
             is_prefill=is_prefill,
             salt=salt,
             transfer=transfer_parameters(is_prefill, kv_transfer_params) if self.has_connector else None,

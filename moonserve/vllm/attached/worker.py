@@ -117,10 +117,14 @@ async def _answers(server: VllmServer, lifecycle: Lifecycle) -> bool:
 
 
 async def _engine(config: AttachedConfig, server: VllmServer, events: KvEventSource | None) -> AttachedEngine:
-    card = json.loads(await server.get("/v1/models"))["data"][0]
+    models = await server.get("/v1/models")
+    try:
+        card = json.loads(models)["data"][0]
+        name, model = card["id"], config.model or card["root"]
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{server.url}/v1/models is not of a vLLM server: {models[:200]}") from error
     metrics = await server.get("/metrics")
-    model = config.model or card["root"]
     facts = facts_of(card, metrics, model, model_config(model), config.max_num_seqs)
-    engine = AttachedEngine(server, card["id"], facts, events)
+    engine = AttachedEngine(server, name, facts, events)
     update_figures(engine.figures, metrics)
     return engine
