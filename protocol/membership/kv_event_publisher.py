@@ -100,7 +100,8 @@ async def publish(
             await replays.send_multipart((client, b"", b"", _END, b""))
 
     with zmq.asyncio.Context() as context, contextlib.ExitStack() as sockets:
-        events, replays = (sockets.enter_context(context.socket(kind, linger=0)) for kind in (zmq.PUB, zmq.ROUTER))
+        events, replays = (sockets.enter_context(context.socket(kind)) for kind in (zmq.PUB, zmq.ROUTER))
+        events.linger = replays.linger = 0
         try:
             events.bind(endpoint)
             if replay is not None:

@@ -130,7 +130,7 @@ def test_the_server_publishes_the_blocks_that_it_has_stored(site: Site) -> None:
 def _published(endpoint: str) -> list[dict[str, Any]]:
     """Returns all KV events of a server."""
     events: list[dict[str, Any]] = []
-    with zmq.Context() as context, context.socket(zmq.DEALER, linger=0) as replay:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
         replay.connect(endpoint)
         replay.send_multipart((b"", bytes(8)))
         while payload := replay.recv_multipart()[-1]:

@@ -48,8 +48,8 @@ def test_a_follower_of_a_node_hears_of_additions_and_removals_and_can_ask_for_ea
         running_node("--dram", "8MiB", "--kv-events", flags[0], "--kv-events-replay", flags[1]) as node,
         connect(f"node://{node.rpc_address}", cluster_token=TOKEN) as store,
         zmq.Context() as context,
-        context.socket(zmq.SUB, linger=0) as events,
-        context.socket(zmq.DEALER, linger=0) as replay,
+        context.socket(zmq.SUB) as events,
+        context.socket(zmq.DEALER) as replay,
     ):
 
         def received(socket: Any) -> tuple[int, list[dict[str, Any]]]:
