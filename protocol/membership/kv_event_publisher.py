@@ -81,7 +81,7 @@ async def publish(
     try:
         import msgspec
         import zmq
-        import zmq.asyncio
+        from zmq.asyncio import Context
     except ImportError as error:
         raise ConfigError(f"--kv-events needs {error.name}: pip install 'moonserve[kv-events]'") from error
 
@@ -99,7 +99,7 @@ async def publish(
                 await replays.send_multipart((client, b"", b"", seq.to_bytes(8, "big"), payload))
             await replays.send_multipart((client, b"", b"", _END, b""))
 
-    with zmq.asyncio.Context() as context, contextlib.ExitStack() as sockets:
+    with Context() as context, contextlib.ExitStack() as sockets:
         events, replays = (sockets.enter_context(context.socket(kind)) for kind in (zmq.PUB, zmq.ROUTER))
         events.linger = replays.linger = 0
         try:

@@ -55,7 +55,9 @@ def test_blocks_that_keys_do_not_cover_are_marked(fields: dict[str, Any], is_for
     assert (stored.is_foreign, stored.salt) == (is_foreign, salt)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", _payload(_map("BlockStored", block_hashes=3)), _payload(3)])
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xc1", _payload({}), _payload(_map("BlockStored", block_hashes=3)), _payload(3)]
+)
 def test_a_message_that_cannot_be_read_forgets_everything(payload: bytes) -> None:
     assert changes_of(payload) == [Cleared()]
 

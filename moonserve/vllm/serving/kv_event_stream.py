@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
+from zmq.asyncio import Context
 
 from moonserve.vllm.serving.kv_event_state import (
     BlockHash,
@@ -32,7 +32,11 @@ REPLAY_TIMEOUT_S = 5.0
 _OWN_MEMORY = (None, "GPU")  # vLLM's word on every device; others are tiers behind it
 
 
-class BlockStored(msgspec.Struct, tag=True):
+class KvEvent(msgspec.Struct, tag=True):  # type: ignore[call-arg,unused-ignore]  # mypy may lack msgspec
+    """A change of a cache, tagged with its class's name."""
+
+
+class BlockStored(KvEvent):
     """Consecutive blocks entered a cache. Fields are in the format's order; those that are not used are left out."""
 
     block_hashes: list[BlockHash]
@@ -48,7 +52,7 @@ class BlockStored(msgspec.Struct, tag=True):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True):
+class BlockRemoved(KvEvent):
     """Blocks left a cache."""
 
     block_hashes: list[BlockHash]
@@ -56,33 +60,26 @@ class BlockRemoved(msgspec.Struct, tag=True):
     group_idx: int | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, tag=True):
+class AllBlocksCleared(KvEvent):
     """The engine's cache is empty."""
 
 
-class EventBatch(msgspec.Struct, array_like=True):
-    """One message. Further fields, such as the data-parallel rank, are ignored."""
-
-    ts: float
-    events: list[Any]
-
-
 _KINDS = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-_DECODER = msgspec.msgpack.Decoder(EventBatch)
 
 
 def changes_of(payload: bytes) -> list[Change]:
     """Returns the changes that a message tells of the engine's own memory. One that cannot be read may have told
     anything, so that all blocks are forgotten."""
     try:
-        return list(_changes(_DECODER.decode(payload)))
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        _, events, *_ = msgspec.msgpack.decode(payload)  # time, events, perhaps the data-parallel rank
+        return list(_changes(events))
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
         log.warning("KV events cannot be read, so the cached prompts are forgotten: %s", error)
         return [Cleared()]
 
 
-def _changes(batch: EventBatch) -> Iterator[Change]:
-    for event in batch.events:
+def _changes(events: list[Any]) -> Iterator[Change]:
+    for event in events:
         kind = _KINDS.get(event["type"] if isinstance(event, dict) else event[0])
         if kind is None:
             continue
@@ -114,7 +111,7 @@ def _stored(event: BlockStored) -> Stored:
 
 async def follow_events(source: KvEventSource, blocks: CachedBlocks) -> None:
     """Follows the events until cancelled. Begins with all that the publisher remembers."""
-    context = zmq.asyncio.Context()
+    context = Context()
     try:
         with context.socket(zmq.SUB) as events:
             events.set_hwm(0)  # no limit: the state is small, and a gap costs more
@@ -131,7 +128,7 @@ async def follow_events(source: KvEventSource, blocks: CachedBlocks) -> None:
         context.destroy(linger=0)
 
 
-async def _replay(context: zmq.asyncio.Context, endpoint: str, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
+async def _replay(context: Context, endpoint: str, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
     """Yields the batches from number `start` on that the publisher remembers."""
     with context.socket(zmq.DEALER) as replay:
         replay.connect(_reachable(endpoint))
