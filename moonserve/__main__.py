@@ -72,11 +72,11 @@ SERVERS: dict[str, tuple[str, str]] = {
         "moonserve.vllm.serving.config:VllmConfig",
         "moonserve.vllm.serving.worker:serve_decode",
     ),
-    "worker --attach --role prefill": (
+    "worker --engine vllm --attach URL --role prefill": (
         "moonserve.vllm.attached.worker:AttachedConfig",
         "moonserve.vllm.attached.worker:serve_prefill",
     ),
-    "worker --attach --role decode": (
+    "worker --engine vllm --attach URL --role decode": (
         "moonserve.vllm.attached.worker:AttachedConfig",
         "moonserve.vllm.attached.worker:serve_decode",
     ),
@@ -197,7 +197,7 @@ def worker(argv: list[str]) -> int:
         elif known.role == "decode" and known.conditional_disaggregation == "on":
             command = "worker --role decode --conditional-disaggregation on"
         elif known.attach is not None:
-            command = f"worker --attach --role {known.role}"
+            command = f"worker --engine vllm --attach URL --role {known.role}"
             rest += ["--attach", known.attach]
         else:
             engine = "--engine vllm " if known.engine == "vllm" else ""

@@ -54,6 +54,9 @@ class AttachedConfig(EngineWorkerConfig):
             return None
         if missing := [name for name in ("msgspec", "zmq") if importlib.util.find_spec(name) is None]:
             raise ConfigError(f"--kv-events needs {' and '.join(missing)}: pip install 'moonserve[kv-events]'")
+        for endpoint in (self.kv_events, self.kv_events_replay):
+            if endpoint is not None and not endpoint.startswith(("tcp://", "ipc://")):
+                raise ConfigError(f"--kv-events {endpoint} must be an endpoint of ZMQ, as tcp://host:5557")
         return KvEventSource(endpoint=self.kv_events, replay=self.kv_events_replay, topic=self.kv_events_topic)
 
 
@@ -106,12 +109,14 @@ def _limits(events: KvEventSource | None) -> str:
 async def _answers(server: VllmServer, lifecycle: Lifecycle) -> bool:
     """Waits until the server answers and returns True, or False if the process is to stop."""
     lifecycle.progress(f"waiting for {server.url}")
+    level = logging.INFO
     while not lifecycle.stopping.is_set():
         try:
             await server.get("/health")
             return True
         except PeerLost as error:
-            log.debug("%s", error)
+            log.log(level, "waiting for the server: %s", error)
+            level = logging.DEBUG
         await wait_event(lifecycle.stopping, HEALTH_INTERVAL_S)
     return False
 
