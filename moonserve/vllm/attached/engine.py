@@ -83,7 +83,7 @@ class VllmServer:
         try:
             yield
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            text = f"the vLLM server {self.url} is lost: {error or type(error).__name__}"
+            text = f"the vLLM server {self.url} is lost: {str(error) or type(error).__name__}"
             raise PeerLost(text, worker=self.worker) from error
 
 
