@@ -61,6 +61,10 @@ class StoreConfig(ProcessConfig, TransferConfig):
         help="seconds for which nodes keep removals; a node that was away for longer starts empty",
     )
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
+    kv_events: str | None = option(
+        None, help="ZMQ endpoint at which stored and removed keys are published in vLLM's format, as tcp://*:5557"
+    )
+    kv_events_replay: str | None = option(None, help="ZMQ endpoint that repeats them, as tcp://*:5558")
 
     def watermarks(self) -> Watermarks:
         return Watermarks(evict_above=self.evict_above, evict_share=self.evict_share)

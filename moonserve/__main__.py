@@ -24,7 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "gateway": ("", "run the OpenAI-compatible HTTP endpoint"),
     "conductor": ("", "run the global scheduler"),
     "deploy": ("moonserve.deploy.ray.command:main", "run a cluster on Ray: deploy ray FILE | status | …"),
-    "worker": ("", "run a worker: --role prefill|decode [--engine vllm]"),
+    "worker": ("", "run a worker: --role prefill|decode [--engine vllm [--attach URL]]"),
     "role": ("moonserve.deploy.admin.drain_and_role:role", "change a worker's role: role ID prefill|decode"),
     "drain": ("moonserve.deploy.admin.drain_and_role:drain", "take a worker or store node out of service"),
     "store": ("", "run a KV store node"),
@@ -71,6 +71,14 @@ SERVERS: dict[str, tuple[str, str]] = {
     "worker --engine vllm --role decode": (
         "moonserve.vllm.serving.config:VllmConfig",
         "moonserve.vllm.serving.worker:serve_decode",
+    ),
+    "worker --engine vllm --attach URL --role prefill": (
+        "moonserve.vllm.attached.worker:AttachedConfig",
+        "moonserve.vllm.attached.worker:serve_prefill",
+    ),
+    "worker --engine vllm --attach URL --role decode": (
+        "moonserve.vllm.attached.worker:AttachedConfig",
+        "moonserve.vllm.attached.worker:serve_decode",
     ),
     "pipeline-stage": (
         "moonserve.prefill_worker.pipeline_follower:FollowerConfig",
@@ -165,18 +173,22 @@ def _serve(command: str, arguments: list[str]) -> int:
 
 def worker(argv: list[str]) -> int:
     """Runs `moonserve worker --role prefill|decode [--role-switching on | --conditional-disaggregation on] …`, or
-    `moonserve worker --role prefill|decode --engine vllm …`."""
+    `moonserve worker --role prefill|decode --engine vllm [--attach URL] …`."""
     parser = ArgumentParser(prog="moonserve worker", add_help=False, allow_abbrev=False)
     parser.add_argument("--role", choices=("prefill", "decode"))
     parser.add_argument("--engine", choices=("moonserve", "vllm"), default="moonserve")
+    parser.add_argument("--attach")
     for flag in ("--role-switching", "--conditional-disaggregation"):
         parser.add_argument(flag, choices=("off", "on"), default="off")
     try:
         known, rest = parser.parse_known_args(argv)
         if known.engine == "vllm" and "on" in (known.role_switching, known.conditional_disaggregation):
             parser.error("--engine vllm has neither --role-switching nor --conditional-disaggregation")
-        if known.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            parser.error(f"--engine vllm needs vLLM, which {sys.executable} does not have")
+        if known.attach is not None and known.engine != "vllm":
+            parser.error("--attach needs --engine vllm")
+        needed = "aiohttp" if known.attach is not None else "vllm"
+        if known.engine == "vllm" and importlib.util.find_spec(needed) is None:
+            parser.error(f"--engine vllm needs {needed}, which {sys.executable} does not have")
         if known.role_switching == "on":
             command = "worker --role-switching on"
             rest += ["--role", known.role] if known.role else []
@@ -184,6 +196,9 @@ def worker(argv: list[str]) -> int:
             parser.error("--role prefill or --role decode must be given")
         elif known.role == "decode" and known.conditional_disaggregation == "on":
             command = "worker --role decode --conditional-disaggregation on"
+        elif known.attach is not None:
+            command = f"worker --engine vllm --attach URL --role {known.role}"
+            rest += ["--attach", known.attach]
         else:
             engine = "--engine vllm " if known.engine == "vllm" else ""
             command = f"worker {engine}--role {known.role}"

@@ -26,12 +26,10 @@ class Starting:
     process: subprocess.Popen[bytes]
     status_fd: int
 
-    def facts(self) -> dict[str, str]:
+    def facts(self, timeout_s: float = PATIENCE_S) -> dict[str, str]:
         """Waits until the process serves and returns its facts. Raises NotReady if it will not serve."""
         with ThreadPoolExecutor(1) as threads:  # the caller may run an event loop
-            waiting = threads.submit(
-                lambda: asyncio.run(asyncio.wait_for(wait_until_ready(self.status_fd), PATIENCE_S))
-            )
+            waiting = threads.submit(lambda: asyncio.run(asyncio.wait_for(wait_until_ready(self.status_fd), timeout_s)))
             return waiting.result()
 
 

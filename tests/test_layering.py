@@ -40,7 +40,7 @@ PACKAGES = {*SHIPPED, "benchmarks", "tests"}
 
 # More than their package may: the former combine both roles of a worker, the latter are workers.
 BOTH_ROLES = ("decode_worker/local_prefill/", "decode_worker/role_switching.py")
-VLLM_WORKERS = "moonserve/vllm/serving/"
+VLLM_WORKERS = ("moonserve/vllm/serving/", "moonserve/vllm/attached/")
 
 # These decide, like every `*state.py`. Waiting, reading clocks and drawing random numbers belong to their shells.
 PURE_PACKAGES = ("prefill_worker/decisions", "decode_worker/decisions", "kvstore/state")

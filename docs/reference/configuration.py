@@ -30,6 +30,7 @@ from moonserve.traces.replay import ReplayConfig
 from moonserve.traces.workload.analyze import AnalyzeConfig
 from moonserve.traces.workload.fetch import FetchConfig
 from moonserve.traces.workload.synthesize import SynthesizeConfig
+from moonserve.vllm.attached.worker import AttachedConfig
 from moonserve.vllm.serving.config import VllmConfig
 
 PAGES: list[tuple[str, type]] = [
@@ -41,6 +42,7 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve worker --role decode --conditional-disaggregation on", LocalPrefillConfig),
     ("moonserve worker --role-switching on", RoleSwitchingConfig),
     ("moonserve worker --engine vllm --role …", VllmConfig),
+    ("moonserve worker --engine vllm --attach URL --role …", AttachedConfig),
     ("moonserve store", StoreConfig),
     ("moonserve directory", DirectoryConfig),
     ("moonserve doctor", DoctorConfig),

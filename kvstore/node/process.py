@@ -20,7 +20,7 @@ from moonserve.kvstore.disk.io.segment_file import replace_durably
 from moonserve.kvstore.disk.tier import DiskOptions, SsdTier
 from moonserve.kvstore.metrics import StoreCollector
 from moonserve.kvstore.node.catch_up import CatchUp
-from moonserve.kvstore.node.event_log import EventLog
+from moonserve.kvstore.node.event_log import EventLog, subscription_messages
 from moonserve.kvstore.node.inline_puts import InlinePuts
 from moonserve.kvstore.node.inline_server import InlineConnections, InlineServer
 from moonserve.kvstore.node.service import StoreService
@@ -32,6 +32,7 @@ from moonserve.kvstore.state.state import StoreState
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
 from moonserve.protocol.membership.heartbeats import BlockLog, conductor_membership, own_endpoint
+from moonserve.protocol.membership.kv_event_publisher import publish
 from moonserve.protocol.membership.registry import Member
 from moonserve.protocol.membership.registry_client import connect_registry
 from moonserve.protocol.membership.registry_lease import (
@@ -40,7 +41,7 @@ from moonserve.protocol.membership.registry_lease import (
     load_or_create_identity,
     registry_lease,
 )
-from moonserve.protocol.pb import common_pb2, conductor_pb2, kvstore_pb2_grpc
+from moonserve.protocol.pb import common_pb2, conductor_pb2, kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.process.event_loop import LoopRunner, background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.metrics import add_metrics_service, http_endpoint, process_registry
@@ -103,7 +104,7 @@ class NodeProcess:
             transfer_address=transfer.address,
         )
         self._block_log = BlockLog(self._inventory)
-        events = EventLog(self._block_log if config.conductor else None)
+        events = self._events = EventLog(self._block_log if config.conductor else None)
         segments = IndexSegments(transfer)
         self._segment = segment
         self._index = KeyIndex(segments.allocate, segments.retire)
@@ -154,9 +155,13 @@ class NodeProcess:
         self._service.lean_address = server.lean_address
         self._service.lean_unix_address = server.lean_unix_address
         try:
-            async with self._recovering(lifecycle), self._member(address) as watched:
+            async with (
+                self._recovering(lifecycle),
+                self._member(address) as watched,
+                background_task(self._publish()) as publishing,
+            ):
                 lifecycle.ready(rpc=address, transfer=self._endpoint.transfer_address)
-                await lifecycle.wait_for_stop(*watched)
+                await lifecycle.wait_for_stop(publishing, *watched)
         finally:
             self._service.end_streams()
             await server.stop(STOP_GRACE_S)
@@ -243,6 +248,14 @@ class NodeProcess:
                 yield task, hearing
         finally:
             await catching_up.close()
+
+    async def _publish(self) -> None:
+        """Publishes KV events, or waits until cancelled."""
+        if self._config.kv_events is None:
+            await asyncio.get_running_loop().create_future()
+        else:
+            messages = subscription_messages(self._events, self._state, 0, kvstore_pb2.StoreSubscribeRequest())
+            await publish(self._config.kv_events, self._config.kv_events_replay, messages, self._inventory)
 
     def _inventory(self) -> list[tuple[BlockKey, BlockKey]]:
         return [(stored.key, stored.parent or NO_PARENT) for stored in self._state.catalog.objects()]

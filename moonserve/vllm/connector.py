@@ -6,11 +6,13 @@ See docs/vllm.md. The interface is vLLM's KV connector V1; this module only tran
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -89,6 +91,7 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
                 extras_of,
                 saves=transfer.is_kv_producer,
                 loads=transfer.is_kv_consumer,
+                publishes=_publishes(vllm_config),
             )
         else:
             rank = get_tensor_model_parallel_rank()
@@ -122,6 +125,21 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, ReportMetadata):
             self._planner.reported(metadata.report)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Yields vLLM's KV events of the store. They name a block by its key there, as the store's own events do."""
+        for stored in self._planner.take_stored():
+            yield BlockStored(
+                block_hashes=list(stored.keys),
+                parent_block_hash=stored.parent,
+                token_ids=stored.token_ids,
+                block_size=stored.block_size,
+                lora_id=None,
+                medium=MEDIUM_STORAGE,
+                lora_name=None,
+                group_idx=stored.group,
+                locality="REMOTE",
+            )
 
     def has_pending_push_work(self) -> bool:
         return self._planner.is_waiting()
@@ -201,6 +219,11 @@ class MoonserveConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PlanMetadata)
         return metadata.plan
+
+
+def _publishes(vllm_config: VllmConfig) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
 
 
 def _log_as_vllm() -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from moonserve.protocol.errors import Cancelled, Incompatible, InvalidRequest, NoWorker
 from moonserve.protocol.kv_blocks import block_keys, root_key
-from moonserve.protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
+from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
 from moonserve.protocol.request import Endpoint, PrefillReport, Request, Role, Token, finish_reason
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.rpc.wire import to_message
-from moonserve.vllm.serving.service import HandoffServicer, VllmService, salt_of
+from moonserve.vllm.serving.service import EngineFigures, HandoffServicer, VllmService, salt_of
 from moonserve.vllm.serving.state import Generated
 from moonserve.worker.service import PrefillServicer, WorkerServicer
 from tests.patience import PATIENCE_S
@@ -37,14 +37,11 @@ class CountingEngine:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[Request, bool, str]] = field(default_factory=list)
     num_aborted: int = 0
-    num_blocks: int = 100
-    block_size: int = _SIZE
 
     def __post_init__(self) -> None:
         self.gate.set()
-        self.figures = SimpleNamespace(
-            num_hit_tokens=0, num_loaded_tokens=0, num_preemptions=0, kv_usage=0.25, steps=conductor_pb2.Steps()
-        )
+        self.figures = EngineFigures(kv_usage=0.25)
+        self.facts = SimpleNamespace(num_blocks=100, block_size=_SIZE)
 
     async def generate(
         self, request: Request, *, salt: str, is_prefill: bool, kv_transfer_params: str

@@ -22,7 +22,17 @@ from moonserve.vllm.kv.chained_keys import ChainedKeys, Extras, StoredKeys
 from moonserve.vllm.kv.lease_renewals import HandoffChannels, LeaseRenewals
 from moonserve.vllm.kv.outages import OutageLog
 from moonserve.vllm.kv.settings import ConnectorSettings
-from moonserve.vllm.kv.step_plan import Counts, GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
+from moonserve.vllm.kv.step_plan import (
+    Counts,
+    GroupBlocks,
+    Load,
+    Offer,
+    Remote,
+    Save,
+    StepPlan,
+    StepReport,
+    StoredBlocks,
+)
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +84,10 @@ class ConnectorScheduler:
         *,
         saves: bool,
         loads: bool,
+        publishes: bool = False,
     ) -> None:
-        """`extras_of` returns what a request's keys depend on beside its tokens. Raises as `kvstore.client.connect`."""
+        """`extras_of` returns what a request's keys depend on beside its tokens; `publishes`: `take_stored` is called.
+        Raises as `kvstore.client.connect`."""
         self._groups = groups
         self._root = root_key(namespace)
         self._num_ranks = num_ranks
@@ -83,6 +95,10 @@ class ConnectorScheduler:
         self._stored_keys = [[StoredKeys(namespace, g, r) for r in range(num_ranks)] for g in range(len(groups))]
         self._extras_of = extras_of
         self._saves, self._loads = saves, loads
+        self._publishes = publishes
+        self._saving: dict[int, list[StoredBlocks]] = {}
+        """By pin: what is in the store once every rank has saved it."""
+        self._stored: list[StoredBlocks] = []
         self._store: KvStore | None = None
         if settings.join:
             options = settings.transfer_options()
@@ -248,8 +264,11 @@ class ConnectorScheduler:
                 self._renewals.remove(remote)  # the worker has released it
 
     def reported(self, report: StepReport) -> None:
+        for pin_id in report.failed_saves:
+            self._saving.pop(pin_id, None)
         for pin_id, num_workers in report.unpinned.items():
-            self._pins.unpin(pin_id, num_workers, self._manager.block_pool)
+            if self._pins.unpin(pin_id, num_workers, self._manager.block_pool):
+                self._stored += self._saving.pop(pin_id, [])
         for request_id in report.failed_loads:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.stored = [bytearray() for _ in self._groups]
@@ -258,6 +277,12 @@ class ConnectorScheduler:
         """Returns the events since the last call."""
         counts, self._counts = self._counts, Counter()
         return counts
+
+    def take_stored(self) -> list[StoredBlocks]:
+        """Returns the blocks that are in the store since the last call. Those of requests whose keys depend on more
+        than tokens are left out."""
+        stored, self._stored = self._stored, []
+        return stored
 
     def is_waiting(self) -> bool:
         """True if workers will report something that only a further step brings here."""
@@ -286,6 +311,21 @@ class ConnectorScheduler:
         pin_id = self._pins.pin(groups, pool)
         keys = [tracked.keys(group) for group in self._groups]
         self._plan.saves.append(Save(pin_id, tracked.request.request_id, groups, keys))
+        if self._publishes and tracked.extras is None:
+            self._saving[pin_id] = [
+                self._stored_blocks(tracked, group, run) for group, blocks in enumerate(groups) for run in blocks.runs()
+            ]
+
+    def _stored_blocks(self, tracked: _Tracked, group: int, places: list[int]) -> StoredBlocks:
+        size = self._groups[group].block_size
+        stored = self._stored_keys[group][0].blocks(tracked.keys(self._groups[group]), places)
+        return StoredBlocks(
+            group=group,
+            keys=[block.key for block in stored],
+            parent=stored[0].parent,
+            token_ids=list(tracked.request.all_token_ids[places[0] * size : (places[-1] + 1) * size]),
+            block_size=size,
+        )
 
     def _plan_offer(self, tracked: _Tracked) -> None:
         request = tracked.request
@@ -324,13 +364,15 @@ class Pins:
         self.num_blocks += len(blocks)
         return self._next_id
 
-    def unpin(self, pin_id: int, num_workers: int, pool: Any) -> None:
+    def unpin(self, pin_id: int, num_workers: int, pool: Any) -> bool:
+        """Returns True if no worker needs the blocks any more."""
         blocks, left = self._pinned.pop(pin_id)
         if left > num_workers:
             self._pinned[pin_id] = blocks, left - num_workers
-            return
+            return False
         self.num_blocks -= len(blocks)
         pool.free_blocks(reversed(blocks))  # the end of a prompt is evicted first
+        return True
 
 
 def _computed_before(scheduled: Any) -> Iterator[tuple[str, int]]:

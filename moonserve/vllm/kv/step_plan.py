@@ -16,6 +16,16 @@ class GroupBlocks:
     """Positions in the table."""
     block_ids: list[int]
 
+    def runs(self) -> list[list[int]]:
+        """Returns the positions, which ascend, divided where one is left out."""
+        found: list[list[int]] = []
+        for place in self.places:
+            if found and place == found[-1][-1] + 1:
+                found[-1].append(place)
+            else:
+                found.append([place])
+        return found
+
 
 @dataclass(slots=True)
 class Remote:
@@ -77,9 +87,28 @@ class StepReport:
     """Number of workers that need a pin no more, by `pin_id`."""
     failed_loads: set[str] = field(default_factory=set)
     """Requests whose blocks were not all loaded."""
+    failed_saves: set[int] = field(default_factory=set)
+    """Pins whose blocks are not in the store."""
 
     def __add__(self, other: StepReport) -> StepReport:
-        return StepReport(self.unpinned + other.unpinned, self.failed_loads | other.failed_loads)
+        return StepReport(
+            self.unpinned + other.unpinned,
+            self.failed_loads | other.failed_loads,
+            self.failed_saves | other.failed_saves,
+        )
+
+
+@dataclass(slots=True)
+class StoredBlocks:
+    """Consecutive blocks of one group that every rank has put into the store."""
+
+    group: int
+    keys: list[BlockKey]
+    """Of the first rank's objects."""
+    parent: BlockKey | None
+    """Of the block before them; None = they begin a sequence."""
+    token_ids: list[int]
+    block_size: int
 
 
 Counts = Counter[str]

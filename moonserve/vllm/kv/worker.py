@@ -77,6 +77,7 @@ class ConnectorWorker:
         self._counts: Counts = Counter()
         self._loaded: deque[tuple[Load, set[int]]] = deque()
         self._ended_pins: deque[int] = deque()
+        self._failed_saves: deque[int] = deque()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
 
@@ -138,7 +139,8 @@ class ConnectorWorker:
         if self._server is not None:
             pins += self._server.take_ended()
         failed, self._failed = self._failed, set()
-        return StepReport(Counter(pins), failed) if pins or failed else None
+        unsaved = {self._failed_saves.popleft() for _ in range(len(self._failed_saves))}
+        return StepReport(Counter(pins), failed, unsaved) if pins or failed or unsaved else None
 
     def take_counts(self) -> Counts:
         """Returns the events since the last call."""
@@ -269,6 +271,7 @@ class ConnectorWorker:
             self._count_loaded("stored", group, len(blocks.places))
 
     def _count_skipped(self, save: Save, reason: str) -> None:
+        self._failed_saves.append(save.pin_id)  # before the end of its pin is told
         self._count(f"skipped_saves/{reason}", sum(len(blocks.places) for blocks in save.groups))
 
 

@@ -19,7 +19,15 @@ PROCESSOR = "moonserve.vllm.serving.logits_processor:WholeAnswerProcessor"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmConfig(ProcessConfig, TracingConfig):
+class EngineWorkerConfig(ProcessConfig, TracingConfig):
+    """Options of a worker whose engine is vLLM, wherever that runs."""
+
+    drain_timeout_s: float = option(5.0, help="seconds that requests may take to finish when the worker stops")
+    metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmConfig(EngineWorkerConfig):
     """Options of a worker with `--engine vllm`, of either role."""
 
     model: str = option(help="local Hugging Face folder or hub name")
@@ -45,8 +53,6 @@ class VllmConfig(ProcessConfig, TracingConfig):
         "vllm = vLLM's sampler draws, which is faster on GPUs; auto = exact on CPUs",
         choices=("auto", "exact", "vllm"),
     )
-    drain_timeout_s: float = option(5.0, help="seconds that requests may take to finish when the worker stops")
-    metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
 
     def engine_args(self, folder: Path) -> AsyncEngineArgs:
         """Returns the engine arguments. `folder`: for sockets. Imports vLLM, which takes seconds. Raises ConfigError

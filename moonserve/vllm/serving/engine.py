@@ -13,7 +13,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from moonserve.protocol.errors import InvalidRequest, MoonserveError, NoWorker
-from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.request import (
     LOGPROB_DTYPE,
     RANK_DTYPE,
@@ -42,33 +41,22 @@ from moonserve.protocol.request import (
     Token,
     finish_reason,
 )
-from moonserve.vllm.serving.sampling import engine_parameters
+from moonserve.vllm.serving.kv_event_state import KvEventSource
+from moonserve.vllm.serving.model_description import facts_of
+from moonserve.vllm.serving.sampling import engine_parameters, transfer_parameters
+from moonserve.vllm.serving.service import EngineFigures
 from moonserve.vllm.serving.state import Generated
 
 SHUTDOWN_S = 4.0
 """Time for vLLM's processes to end, after which it kills them."""
 
-_REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
-
-class EngineFigures(StatLoggerBase):
-    """Counts of one engine, updated after each of its steps."""
+class StepFigures(EngineFigures, StatLoggerBase):
+    """Figures of one engine, updated after each of its steps."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        EngineFigures.__init__(self)
         self.num_running = 0
-        self.kv_usage = 0.0  # share of the blocks that requests hold
-        self.num_preemptions = 0
-        self.num_hit_tokens = 0  # of prompts, in the engine's own cache
-        self.num_loaded_tokens = 0  # of prompts, that the connector brought
-        self.steps = conductor_pb2.Steps()  # those without prompt tokens
-        self.context_tokens: Callable[[], int] = lambda: 0  # set by the worker: of the requests that generate
         self._last_step_at: float | None = None  # while requests run
 
     def record(
@@ -107,21 +95,14 @@ class EngineFigures(StatLoggerBase):
 class VllmEngine:
     """A started engine."""
 
-    def __init__(self, llm: AsyncLLM, figures: EngineFigures, *, exact_draws: bool) -> None:
-        self.config: VllmConfig = llm.vllm_config
-        self.figures = figures
+    def __init__(self, llm: AsyncLLM, figures: StepFigures, *, exact_draws: bool) -> None:
+        config: VllmConfig = llm.vllm_config
+        self.figures: EngineFigures = figures
+        self.facts = facts_of(config)
+        self.kv_events = _kv_events(config)
         self._llm = llm
         self._exact_draws = exact_draws
-        self.has_connector = self.config.kv_transfer_config is not None
-
-    @property
-    def block_size(self) -> int:
-        return int(self.config.cache_config.block_size)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that requests can hold: vLLM keeps one for itself."""
-        return max(1, (self.config.cache_config.num_gpu_blocks or 0) - 1)
+        self._has_connector = config.kv_transfer_config is not None
 
     async def died(self) -> None:
         """Waits for the end of the engine. Raises NoWorker."""
@@ -135,7 +116,7 @@ class VllmEngine:
         """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
         it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
         given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=self._exact_draws)
-        params = self._transfer_params(is_prefill, kv_transfer_params)
+        params = transfer_parameters(is_prefill, kv_transfer_params) if self._has_connector else None
         if params is not None:
             given["extra_args"] = {**given.get("extra_args", {}), "kv_transfer_params": params}
         prompt = tokens_input(list(request.token_ids), cache_salt=salt or None)
@@ -164,17 +145,16 @@ class VllmEngine:
             cause = error.__cause__ or error
             raise NoWorker(f"vLLM failed: {type(cause).__name__}: {cause}", request=request.request_id) from error
 
-    def _transfer_params(self, is_prefill: bool, given: str) -> dict[str, Any] | None:
-        if not self.has_connector:
-            return None
-        if is_prefill:
-            return dict(_REMOTE_DECODE)
-        found: dict[str, Any] | None = json.loads(given) if given else None
-        return found
-
     async def reset_prefix_cache(self) -> None:
         """Drops what was cached, such as prompts of measurements."""
         await self._llm.reset_prefix_cache()
+
+
+def _kv_events(config: VllmConfig) -> KvEventSource | None:
+    events = config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    return KvEventSource(endpoint=events.endpoint, replay=events.replay_endpoint, topic=events.topic)
 
 
 def _tokens(request: Request, output: RequestOutput, index: int, *, ends: bool) -> tuple[Token, ...]:
@@ -258,10 +238,10 @@ def _as_json(params: Mapping[str, Any] | None) -> str:
 @contextlib.contextmanager
 def running_engine(args: AsyncEngineArgs, *, exact_draws: bool) -> Iterator[VllmEngine]:
     """Starts an engine and ends it with the block. Must be called in the event loop's thread; blocks for seconds."""
-    made: list[EngineFigures] = []
+    made: list[StepFigures] = []
 
-    def figures(config: VllmConfig, index: int = 0) -> EngineFigures:
-        made.append(EngineFigures(config, index))
+    def figures(config: VllmConfig, index: int = 0) -> StepFigures:
+        made.append(StepFigures(config, index))
         return made[-1]
 
     with _group_ended_with_this_process():

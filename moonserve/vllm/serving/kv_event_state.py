@@ -17,6 +17,15 @@ BlockHash = bytes | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventSource:
+    """ZMQ endpoints at which an engine publishes its events."""
+
+    endpoint: str
+    replay: str | None  # None = it repeats nothing
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """Consecutive blocks of one chain entered the cache, or were used from it."""
 

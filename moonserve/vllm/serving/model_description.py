@@ -7,6 +7,7 @@ KV: the connector checks those where they matter.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moonserve.protocol.kv_blocks import DTYPE_BYTES, KvLayout
@@ -18,29 +19,65 @@ if TYPE_CHECKING:
 _NAMES = {"float16": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}  # by size: the layout has no float16
 
 
-def layout_of(config: VllmConfig) -> KvLayout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the cluster knows of an engine."""
+
+    fingerprint: str  # of model, computation and block size
+    layout: KvLayout
+    num_blocks: int  # that requests can hold
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int = 0  # 0 = not known
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+
+def facts_of(config: VllmConfig) -> EngineFacts:
+    """Returns the facts of a started engine. Reads samples of a local model's weights."""
+    model, cache = config.model_config, config.cache_config
+    identity = model_identity(model.model, model.revision, model.hf_config.to_dict())
+    return EngineFacts(
+        fingerprint=fingerprint(
+            identity, _dtype_name(model.dtype), cache.cache_dtype, cache.block_size, model.quantization
+        ),
+        layout=layout(
+            num_layers=model.get_total_num_hidden_layers(),
+            block_size=cache.block_size,
+            num_kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
+            dtype=_dtype_name(model.dtype),
+            cache_dtype=str(cache.cache_dtype),
+        ),
+        num_blocks=max(1, (cache.num_gpu_blocks or 0) - 1),  # vLLM keeps one for itself
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+
+
+def layout(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str, cache_dtype: str
+) -> KvLayout:
     """Returns the shape of a block as the conductor counts it. It only serves to predict bytes: MLA and hybrid models
     hold less than this."""
-    model = config.model_config
-    cache_dtype = str(config.cache_config.cache_dtype)
-    dtype = _dtype_name(model.dtype)
-    head_dim = model.get_head_size()
     if cache_dtype.startswith("fp8") and head_dim % DTYPE_BYTES["float32"] == 0:
         dtype = "fp8"
     return KvLayout(
-        num_layers=max(1, model.get_total_num_hidden_layers()),
-        block_size=config.cache_config.block_size,
-        num_kv_heads=max(1, model.get_total_num_kv_heads()),
+        num_layers=max(1, num_layers),
+        block_size=block_size,
+        num_kv_heads=max(1, num_kv_heads),
         head_dim=head_dim,
         dtype=_NAMES.get(dtype, dtype),
     )
 
 
-def fingerprint_of(config: VllmConfig) -> str:
-    """Returns the identity of model, computation and block size. Reads samples of a local model's weights."""
-    model, cache = config.model_config, config.cache_config
-    identity = model_identity(model.model, model.revision, model.hf_config.to_dict())
-    parts = (identity, _dtype_name(model.dtype), cache.cache_dtype, cache.block_size, model.quantization)
+def fingerprint(*parts: object) -> str:
+    """Returns the identity of everything that determines tokens."""
     return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 

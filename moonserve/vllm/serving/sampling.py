@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from enum import StrEnum
 from typing import Any
 
@@ -53,6 +54,14 @@ WAYS: dict[str, Way] = {
 EXTRA = "moonserve"
 """Key of `extra_args` under which the logits processor finds its part."""
 
+_REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 _SEED_BITS = 63  # torch takes seeds up to 2^64, vLLM's check is narrower
 
 
@@ -90,6 +99,14 @@ def needs_processor(sampling: SamplingParams) -> bool:
     """True if a parameter looks at the whole answer. All adjustments of logits are then made together, in order."""
     looks_back = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
     return looks_back or bool(sampling.grammar or sampling.bad_words)
+
+
+def transfer_parameters(is_prefill: bool, given: str) -> dict[str, Any] | None:
+    """Returns a request's `kv_transfer_params`. `given`: those with which its KV is found, as JSON; empty = none."""
+    if is_prefill:
+        return dict(_REMOTE_DECODE)
+    found: dict[str, Any] | None = json.loads(given) if given else None
+    return found
 
 
 def seed_of_part(seed: int, first_index: int) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from moonserve.protocol.errors import Incompatible, InvalidRequest, MoonserveError, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
@@ -19,11 +20,14 @@ from moonserve.protocol.process.tracing import Tracer
 from moonserve.protocol.request import Request, RequestId, Role
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import request_from_wire, to_message
+from moonserve.vllm.serving.kv_event_state import KvEventSource
+from moonserve.vllm.serving.model_description import EngineFacts
 from moonserve.vllm.serving.state import (
     Abort,
     Arrived,
     EngineState,
     Generate,
+    Generated,
     GenerationFailed,
     HandedOff,
     HandOff,
@@ -33,12 +37,41 @@ from moonserve.vllm.serving.state import (
 from moonserve.worker.events import Action, Event
 from moonserve.worker.service import Context, Operation, WorkerService
 
-if TYPE_CHECKING:
-    from moonserve.vllm.serving.engine import VllmEngine  # imports vLLM
-
 # A decode worker answers as soon as it has taken the request over; the KV moves afterwards.
 HANDOFF_TIMEOUT_S = 10.0
 RETRY_TIMEOUT_S = 5.0
+
+
+@dataclass(eq=False)
+class EngineFigures:
+    """Counts of an engine, which it keeps up to date."""
+
+    kv_usage: float = 0.0  # share of the blocks that requests hold
+    num_preemptions: int = 0
+    num_hit_tokens: int = 0  # of prompts, in the engine's own cache
+    num_loaded_tokens: int = 0  # of prompts, that the connector brought
+    steps: conductor_pb2.Steps = field(default_factory=conductor_pb2.Steps)  # those without prompt tokens
+    context_tokens: Callable[[], int] = lambda: 0  # set by the worker: of the requests that generate
+
+
+class Engine(Protocol):
+    """An engine of vLLM's: in this process (`serving.engine`), or behind HTTP (`attached.engine`)."""
+
+    figures: EngineFigures
+    facts: EngineFacts
+    kv_events: KvEventSource | None  # None = it publishes none
+
+    def generate(
+        self, request: Request, *, salt: str = "", is_prefill: bool = False, kv_transfer_params: str = ""
+    ) -> AsyncGenerator[Generated, None]:
+        """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
+        it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
+
+    async def died(self) -> None:
+        """Waits for the end of the engine. Raises NoWorker."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Drops what was cached, such as prompts of measurements."""
 
 
 class VllmService(WorkerService):
@@ -48,7 +81,7 @@ class VllmService(WorkerService):
 
     def __init__(
         self,
-        engine: VllmEngine,
+        engine: Engine,
         role: Role,
         channels: Channels,
         fingerprint: str,
@@ -110,7 +143,7 @@ class VllmService(WorkerService):
         request, started_at, queue_s = action.request, self._clock(), None
         outputs = self._engine.generate(
             request,
-            salt=salt_of(request, self._root, self._engine.block_size),
+            salt=salt_of(request, self._root, self._engine.facts.block_size),
             is_prefill=action.is_prefill,
             kv_transfer_params=action.kv_transfer_params,
         )
@@ -161,7 +194,7 @@ class VllmService(WorkerService):
     # -- figures
 
     def load(self) -> conductor_pb2.Load:
-        figures, total = self._engine.figures, self._engine.num_blocks
+        figures, total = self._engine.figures, self._engine.facts.num_blocks
         held = min(total, round(figures.kv_usage * total))
         return conductor_pb2.Load(
             num_waiting=self.state.num_waiting,
@@ -176,7 +209,7 @@ class VllmService(WorkerService):
         )
 
     def status(self) -> worker_pb2.WorkerStatus:
-        figures, block_size = self._engine.figures, self._engine.block_size
+        figures, block_size = self._engine.figures, self._engine.facts.block_size
         found = {
             "device_hit_blocks": figures.num_hit_tokens // block_size,
             "store_hit_blocks": figures.num_loaded_tokens // block_size if self._is_prefill else 0,
@@ -184,7 +217,7 @@ class VllmService(WorkerService):
         }
         return worker_pb2.WorkerStatus(
             load=self.load(),
-            num_blocks=self._engine.num_blocks,
+            num_blocks=self._engine.facts.num_blocks,
             counters={**self.state.counter_values(), **found},
         )
 

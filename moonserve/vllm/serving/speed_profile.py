@@ -16,7 +16,7 @@ import numpy as np
 from moonserve.protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from moonserve.protocol.request import GatewayId, Request, RequestId, SamplingParams
 from moonserve.protocol.step_time import fit_relative
-from moonserve.vllm.serving.engine import VllmEngine
+from moonserve.vllm.serving.service import Engine
 
 _PROMPTS = (16, 128, 512, 1024, 2048)
 _BATCHES = ((1, 32), (1, 512), (8, 32), (8, 256))  # sequences, tokens of each one's prompt
@@ -25,11 +25,11 @@ _BUDGET_S = 4.0  # for prompts, and again for steps; the first two shapes are me
 _ENOUGH = 2
 
 
-async def measure(engine: VllmEngine) -> tuple[PrefillProfile, DecodeProfile]:
+async def measure(engine: Engine) -> tuple[PrefillProfile, DecodeProfile]:
     """Returns the speed of an engine that nobody else uses. Its prefix cache is empty afterwards."""
     meter = _Meter(engine)
     await meter.first_and_last_token_s(16, _STEPS)  # warms up
-    longest = engine.config.model_config.max_model_len - _STEPS - 1
+    longest = engine.facts.max_model_len - _STEPS - 1
     prompts: list[tuple[float, float, float]] = []  # tokens, tokens², seconds
     deadline = time.monotonic() + _BUDGET_S
     for num_tokens in sorted({min(each, longest) for each in _PROMPTS}):
@@ -51,10 +51,10 @@ async def measure(engine: VllmEngine) -> tuple[PrefillProfile, DecodeProfile]:
 class _Meter:
     """Source of random prompts."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._random = random.Random()  # not those of another worker, which the store may have
-        self._vocab_size = engine.config.model_config.get_vocab_size()
+        self._vocab_size = engine.facts.vocab_size
         self._number = 0
 
     async def first_and_last_token_s(self, num_prompt_tokens: int, num_tokens: int) -> tuple[float, float]:

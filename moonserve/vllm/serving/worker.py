@@ -1,6 +1,7 @@
 """Assembly of a worker process whose engine is vLLM, of either role: engine, server, membership, drain.
 
-Decides nothing about requests: `state` does, and `service` performs its decisions.
+Decides nothing about requests: `state` does, and `service` performs its decisions. vLLM is imported only where its
+engine starts in this process.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from vllm.platforms import current_platform
-
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import root_key
 from moonserve.protocol.membership.heartbeats import (
@@ -28,24 +27,21 @@ from moonserve.protocol.pb import common_pb2, conductor_pb2, worker_pb2_grpc
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.metrics import add_metrics_service, http_endpoint, process_registry
-from moonserve.protocol.process.tracing import tracing
+from moonserve.protocol.process.tracing import Tracer, tracing
 from moonserve.protocol.request import Role
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.rpc.wire import endpoint_to_wire, role_to_wire, to_message
-from moonserve.vllm.serving.config import VllmConfig
-from moonserve.vllm.serving.engine import VllmEngine, running_engine
+from moonserve.vllm.serving.config import EngineWorkerConfig, VllmConfig
 from moonserve.vllm.serving.kv_event_state import CachedBlocks
-from moonserve.vllm.serving.kv_event_stream import follow_events
-from moonserve.vllm.serving.model_description import fingerprint_of, layout_of
-from moonserve.vllm.serving.service import HandoffServicer, VllmService
+from moonserve.vllm.serving.service import Engine, HandoffServicer, VllmService
 from moonserve.vllm.serving.speed_profile import measure
 from moonserve.worker.draining import Drain, DrainingServicer
 from moonserve.worker.metrics import registered_collectors, worker_collector
-from moonserve.worker.process import STOP_GRACE_S
 from moonserve.worker.service import PrefillServicer, WorkerServicer
 
 log = logging.getLogger(__name__)
 
+STOP_GRACE_S = 0.5  # for the last events to reach the gateways; `worker.process` has the same, and imports torch
 Profiles = tuple[conductor_pb2.PrefillProfile, conductor_pb2.DecodeProfile]
 
 
@@ -60,6 +56,10 @@ async def serve_decode(config: VllmConfig, lifecycle: Lifecycle) -> None:
 
 
 async def _serve(config: VllmConfig, role: Role, lifecycle: Lifecycle) -> None:
+    from vllm.platforms import current_platform
+
+    from moonserve.vllm.serving.engine import running_engine
+
     lifecycle.progress("loading into vLLM")
     # vLLM's newer model runner, its default on GPUs, takes no logits processors of the usual interface.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -75,21 +75,27 @@ async def _serve(config: VllmConfig, role: Role, lifecycle: Lifecycle) -> None:
             raise ConfigError(f"vLLM did not start: {error}") from error
         lifecycle.progress("measuring")
         profiles = await measure(engine)
-        fingerprint = await asyncio.to_thread(fingerprint_of, engine.config)
-        channels = Channels(config.cluster_token, config.tls())
-        service = VllmService(engine, role, channels, fingerprint, tracer=tracer)
-        try:
-            await _Worker(config, role, engine, service, profiles).run(lifecycle)
-        finally:
-            await channels.close()
+        await serve_engine(config, role, engine, profiles, lifecycle, tracer)
     gc.freeze()  # otherwise the interpreter, when it ends, collects vLLM's and torch's objects for seconds
+
+
+async def serve_engine(
+    config: EngineWorkerConfig, role: Role, engine: Engine, profiles: Profiles, lifecycle: Lifecycle, tracer: Tracer
+) -> None:
+    """Runs a worker on a started engine until the process is requested to stop. Raises NoWorker if the engine dies."""
+    channels = Channels(config.cluster_token, config.tls())
+    service = VllmService(engine, role, channels, engine.facts.fingerprint, tracer=tracer)
+    try:
+        await _Worker(config, role, engine, service, profiles).run(lifecycle)
+    finally:
+        await channels.close()
 
 
 class _Worker:
     """One worker on a started engine."""
 
     def __init__(
-        self, config: VllmConfig, role: Role, engine: VllmEngine, service: VllmService, profiles: Profiles
+        self, config: EngineWorkerConfig, role: Role, engine: Engine, service: VllmService, profiles: Profiles
     ) -> None:
         self._config = config
         self._role = role
@@ -98,7 +104,7 @@ class _Worker:
         self._profiles = profiles
         self._blocks = BlockLog()
         self._cached = CachedBlocks(
-            root_key(service.fingerprint), engine.block_size, self._blocks.added, self._blocks.removed
+            root_key(service.fingerprint), engine.facts.block_size, self._blocks.added, self._blocks.removed
         )
         self._drain = Drain(lambda: service.is_idle)
 
@@ -146,11 +152,12 @@ class _Worker:
 
     async def _follow_cache(self) -> None:
         """Tells the conductor which blocks vLLM's prefix cache has."""
-        events = self._engine.config.kv_events_config
-        if events is None or not events.enable_kv_cache_events:
+        if self._engine.kv_events is None:
             await asyncio.get_running_loop().create_future()  # until cancelled
         else:
-            await follow_events(events, self._cached)
+            from moonserve.vllm.serving.kv_event_stream import follow_events  # needs the extra `kv-events`
+
+            await follow_events(self._engine.kv_events, self._cached)
 
     def _set_draining(self, membership: MembershipHandle, draining: bool) -> None:
         membership.drain(draining)
@@ -159,21 +166,21 @@ class _Worker:
     def _servicer(self) -> WorkerServicer:
         if self._role is Role.DECODE:
             return WorkerServicer(self._service)
-        model = self._engine.config.model_config
-        return PrefillServicer(self._service, block_size=self._engine.block_size, vocab_size=model.get_vocab_size())
+        facts = self._engine.facts
+        return PrefillServicer(self._service, block_size=facts.block_size, vocab_size=facts.vocab_size)
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         endpoint = own_endpoint(self._config.instance_id, rpc_address=address, transfer_address="")
-        engine, (prefill, decode) = self._engine.config, self._profiles
+        facts, (prefill, decode) = self._engine.facts, self._profiles
         return conductor_pb2.RegisterRequest(
             endpoint=endpoint_to_wire(endpoint),
             role=role_to_wire(self._role),
-            layout=to_message(common_pb2.KvLayout, layout_of(engine)),
-            fingerprint=self._service.fingerprint,
-            num_blocks=self._engine.num_blocks,
-            max_num_seqs=engine.scheduler_config.max_num_seqs,
-            max_model_len=engine.model_config.max_model_len,
-            max_num_batched_tokens=engine.scheduler_config.max_num_batched_tokens,
+            layout=to_message(common_pb2.KvLayout, facts.layout),
+            fingerprint=facts.fingerprint,
+            num_blocks=facts.num_blocks,
+            max_num_seqs=facts.max_num_seqs,
+            max_model_len=facts.max_model_len,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
             prefill_profile=prefill,
             decode_profile=decode,
         )
