@@ -62,8 +62,9 @@ class SharedStore:
         self.visits.setdefault(kind, []).append(asyncio.run(_visit(server, prompt)))
 
     def close(self) -> None:
-        for process in (*self.servers, self.process):
-            process.close()
+        for server in self.servers:
+            server.close()
+        self.process.close()
 
 
 async def _visit(server: Deployment, prompt: Sequence[int]) -> Visit:

@@ -6,7 +6,7 @@ import contextlib
 _REST_US = 100
 
 with contextlib.suppress(ImportError):
-    from nixl_cu12 import _bindings
+    from nixl_cu12 import _bindings  # type: ignore[import-not-found]
 
     class _Resting(_bindings.nixlAgentConfig):  # type: ignore[misc]
         def __setattr__(self, name: str, value: object) -> None:
