@@ -369,11 +369,11 @@ def _quantile_means(gaps: Sequence[float]) -> tuple[float, ...]:
 
 def _factors(ratios: Sequence[tuple[int, float]]) -> tuple[float, ...]:
     """Returns median ratios by number of others, up to the first number that was not measured, relative to 0 others.
-    None is below 1, because others make no work faster."""
+    None is below 1, because others make no work faster. What takes no time, such as loads of vLLM workers, stays so."""
     by_others: dict[int, list[float]] = {}
     for num_others, ratio in ratios:
         by_others.setdefault(num_others, []).append(ratio)
     factors: list[float] = []
     while (found := by_others.get(len(factors))) is not None:
         factors.append(float(np.median(found)))
-    return tuple(max(factor / factors[0], 1.0) for factor in factors)
+    return tuple(max(factor / factors[0], 1.0) if factors[0] else 1.0 for factor in factors)

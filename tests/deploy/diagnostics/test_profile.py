@@ -119,8 +119,9 @@ def test_a_fit_recovers_formulae_overheads_and_crowding() -> None:
 def test_a_machine_that_is_always_slow_is_not_counted_as_crowding(slow: float, others: int) -> None:
     """The factors are right even if, since the formulae were measured, everything takes `slow` times as long."""
     prompts = [prompt(1024, num_others=n, slow=slow * (1 + n / 4)) for n in range(others + 1)]
-    found = fit_terms(observed(concurrent_prompts=prompts), CHUNK)
+    found = fit_terms(observed(concurrent_prompts=[replace(each, load_s=0.0) for each in prompts]), CHUNK)
     assert found.crowding.prefill == NEAR(tuple(1 + n / 4 for n in range(others + 1)))
+    assert set(found.crowding.landing) == {1.0}
 
 
 def test_different_machines_count_as_one_of_their_mean() -> None:
