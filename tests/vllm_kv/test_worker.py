@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from moonserve.vllm.kv.cache_groups import CacheGroup, Page
 from moonserve.vllm.kv.chained_keys import ChainedKeys
-from moonserve.vllm.kv.kv_memory import HostMemory, KvMemory, StagedMemory
+from moonserve.vllm.kv.kv_memory import HostMemory, KvMemory, StagedMemory, use_huge_pages
 from moonserve.vllm.kv.settings import ConnectorSettings
 from moonserve.vllm.kv.step_plan import GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
 from moonserve.vllm.kv.worker import ConnectorWorker
@@ -95,6 +97,24 @@ def equal(here: Server, there: Server, group: int, block_ids: dict[int, int]) ->
         for mine, other in block_ids.items()
         for x, y in zip(here.block(group, mine), there.block(group, other), strict=True)
     )
+
+
+def test_memory_moves_into_huge_pages_with_its_content() -> None:
+    allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not allowed.exists() or "[never]" in allowed.read_text():
+        pytest.skip("this kernel gives no huge pages")
+    memory = torch.randint(-128, 128, (8 << 20,), dtype=torch.int8)
+    content = memory.clone()
+    use_huge_pages(memory.data_ptr(), memory.numel())
+    assert torch.equal(memory, content)
+    [mapping] = [
+        part
+        for part in re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+        for begin, end in [(int(each, 16) for each in part.split(" ", 1)[0].split("-"))]
+        if begin <= memory.data_ptr() + (4 << 20) < end
+    ]
+    assert "VmFlags" in mapping
+    assert " hg" in mapping, "no huge pages were asked for"
 
 
 def test_what_one_server_stores_another_one_loads(node: Node, lent_by: Callable[..., KvMemory]) -> None:

@@ -6,6 +6,9 @@ of its own, after the step that computed it and before the step that needs it.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,6 +19,10 @@ import torch
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.vllm.kv.cache_groups import CacheGroup
+
+_libc = ctypes.CDLL(None)
+_MADV_COLLAPSE = 25
+_HUGE_PAGE = 2 << 20
 
 
 class KvMemory(Protocol):
@@ -38,6 +45,8 @@ class HostMemory:
 
     def __init__(self, engine: TransferEngine, memory: torch.Tensor) -> None:
         """`memory`: all bytes of the KV cache."""
+        place = memory.data_ptr(), memory.numel() * memory.element_size()
+        threading.Thread(target=use_huge_pages, args=place, daemon=True).start()  # 2 to 4 GB/s
         self._segment = engine.register(memory, readable=True)
 
     def step_computed(self) -> None:
@@ -135,6 +144,14 @@ class StagedMemory:
         stream = torch.cuda.Stream(self._memory.device)
         with torch.cuda.stream(stream):
             yield stream
+
+
+def use_huge_pages(address: int, nbytes: int) -> None:
+    """Puts memory into huge pages where the kernel can (from 6.1): others read it a fifth faster. Keeps its content."""
+    begin, end = -(-address // _HUGE_PAGE) * _HUGE_PAGE, (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    if begin < end:
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
 def kv_memory(engine: TransferEngine, memory: torch.Tensor) -> KvMemory:
