@@ -17,6 +17,20 @@ from tests.vllm.servers import TOKEN
 DRAM = 256 << 20
 
 
+def until_quiet(join: str) -> None:
+    """Waits until no put into the store has begun or ended for a second."""
+    before, since = _stats(join), time.monotonic()
+    while time.monotonic() < since + 1.0:
+        time.sleep(0.1)
+        if (now := _stats(join)).num_objects != before.num_objects or now.reserved_bytes:
+            before, since = now, time.monotonic()
+
+
+def _stats(join: str) -> NodeStats:
+    with connect(join, cluster_token=TOKEN) as client:
+        return client.stats().total
+
+
 @dataclass(slots=True, eq=False)
 class StoreNode:
     """A node process, DRAM and SSD."""
@@ -61,16 +75,10 @@ class StoreNode:
         return stopped(self.node.process.pid)
 
     def stats(self) -> NodeStats:
-        with connect(self.join, cluster_token=TOKEN) as client:
-            return client.stats().total
+        return _stats(self.join)
 
     def until_quiet(self) -> None:
-        """Waits until no put has begun or ended for a second."""
-        before, since = self.stats(), time.monotonic()
-        while time.monotonic() < since + 1.0:
-            time.sleep(0.1)
-            if (now := self.stats()).num_objects != before.num_objects or now.reserved_bytes:
-                before, since = now, time.monotonic()
+        until_quiet(self.join)
 
     def flip_bytes(self, every: int) -> int:
         """Inverts a bit of each `every`th byte of the node's memory. Returns how many were inverted."""
