@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.faults.flipped_bytes import flip_bytes
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import NodeStats, connect
 from tests import processes
@@ -84,7 +85,7 @@ class StoreNode:
         """Inverts a bit of each `every`th byte of the node's memory. Returns how many were inverted."""
         assert self.node is not None
         offsets = range(every // 2, self.dram, every)
-        self.node.flip_bytes(offsets, self.dram)
+        flip_bytes(self.node.process.pid, offsets, self.dram)
         return len(offsets)
 
     def __enter__(self) -> StoreNode:
