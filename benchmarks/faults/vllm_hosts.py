@@ -1,4 +1,4 @@
-"""A cluster of vLLM workers on four hosts, whose links can be cut: network namespaces, as in benchmarks.networks."""
+"""A cluster of vLLM workers on five hosts, whose links can be cut: network namespaces, as in benchmarks.networks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from benchmarks.serving.vllm.deployments import MOONSERVE_CONNECTOR
 from moonserve.deploy.launcher.vllm_workers import PATIENCE_S, interpreter_environment
 from moonserve.models import demo_model_path
 
-STORE = 3
-_NUM_HOSTS = 4
+STORE, SECOND_DECODE = 3, 4
+DECODE_HOSTS = {"decode-0": DECODE, "decode-1": SECOND_DECODE}
+_HOSTS = {"prefill-0": PREFILL, **DECODE_HOSTS}
+_NUM_HOSTS = 5
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -49,11 +51,11 @@ class _Processes(HostsCluster):
             self._begin(
                 host,
                 "worker",
-                *("--role", role, "--instance-id", f"{role}-0", *flags),
+                *("--role", name.partition("-")[0], "--instance-id", name, *flags),
                 python=self._python,
                 environ=environ,
             )
-            for host, role in ((PREFILL, "prefill"), (DECODE, "decode"))
+            for name, host in _HOSTS.items()
         ]
         store = self._begin(STORE, "store", "--instance-id", "store-0", "--dram", "128MiB", "--join", registry)
         return [*workers, store]

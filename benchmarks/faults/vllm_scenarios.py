@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.faults.flipped_bytes import flip_bytes
 from benchmarks.faults.scenarios import KILL, STOP, Fault, Scenario, all_named, decode, handed_off
 from benchmarks.faults.testbed import FaultCluster, Streams, StreamThread
-from benchmarks.faults.vllm_hosts import STORE, VllmHosts, vllm_hosts
-from benchmarks.networks.cluster import DECODE, PREFILL
+from benchmarks.faults.vllm_hosts import DECODE_HOSTS, STORE, VllmHosts, vllm_hosts
+from benchmarks.networks.cluster import PREFILL
 
 _START_S = 400.0
 _DRAM = 32 << 20
@@ -24,7 +24,12 @@ _NUM_FILLERS = 3
 _STORED_PROMPT = 2_000  # tokens: 12 MB of KV, in the store
 _LONG_PROMPT = 4_000
 
-ONE, TWO, STORED, HOSTS = "one of each", "two of each", "one of each, no prefix caches", "one of each, four hosts"
+ONE, TWO, STORED, HOSTS = (
+    "one of each",
+    "two of each",
+    "one of each, no prefix caches",
+    "one prefill worker, two decode workers, five hosts",
+)
 _ENGINE = (
     *("--dtype", "float32", "--vllm.enforce-eager", "--vllm.block-size", "32"),
     *("--vllm.max-num-seqs", "16", "--vllm.max-num-batched-tokens", "2048"),
@@ -91,23 +96,23 @@ def _flipped(victims: FaultCluster, names: Sequence[str]) -> Iterator[None]:
     yield
 
 
-def _cut(*pairs: tuple[int, int]) -> Fault:
-    def strike(victims: VllmHosts, _names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        return victims.cut(*pairs)
+def _cut_from_other_decode_worker(victims: VllmHosts, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Cuts the prefill worker from the decode worker that has no stream, and is therefore chosen next."""
+    return victims.cut(*((PREFILL, host) for name, host in DECODE_HOSTS.items() if name not in names))
 
-    return Fault("partition, 30 s", strike, 30.0)
+
+def _cut_from_store(victims: VllmHosts, _names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    return victims.cut(*((host, STORE) for host in (PREFILL, *DECODE_HOSTS.values())))
 
 
 _FLIPS = Fault("1,000 flipped bytes", _flipped)
 _NO_ROOM = Fault("no room", lambda *_: contextlib.nullcontext())
+_PARTITION = "partition, 30 s"
 
 _scene = partial(Scenario, uses_new_request=True, is_greedy=True)
 _long = partial(_scene, prompt=_LONG_PROMPT, answer=60)
 _from_store = partial(_scene, select_targets=_stored, prompt=_STORED_PROMPT, cluster=STORED)
 SCENES: Sequence[Scenario] = (
-    _scene(name="decode worker, the only one", select_targets=decode, cluster=ONE),
-    _scene(name="conductor", select_targets=all_named("conductor"), cluster=ONE),
-    _scene(name="conductor", select_targets=all_named("conductor"), fault=STOP, cluster=ONE),
     _from_store(name="store node", fault=_FLIPS),
     _from_store(name="store node", fault=_NO_ROOM, select_targets=_overfilled),
     _from_store(name="store node", fault=KILL),
@@ -117,8 +122,14 @@ SCENES: Sequence[Scenario] = (
     _scene(name="prefill worker, after the handoff", select_targets=handed_off),
     _long(name="prefill worker, computing the prompt", select_targets=_computing),
     _long(name="prefill worker, computing the prompt", select_targets=_computing, fault=STOP),
+    _scene(name="conductor", select_targets=all_named("conductor")),
+    _scene(name="conductor", select_targets=all_named("conductor"), fault=STOP),
+    _scene(name="the only decode worker", select_targets=decode, cluster=ONE),
     _scene(
-        name="between prefill and decode worker", select_targets=decode, fault=_cut((PREFILL, DECODE)), cluster=HOSTS
+        name="between prefill and a decode worker",
+        select_targets=decode,
+        fault=Fault(_PARTITION, _cut_from_other_decode_worker, 30.0),
+        cluster=HOSTS,
     ),
-    _from_store(name="between workers and store node", fault=_cut((PREFILL, STORE), (DECODE, STORE)), cluster=HOSTS),
+    _from_store(name="between workers and store node", fault=Fault(_PARTITION, _cut_from_store, 30.0), cluster=HOSTS),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.models import FAMILIES, Family, write_model
+from tests.vllm.models import FAMILIES, RESTARTED, Family, write_model
 from tests.vllm.prompts import parity_prompts
 from tests.vllm.reference import Expected, Reference, assert_found, assert_same
 from tests.vllm.servers import Answer, VllmServer, disaggregated, running, until_shared
@@ -18,8 +18,6 @@ from tests.vllm.stores import StoreNode
 MAX_TOKENS = 8
 FEW = 4
 """One at a time, only each such prompt is asked for, since every token is then a step of its own."""
-RESTARTED = ("llama", "gemma3")
-"""Families whose servers are restarted: one group of layers, and several."""
 SECOND: dict[str, dict[str, Any]] = {
     "llama": {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
     "gpt_oss": {"flags": ("--no-enable-prefix-caching",)},
