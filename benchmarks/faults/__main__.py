@@ -25,7 +25,7 @@ from benchmarks.harness.measure import median, table, write_json
 
 _HEADERS = ("fault", "signal", "cluster", "waited, s (median)", "worst", "exact")
 _VLLM_HEADERS = (
-    *("fault", "of", "cluster", "running stream waited, s (median)", "worst"),
+    *("process or link", "fault", "cluster", "running stream waited, s (median)", "worst"),
     *("new request waited, s (median)", "worst", "exact"),
 )
 

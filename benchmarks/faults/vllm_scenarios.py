@@ -61,7 +61,7 @@ def vllm_cluster(cluster: str, python: str, log_dir: Path) -> Iterator[Streams]:
 
 
 def _computing(victims: FaultCluster, stream: StreamThread) -> list[str]:
-    """Strikes the prefill worker after the first half second of a long prompt."""
+    """Strikes the prefill worker half a second after it has begun to compute a long prompt."""
     victims.until(lambda: victims.prefill_of(stream) or stream.error)
     name = victims.prefill_of(stream)
     victims.until(lambda: victims.load(name).queued_tokens or stream.count)
@@ -96,9 +96,9 @@ def _flipped(victims: FaultCluster, names: Sequence[str]) -> Iterator[None]:
     yield
 
 
-def _cut_from_other_decode_worker(victims: VllmHosts, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """Cuts the prefill worker from the decode worker that has no stream, and is therefore chosen next."""
-    return victims.cut(*((PREFILL, host) for name, host in DECODE_HOSTS.items() if name not in names))
+def _cut_from_decode_worker(victims: VllmHosts, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Cuts the prefill worker from the stream's decode worker, which is also chosen for the next request."""
+    return victims.cut(*((PREFILL, DECODE_HOSTS[name]) for name in names))
 
 
 def _cut_from_store(victims: VllmHosts, _names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
@@ -106,7 +106,7 @@ def _cut_from_store(victims: VllmHosts, _names: Sequence[str]) -> contextlib.Abs
 
 
 _FLIPS = Fault("1,000 flipped bytes", _flipped)
-_NO_ROOM = Fault("no room", lambda *_: contextlib.nullcontext())
+_TOO_MUCH = Fault("more stored than fits", lambda *_: contextlib.nullcontext())
 _PARTITION = "partition, 30 s"
 
 _scene = partial(Scenario, uses_new_request=True, is_greedy=True)
@@ -114,7 +114,7 @@ _long = partial(_scene, prompt=_LONG_PROMPT, answer=60)
 _from_store = partial(_scene, select_targets=_stored, prompt=_STORED_PROMPT, cluster=STORED)
 SCENES: Sequence[Scenario] = (
     _from_store(name="store node", fault=_FLIPS),
-    _from_store(name="store node", fault=_NO_ROOM, select_targets=_overfilled),
+    _from_store(name="store node", fault=_TOO_MUCH, select_targets=_overfilled),
     _from_store(name="store node", fault=KILL),
     _from_store(name="store node", fault=STOP),
     _scene(name="decode worker", select_targets=decode),
@@ -128,7 +128,7 @@ SCENES: Sequence[Scenario] = (
     _scene(
         name="between prefill and a decode worker",
         select_targets=decode,
-        fault=Fault(_PARTITION, _cut_from_other_decode_worker, 30.0),
+        fault=Fault(_PARTITION, _cut_from_decode_worker, 30.0),
         cluster=HOSTS,
     ),
     _from_store(name="between workers and store node", fault=Fault(_PARTITION, _cut_from_store, 30.0), cluster=HOSTS),
