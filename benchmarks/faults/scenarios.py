@@ -121,11 +121,11 @@ def decoding(victims: Streams, stream: StreamThread) -> str:
     return stream.headers["x-decode-instance-id"]
 
 
-def decode(victims: FaultCluster, stream: StreamThread) -> list[str]:
+def decode(victims: Streams, stream: StreamThread) -> list[str]:
     return [decoding(victims, stream)]
 
 
-def handed_off(victims: FaultCluster, stream: StreamThread) -> list[str]:
+def handed_off(victims: Streams, stream: StreamThread) -> list[str]:
     decoding(victims, stream)
     return [stream.headers["x-prefill-instance-id"]]
 
