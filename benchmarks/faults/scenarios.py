@@ -6,17 +6,16 @@ that. It starts on a complete cluster and ends when all processes are back.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.faults.testbed import FaultCluster, StreamThread, stopped
+from benchmarks.faults.testbed import FaultCluster, Streams, StreamThread, stopped
 
-STOPPED_S = 20.0
 _BEGUN = 40  # tokens
 _LONG, _SHORT = 6_000, 200  # tokens of a prompt
 _ANSWER = 400
@@ -24,15 +23,39 @@ _ANSWER = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioResult:
-    """Result of a scene. `waited_s`: longest wait for a token after the fault; `wrong`: wrong tokens or ids."""
+    """Result of a scene. `waited_s`: longest wait for a token after the fault; `stream_waited_s`: that of the stream
+    which ran at the fault, if `waited_s` is a new request's; `wrong`: wrong tokens or ids."""
 
     waited_s: float
+    stream_waited_s: float
     wrong: str = ""
     error: str = ""
 
 
-TargetSelector = Callable[[FaultCluster, StreamThread], Sequence[str]]
+TargetSelector = Callable[[Any, StreamThread], Sequence[str]]
 """Waits for the moment of the fault; returns the names of the processes to hit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    strike: Callable[[Any, Sequence[str]], contextlib.AbstractContextManager[None]]
+    """Hits the named processes of a cluster, and ends the fault at the end of the block."""
+    lasts_s: float = 0.0  # 0 = forever
+
+
+@contextlib.contextmanager
+def _killed(victims: FaultCluster, names: Sequence[str]) -> Iterator[None]:
+    victims.kill(names)
+    yield
+
+
+def _stopped(victims: FaultCluster, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    return stopped(victims.processes(names))
+
+
+KILL = Fault("SIGKILL", _killed)
+STOP = Fault("SIGSTOP", _stopped, 20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,41 +63,39 @@ class Scenario:
     name: str
     select_targets: TargetSelector
     cluster: str = "two of each"
-    number: signal.Signals = signal.SIGKILL
+    fault: Fault = KILL
     prompt: int = _SHORT
     answer: int = _ANSWER
     uses_new_request: bool = False  # measures a new request right after the fault
+    is_greedy: bool = False  # otherwise every other time
     fillers: int = 0  # number of long prompts queued before it
     holds: str = ""  # prefix of processes stopped from before the request until the fault
 
 
-def run_scenario(scene: Scenario, victims: FaultCluster, seed: int) -> ScenarioResult:
+def run_scenario(scene: Scenario, victims: Streams, seed: int) -> ScenarioResult:
     """Plays a scene once. `seed` determines prompt and sampling; even seeds decode greedily."""
     prompt = random.Random(f"{scene.name} {seed}").choices(range(16, 4_000), k=scene.prompt)
-    drawn = {"seed": seed, "temperature": float(seed % 2), "max_tokens": scene.answer}
-    body: dict[str, Any] = {"prompt": prompt, **drawn}
-    expected = victims.whole(body if scene.holds else {**body, "cache_salt": "undisturbed"})
+    temperature = 0.0 if scene.is_greedy else float(seed % 2)
+    body: dict[str, Any] = {"prompt": prompt, "seed": seed, "temperature": temperature, "max_tokens": scene.answer}
+    expected = victims.whole(body if scene.holds else {**body, "cache_salt": "undisturbed"}).token_ids
     with victims.settled():
-        fillers = [victims.ask(_filler(f"{scene.name} {seed} {n}")) for n in range(scene.fillers)]
-        pids = victims.pids()
-        held = [pid for name, pid in pids.items() if scene.holds and name.startswith(scene.holds)]
+        fillers = [victims.ask(filler(f"{scene.name} {seed} {n}")) for n in range(scene.fillers)]
+        held = [pid for name, pid in victims.pids().items() if scene.holds and name.startswith(scene.holds)]
         with stopped(held):
             stream = victims.ask(body)
             hit = scene.select_targets(victims, stream)
-        if scene.number is signal.SIGSTOP:
-            with stopped([pids[name] for name in hit]):
-                at = time.monotonic()
-                asked = _follow(scene, victims, stream, body)
-                time.sleep(max(0.0, at + STOPPED_S - time.monotonic()))
-        else:
-            at = time.monotonic()
-            victims.kill(hit)
-            asked = _follow(scene, victims, stream, body)
+        at = time.monotonic()
+        with scene.fault.strike(victims, hit):
+            asked = victims.ask(body) if scene.uses_new_request else stream
+            asked.join(timeout=scene.fault.lasts_s or None)
+            if scene.fault.lasts_s:
+                time.sleep(max(0.0, at + scene.fault.lasts_s - time.monotonic()))
         for each in (stream, asked, *fillers):
             each.join()
     wrong = [_wrong(each, expected) for each in (stream, asked)]
     return ScenarioResult(
         waited_s=asked.longest_gap_s(at),
+        stream_waited_s=stream.longest_gap_s(at),
         wrong=next(filter(None, wrong), ""),
         error=next((each.error for each in (stream, asked, *fillers) if each.error), ""),
     )
@@ -89,30 +110,23 @@ def _wrong(stream: StreamThread, expected: Sequence[int]) -> str:
     return "" if len(stream.ids) == 1 else f"ids {stream.ids}"
 
 
-def _filler(name: str) -> dict[str, Any]:
+def filler(name: str) -> dict[str, Any]:
     prompt = random.Random(name).choices(range(16, 4_000), k=_LONG)
     return {"prompt": prompt, "max_tokens": 2, "temperature": 0}
 
 
-def _follow(scene: Scenario, victims: FaultCluster, stream: StreamThread, body: dict[str, Any]) -> StreamThread:
-    """Waits for the measured stream until its end, or until stopped processes continue; returns the stream."""
-    asked = victims.ask(body) if scene.uses_new_request else stream
-    asked.join(timeout=STOPPED_S if scene.number is signal.SIGSTOP else None)
-    return asked
-
-
-def _decoding(victims: FaultCluster, stream: StreamThread) -> str:
+def decoding(victims: Streams, stream: StreamThread) -> str:
     """Waits until the answer has begun; returns the name of its decode worker."""
     victims.until(lambda: stream.count >= _BEGUN or stream.error)
     return stream.headers["x-decode-instance-id"]
 
 
-def decode(victims: FaultCluster, stream: StreamThread) -> list[str]:
-    return [_decoding(victims, stream)]
+def decode(victims: Streams, stream: StreamThread) -> list[str]:
+    return [decoding(victims, stream)]
 
 
-def handed_off(victims: FaultCluster, stream: StreamThread) -> list[str]:
-    _decoding(victims, stream)
+def handed_off(victims: Streams, stream: StreamThread) -> list[str]:
+    decoding(victims, stream)
     return [stream.headers["x-prefill-instance-id"]]
 
 
@@ -139,14 +153,14 @@ def all_named(prefix: str) -> TargetSelector:
     """Returns a strike at all processes with this prefix, once the answer has begun."""
 
     def strike(victims: FaultCluster, stream: StreamThread) -> list[str]:
-        _decoding(victims, stream)
+        decoding(victims, stream)
         return [name for name in victims.pids() if name.startswith(prefix)]
 
     return strike
 
 
 def leading_conductor(victims: FaultCluster, stream: StreamThread) -> list[str]:
-    _decoding(victims, stream)
+    decoding(victims, stream)
     victims.until(victims.leader)
     return [victims.leader()]
 
@@ -202,21 +216,21 @@ KILLS: Sequence[Scenario] = (
     ),
 )
 STOPS: Sequence[Scenario] = (
-    Scenario(name="decode worker", select_targets=decode, number=signal.SIGSTOP),
+    Scenario(name="decode worker", select_targets=decode, fault=STOP),
     Scenario(
         name="prefill worker, computing",
         select_targets=computing,
-        number=signal.SIGSTOP,
+        fault=STOP,
         prompt=_LONG,
         answer=60,
     ),
-    Scenario(name="both store nodes", select_targets=all_named("store"), number=signal.SIGSTOP, uses_new_request=True),
-    Scenario(name="conductor, running stream", select_targets=all_named("conductor"), number=signal.SIGSTOP),
+    Scenario(name="both store nodes", select_targets=all_named("store"), fault=STOP, uses_new_request=True),
+    Scenario(name="conductor, running stream", select_targets=all_named("conductor"), fault=STOP),
     Scenario(
         name="conductor, new request",
         select_targets=all_named("conductor"),
-        number=signal.SIGSTOP,
+        fault=STOP,
         uses_new_request=True,
     ),
-    Scenario(name="gateway", select_targets=all_named("gateway"), number=signal.SIGSTOP),
+    Scenario(name="gateway", select_targets=all_named("gateway"), fault=STOP),
 )

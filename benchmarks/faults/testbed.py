@@ -95,10 +95,13 @@ _GIVE_UP_S = 120.0
 class StreamThread(threading.Thread):
     """Thread that reads one stream; starts itself. `body`: of `/v1/completions`, with `return_token_ids`."""
 
-    def __init__(self, port: int, body: dict[str, Any], name: str) -> None:
-        """`name`: the request's X-Request-Id."""
+    def __init__(
+        self, address: tuple[str, int], body: dict[str, Any], name: str, within: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """`name`: the request's X-Request-Id; `within`: runs a call on the host that the stream is read on."""
         super().__init__(daemon=True)
         self.request_name = name
+        self.body = body
         self.began_at = time.monotonic()
         self.token_at: list[float] = []  # arrival time of each token
         self.token_ids: list[int] = []
@@ -106,8 +109,11 @@ class StreamThread(threading.Thread):
         self.headers: dict[str, str] = {}
         self.error = ""
         self.resumed = 0
-        self._port = port
-        self._body = {**body, "stream": True, "stream_options": {"include_event_ids": True}}
+        self.num_cached = 0  # tokens of the prompt that were not computed
+        self._address = address
+        self._within = within
+        options = {"include_event_ids": True, "include_usage": True}
+        self._body = {**body, "stream": True, "stream_options": options}
         self._last_id = ""
         self.start()
 
@@ -117,6 +123,9 @@ class StreamThread(threading.Thread):
         return len(self.token_at)
 
     def run(self) -> None:
+        self._within(self._read)
+
+    def _read(self) -> None:
         give_up_at = self.began_at + _GIVE_UP_S
         while not self._read_once():
             if self.error or time.monotonic() > give_up_at:
@@ -127,7 +136,7 @@ class StreamThread(threading.Thread):
 
     def _read_once(self) -> bool:
         """Reads one connection. Returns True if the stream ended; False if the connection broke or on an error."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_GIVE_UP_S)
+        connection = http.client.HTTPConnection(*self._address, timeout=_GIVE_UP_S)
         headers = {"content-type": "application/json", "x-request-id": self.request_name}
         if self._last_id:
             headers["last-event-id"] = self._last_id
@@ -160,6 +169,8 @@ class StreamThread(threading.Thread):
             self.error = str(chunk["error"])
             return
         self.ids.add(chunk["id"])
+        if chunk.get("usage"):
+            self.num_cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
         for choice in chunk["choices"]:
             new = choice.get("token_ids") or []
             self.token_ids += new
@@ -180,7 +191,42 @@ _POLL_S = 0.01
 _WHO_S = 2.0
 
 
-class FaultCluster(LocalCluster):
+class Streams:
+    """Streams of a cluster, and waits for its moments."""
+
+    def open_stream(self, body: dict[str, Any], name: str) -> StreamThread:
+        raise NotImplementedError
+
+    def ask(self, body: dict[str, Any]) -> StreamThread:
+        """Starts a stream with a unique request id."""
+        name = f"fault-{secrets.token_hex(4)}"
+        return self.open_stream({"return_token_ids": True, "ignore_eos": True, **body}, name)
+
+    def whole(self, body: dict[str, Any]) -> StreamThread:
+        """Returns an undisturbed stream after its end. Raises RuntimeError if it fails."""
+        stream = self.ask(body)
+        stream.join()
+        if stream.error or stream.resumed:
+            raise RuntimeError(f"an undisturbed stream failed: {stream.error}")
+        return stream
+
+    def until(self, holds: Callable[[], object]) -> None:
+        give_up_at = time.monotonic() + _PATIENCE_S
+        while not holds():
+            if time.monotonic() > give_up_at:
+                raise TimeoutError("it did not come to that")
+            time.sleep(_POLL_S)
+
+    def pids(self) -> dict[str, int]:
+        """Returns the processes that can be hit, by instance id."""
+        return {}
+
+    def settled(self) -> contextlib.AbstractContextManager[None]:
+        """On exit, waits until the cluster is as it was."""
+        raise NotImplementedError
+
+
+class FaultCluster(Streams, LocalCluster):
     """A cluster started by `moonserve serve` with the demo model."""
 
     def __init__(self, *flags: str, log_dir: Path, redis: Redis | None = None) -> None:
@@ -192,18 +238,8 @@ class FaultCluster(LocalCluster):
         environ = {"MOONSERVE_CLUSTER_TOKEN": self._token}
         super().__init__(None, *flags, log_dir=log_dir, environ=environ)
 
-    def ask(self, body: dict[str, Any]) -> StreamThread:
-        """Starts a stream with a unique request id."""
-        name = f"fault-{secrets.token_hex(4)}"
-        return StreamThread(self.port, {"return_token_ids": True, "ignore_eos": True, **body}, name)
-
-    def whole(self, body: dict[str, Any]) -> list[int]:
-        """Returns the token ids of an undisturbed stream. Raises RuntimeError if it fails."""
-        stream = self.ask(body)
-        stream.join()
-        if stream.error or stream.resumed:
-            raise RuntimeError(f"an undisturbed stream failed: {stream.error}")
-        return stream.token_ids
+    def open_stream(self, body: dict[str, Any], name: str) -> StreamThread:
+        return StreamThread(("127.0.0.1", self.port), body, name, lambda call: call())
 
     def pids(self) -> dict[str, int]:
         found = {} if self._redis is None else {"redis": self._redis.pid}
@@ -213,6 +249,11 @@ class FaultCluster(LocalCluster):
                 if "--instance-id" in arguments:
                     found[arguments[arguments.index("--instance-id") + 1]] = child.pid
         return found
+
+    def processes(self, names: Sequence[str]) -> list[int]:
+        """Returns the named processes and those that they have started, such as vLLM's engine."""
+        roots = [psutil.Process(pid) for name, pid in self.pids().items() if name in names]
+        return [each.pid for root in roots for each in (root, *root.children(recursive=True))]
 
     def instances(self) -> dict[str, dict[str, Any]]:
         """Returns the instances by id; empty while the gateway does not answer."""
@@ -257,13 +298,6 @@ class FaultCluster(LocalCluster):
                 .load
             )
 
-    def until(self, holds: Callable[[], object]) -> None:
-        give_up_at = time.monotonic() + _PATIENCE_S
-        while not holds():
-            if time.monotonic() > give_up_at:
-                raise TimeoutError("it did not come to that")
-            time.sleep(_POLL_S)
-
     def kill(self, names: Sequence[str]) -> None:
         """Sends SIGKILL to the named processes. A killed Redis is restarted."""
         pids = self.pids()
@@ -275,12 +309,21 @@ class FaultCluster(LocalCluster):
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """On exit, waits until all former processes and instances are back, and the cluster is ready."""
-        before = self.instances().keys()
-        names = self.pids().keys()
+        pids, before = self.pids(), self.instances()
+
+        def are_back() -> bool:
+            now, instances = self.pids(), self.instances()
+            restarted = {name for name, pid in pids.items() if now.get(name) != pid and name in before}
+            return (
+                now.keys() >= pids.keys()
+                and instances.keys() >= before.keys()
+                and all(instances[name]["epoch"] != before[name]["epoch"] for name in restarted)
+            )
+
         yield
         if self._redis is not None:
             self._redis.settle()
-        self.until(lambda: self.pids().keys() >= names and self.instances().keys() >= before)
+        self.until(are_back)
         self.until(self.is_ready)
 
     def _get(self, path: str) -> Any:

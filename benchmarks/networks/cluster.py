@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from moonserve.protocol.process.child_process import wait_until_ready
 FRONT, PREFILL, DECODE = 0, 1, 2
 HOST_NAMES = ("front", "prefill", "decode")
 
-_HTTP_PORT = 8000
+HTTP_PORT = 8000  # of the gateway
 _START_S = 180.0
 _STOP_S = 30.0
 _COMPUTING = ("--model", str(demo_model_path()), "--dtype", "float32", "--num-threads", "1")
@@ -48,6 +48,8 @@ class Answer:
 class HostsCluster:
     """Cluster whose processes are started one by one, each on its host, as by an operator."""
 
+    _gateway_flags: Sequence[str] = ()
+
     def __init__(self, net: Network, log_dir: Path) -> None:
         self.net = net
         self.token = secrets.token_hex(8)
@@ -59,23 +61,25 @@ class HostsCluster:
         """Starts all processes and waits until the gateway serves requests. `flags`: passed to every process."""
         joined = ("--conductor", self._conductor, *flags)
         self._wait([self._begin(FRONT, "conductor", "--instance-id", "conductor", "--port", "7100", *flags)])
-        store = ("--instance-id", "store-0", "--dram", "128MiB")
-        prefill = ("--instance-id", "prefill-0", "--home-store", "store-0")
-        decode = ("--instance-id", "decode-0")
-        self._wait(
-            [
-                self._begin(PREFILL, "store", *store, *joined),
-                self._begin(PREFILL, "worker", "--role", "prefill", *prefill, *_COMPUTING, *_MEMORY, *joined),
-                self._begin(DECODE, "worker", "--role", "decode", *decode, *_COMPUTING, *_MEMORY, *joined),
-            ]
-        )
-        gateway = ("--instance-id", "gateway", "--port", str(_HTTP_PORT), "--model", str(demo_model_path()))
-        self._wait([self._begin(FRONT, "gateway", *gateway, *joined)])
+        self._wait(self._begin_members(joined))
+        gateway = ("--instance-id", "gateway", "--port", str(HTTP_PORT), "--model", str(demo_model_path()))
+        self._wait([self._begin(FRONT, "gateway", *gateway, *self._gateway_flags, *joined)])
         give_up_at = time.monotonic() + _START_S
         while self.ask("ready?", max_tokens=1, timeout_s=10.0).status != 200:
             if time.monotonic() > give_up_at:
                 raise TimeoutError(f"the cluster does not serve; logs: {self.log_dir}")
             time.sleep(0.2)
+
+    def _begin_members(self, joined: Sequence[str]) -> list[int]:
+        """Starts the store node and the workers."""
+        store = ("--instance-id", "store-0", "--dram", "128MiB")
+        prefill = ("--instance-id", "prefill-0", "--home-store", "store-0")
+        decode = ("--instance-id", "decode-0")
+        return [
+            self._begin(PREFILL, "store", *store, *joined),
+            self._begin(PREFILL, "worker", "--role", "prefill", *prefill, *_COMPUTING, *_MEMORY, *joined),
+            self._begin(DECODE, "worker", "--role", "decode", *decode, *_COMPUTING, *_MEMORY, *joined),
+        ]
 
     def ask(self, prompt: str, *, max_tokens: int, timeout_s: float, salt: str | None = None) -> Answer:
         """Requests one greedy completion from the gateway's host; never raises. `salt`: prevents reuse of other KV."""
@@ -86,7 +90,7 @@ class HostsCluster:
             "ignore_eos": True,
             **({} if salt is None else {"cache_salt": salt}),
         }
-        url = f"http://{self.net.address(FRONT)}:{_HTTP_PORT}/v1/completions"
+        url = f"http://{self.net.address(FRONT)}:{HTTP_PORT}/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         return self.net.within(FRONT, lambda: _answer(request, timeout_s))
 
@@ -109,7 +113,9 @@ class HostsCluster:
                 process.kill()
                 process.wait()
 
-    def _begin(self, host: int, verb: str, *flags: str) -> int:
+    def _begin(
+        self, host: int, verb: str, *flags: str, python: str = sys.executable, environ: Mapping[str, str] | None = None
+    ) -> int:
         """Starts a process; returns the read end of its status pipe."""
         read_fd, write_fd = os.pipe()
         name = flags[flags.index("--instance-id") + 1]
@@ -117,8 +123,8 @@ class HostsCluster:
         with (self.log_dir / f"{name}.log").open("wb") as log:
             process = self.net.start(
                 host,
-                [sys.executable, "-m", "moonserve", verb, *arguments],
-                env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": self.token},
+                [python, "-m", "moonserve", verb, *arguments],
+                env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": self.token, **(environ or {})},
                 pass_fds=[write_fd],
                 stdout=log,
                 stderr=log,

@@ -90,6 +90,9 @@ FAMILIES = {
     ),
 }
 
+RESTARTED = ("llama", "gemma3")
+"""Families whose servers are restarted: one group of layers, and several."""
+
 
 def write_model(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Writes the checkpoint of a family to `folder`, unless it is there, and returns `folder`."""

@@ -60,6 +60,13 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Expected], prompts
     assert not wrong, f"{len(wrong)} of {len(prompts)} answers are wrong:\n" + "\n".join(wrong[:20])
 
 
+def assert_found(answers: Sequence[Answer], prompts: Sequence[Sequence[int]], block_size: int) -> None:
+    """Asserts that nearly all full blocks of the prompts were found in a cache or store."""
+    full = [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
+    found = [answer.num_cached for answer in answers]
+    assert sum(found) >= 0.9 * sum(full), f"{sum(found)} of {sum(full)}: {list(zip(full, found, strict=True))}"
+
+
 class Reference:
     """An instance that answers batches of prompts, in a process of its own. It starts at once; `answers` waits."""
 

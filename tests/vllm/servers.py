@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +65,14 @@ ENVIRONMENT = {
 }
 
 
+def as_flags(settings: Mapping[str, Any], prefix: str = "--") -> list[str]:
+    return [
+        part
+        for name, value in settings.items()
+        for part in (prefix + name.replace("_", "-"), *([] if value is True else [str(value)]))
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A greedy completion. `logprobs[i]` belongs to `tokens[i]`; `num_cached` counts prompt tokens."""
@@ -108,11 +116,7 @@ class VllmServer:
 
     def _flags(self) -> list[str]:
         named = {**ENGINE, **self.engine, "model": str(self.model), "host": "127.0.0.1", "port": self.port}
-        flags = [
-            part
-            for name, value in named.items()
-            for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
-        ]
+        flags = as_flags(named)
         if self.connector is not None:
             transfer = {
                 "kv_connector": "MoonserveConnector",

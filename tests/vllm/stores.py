@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.faults.flipped_bytes import flip_bytes
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import NodeStats, connect
 from tests import processes
@@ -15,6 +16,20 @@ from tests.stopping import stopped
 from tests.vllm.servers import TOKEN
 
 DRAM = 256 << 20
+
+
+def until_quiet(join: str) -> None:
+    """Waits until no put into the store has begun or ended for a second."""
+    before, since = _stats(join), time.monotonic()
+    while time.monotonic() < since + 1.0:
+        time.sleep(0.1)
+        if (now := _stats(join)).num_objects != before.num_objects or now.reserved_bytes:
+            before, since = now, time.monotonic()
+
+
+def _stats(join: str) -> NodeStats:
+    with connect(join, cluster_token=TOKEN) as client:
+        return client.stats().total
 
 
 @dataclass(slots=True, eq=False)
@@ -61,22 +76,16 @@ class StoreNode:
         return stopped(self.node.process.pid)
 
     def stats(self) -> NodeStats:
-        with connect(self.join, cluster_token=TOKEN) as client:
-            return client.stats().total
+        return _stats(self.join)
 
     def until_quiet(self) -> None:
-        """Waits until no put has begun or ended for a second."""
-        before, since = self.stats(), time.monotonic()
-        while time.monotonic() < since + 1.0:
-            time.sleep(0.1)
-            if (now := self.stats()).num_objects != before.num_objects or now.reserved_bytes:
-                before, since = now, time.monotonic()
+        until_quiet(self.join)
 
     def flip_bytes(self, every: int) -> int:
         """Inverts a bit of each `every`th byte of the node's memory. Returns how many were inverted."""
         assert self.node is not None
         offsets = range(every // 2, self.dram, every)
-        self.node.flip_bytes(offsets, self.dram)
+        flip_bytes(self.node.process.pid, offsets, self.dram)
         return len(offsets)
 
     def __enter__(self) -> StoreNode:

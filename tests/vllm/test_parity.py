@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.models import FAMILIES, Family, write_model
+from tests.vllm.models import FAMILIES, RESTARTED, Family, write_model
 from tests.vllm.prompts import parity_prompts
-from tests.vllm.reference import Expected, Reference, assert_same
+from tests.vllm.reference import Expected, Reference, assert_found, assert_same
 from tests.vllm.servers import Answer, VllmServer, disaggregated, running, until_shared
 from tests.vllm.stores import StoreNode
 
 MAX_TOKENS = 8
 FEW = 4
 """One at a time, only each such prompt is asked for, since every token is then a step of its own."""
-RESTARTED = ("llama", "gemma3")
-"""Families whose servers are restarted: one group of layers, and several."""
 SECOND: dict[str, dict[str, Any]] = {
     "llama": {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}},
     "gpt_oss": {"flags": ("--no-enable-prefix-caching",)},
@@ -53,10 +51,7 @@ class Site:
     def check_found(self, answers: Sequence[Answer], concurrency: int) -> None:
         """Checks that the answers are right, and that all full blocks of their prompts were found."""
         self.check(answers, concurrency)
-        block_size = self.first.block_size
-        full = [(len(prompt) - 1) // block_size * block_size for prompt in chosen(concurrency)]
-        found = [answer.num_cached for answer in answers]
-        assert sum(found) >= 0.9 * sum(full), f"{sum(found)} of {sum(full)}: {list(zip(full, found, strict=True))}"
+        assert_found(answers, chosen(concurrency), self.first.block_size)
 
 
 def step_of(concurrency: int) -> int:

@@ -2,107 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
 import re
 import threading
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
-from moonserve.deploy.launcher.local_cluster import LocalCluster
-from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
-from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER
 from tests.patience import until
 from tests.random_models import make_model
-from tests.vllm.servers import START_S, TOKEN, VllmServer
+from tests.vllm.clusters import Cluster, running_cluster
+from tests.vllm.servers import START_S, VllmServer
 
-PARAMETERS = {"ignore_eos": True, "return_token_ids": True}
 DRAWN = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 FLAGS = (
-    *("--engine", "vllm", "--decode-workers", "2", "--dtype", "float32", "--worker-nice", "0"),
-    *("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--ttft-slo", "10000", "--tbt-slo", "10000"),
+    *("--decode-workers", "2", "--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-model-len", "1024"),
     *("--vllm.enforce-eager", "--vllm.block-size", "32", "--vllm.max-num-seqs", "16"),
 )
-
-
-class Cluster(LocalCluster):
-    """A cluster of vLLM workers, asked over HTTP."""
-
-    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Returns the JSON of an answer. Raises HTTPError."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=START_S) as response:
-            return json.load(response)
-
-    def complete(self, prompt: Any, max_tokens: int, **parameters: Any) -> dict[str, Any]:
-        """Returns the only choice of a completion; greedy unless parameters say otherwise."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **PARAMETERS, **parameters}
-        answer = self.call("/v1/completions", body)
-        return {**answer["choices"][0], "usage": answer["usage"], "id": answer["id"]}
-
-    def tokens(self, prompt: Any, max_tokens: int, **parameters: Any) -> list[int]:
-        found: list[int] = self.complete(prompt, max_tokens, **parameters)["token_ids"]
-        return found
-
-    @contextlib.contextmanager
-    def stream(self, prompt: Any, max_tokens: int, **parameters: Any) -> Iterator[Iterator[dict[str, Any]]]:
-        """Yields the events of a stream, and disconnects at the end of the block."""
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            **PARAMETERS,
-            **parameters,
-            "stream": True,
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=START_S) as response:
-            yield (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
-
-    def pid(self, instance_id: str) -> int:
-        children = psutil.Process(self.process.pid).children()
-        [found] = [child.pid for child in children if f"--instance-id\0{instance_id}\0" in "\0".join(child.cmdline())]
-        return found
-
-    def kill(self, instance_id: str, *, engine_only: bool = False) -> list[psutil.Process]:
-        """Kills a worker, or the processes of its engine, by SIGKILL. Returns all of them."""
-        worker = psutil.Process(self.pid(instance_id))
-        engine = worker.children(recursive=True)
-        for process in engine if engine_only else [worker]:
-            process.kill()
-        return [worker, *engine]
-
-    def counters(self, instance_id: str) -> dict[str, int]:
-        """Returns the counters of a worker."""
-        with grpc.insecure_channel(self.instances()[instance_id]["rpc_address"]) as channel:
-            stub, request = worker_pb2_grpc.WorkerStub(channel), worker_pb2.GetStatusRequest()
-            status = stub.GetStatus(request, metadata=((TOKEN_HEADER, TOKEN),), timeout=START_S)
-        return dict(status.counters)
-
-    def instances(self) -> dict[str, dict[str, Any]]:
-        return {each["instance_id"]: each for each in self.call("/v1/cluster")["instances"]}
-
-    def wait_until_idle(self) -> None:
-        def is_idle() -> bool:
-            workers = [each["load"] for name, each in self.instances().items() if not name.startswith("store")]
-            return not any(load["num_running"] or load["num_waiting"] or load["held_blocks"] for load in workers)
-
-        until(is_idle)
-
-    def wait_until_complete(self) -> None:
-        """Waits until all workers are members."""
-        until(lambda: {"prefill-0", "decode-0", "decode-1"} <= self.instances().keys(), START_S)
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environ = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}
-    started = Cluster(model, *FLAGS, log_dir=tmp_path_factory.mktemp("logs"), environ=environ)
-    try:
-        started.wait_until_ready(START_S)
+    with running_cluster(model, *FLAGS, log_dir=tmp_path_factory.mktemp("logs")) as started:
         yield started
-    finally:
-        started.stop(60.0)
 
 
 def _prompt(length: int, seed: int = 0) -> list[int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.faults.flipped_bytes import flip_bytes
 from moonserve.kvstore.client.blocks import BlockStores
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.objects import PutObject
@@ -39,23 +38,7 @@ class Node:
 
     def flip_byte(self, offset: int, segment_bytes: int) -> None:
         """Inverts a bit of the node's segment without the node's knowledge."""
-        self.flip_bytes([offset], segment_bytes)
-
-    def flip_bytes(self, offsets: Iterable[int], segment_bytes: int) -> None:
-        """Inverts a bit of each of several bytes of the node's segment."""
-        maps = Path(f"/proc/{self.process.pid}/maps").read_text()
-        for match in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) rw.*memfd:moonserve:objects", maps, re.MULTILINE):
-            start, end = (int(text, 16) for text in match.groups())
-            if end - start >= segment_bytes:
-                break
-        else:
-            raise AssertionError("the node maps no such segment")
-        with open(f"/proc/{self.process.pid}/mem", "r+b", buffering=0) as memory:
-            for offset in offsets:
-                memory.seek(start + offset)
-                [byte] = memory.read(1)
-                memory.seek(start + offset)
-                memory.write(bytes([byte ^ 1]))
+        flip_bytes(self.process.pid, [offset], segment_bytes)
 
 
 @contextlib.contextmanager
