@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moonserve.deploy.launcher.ports import free_port
+from moonserve.vllm.serving.sampling import REMOTE_DECODE
 from tests.patience import until
 from tests.processes import ROOT
 from tests.vllm.models import VOCAB_SIZE
@@ -32,15 +33,6 @@ MAX_NUM_SEQS = 16
 START_S = 400.0
 """A server starts in 12 to 16 s of processor time, and other work may have most of the machine."""
 ANSWER_S = 240.0
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""The parameters that routers send to a prefill server."""
 
 ENGINE: dict[str, Any] = {
     "enforce_eager": True,

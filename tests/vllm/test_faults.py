@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from moonserve.vllm.serving.sampling import REMOTE_DECODE
 from tests.patience import PATIENCE_S, until
 from tests.vllm.models import write_model
 from tests.vllm.prompts import random_prompt
 from tests.vllm.servers import (
     MAX_NUM_SEQS,
-    REMOTE_DECODE,
     Answer,
     VllmServer,
     decode_prefilled,

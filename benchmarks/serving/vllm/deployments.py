@@ -20,6 +20,7 @@ import psutil
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.protocol.latency import Timeline
 from moonserve.traces.client import Outcome, StreamClient
+from moonserve.vllm.serving.sampling import REMOTE_DECODE
 
 ROOT = Path(__file__).parent.parent.parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -31,15 +32,6 @@ VLLM_FLAGS = tuple(flag.replace("--", "--vllm.") for flag in _ENGINE)
 """The same options for `moonserve serve --engine vllm`."""
 _MAX_LEN = 4352
 _KV_BYTES = 384 << 20  # of each server: 32 requests of the benchmark need 226 MiB
-_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What routers ask a prefill server for."""
 
 
 class Process:
@@ -192,7 +184,7 @@ class Disaggregated(Deployment):
             aiohttp.ClientSession() as session,
             session.post(
                 f"{self._urls[0]}/v1/completions",
-                json={**body, "stream": False, "kv_transfer_params": _PREFILL, "return_token_ids": True},
+                json={**body, "stream": False, "kv_transfer_params": REMOTE_DECODE, "return_token_ids": True},
             ) as response,
         ):
             answer = await response.json()

@@ -97,7 +97,7 @@ class ConnectorScheduler:
         self._saves, self._loads = saves, loads
         self._publishes = publishes
         self._saving: dict[int, list[StoredBlocks]] = {}
-        """By pin: what is in the store once every rank has saved it."""
+        """Blocks that are in the store once every rank has saved them, by pin."""
         self._stored: list[StoredBlocks] = []
         self._store: KvStore | None = None
         if settings.join:

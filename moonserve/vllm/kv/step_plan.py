@@ -104,9 +104,9 @@ class StoredBlocks:
 
     group: int
     keys: list[BlockKey]
-    """Of the first rank's objects."""
+    """The keys of the first rank's objects."""
     parent: BlockKey | None
-    """Of the block before them; None = they begin a sequence."""
+    """The key of the block before them; None = they begin a sequence."""
     token_ids: list[int]
     block_size: int
 

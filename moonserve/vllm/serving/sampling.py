@@ -54,7 +54,7 @@ WAYS: dict[str, Way] = {
 EXTRA = "moonserve"
 """Key of `extra_args` under which the logits processor finds its part."""
 
-_REMOTE_DECODE = {
+REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -62,6 +62,7 @@ _REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
+"""The `kv_transfer_params` that routers send to a prefill server."""
 _SEED_BITS = 63  # torch takes seeds up to 2^64, vLLM's check is narrower
 
 
@@ -104,7 +105,7 @@ def needs_processor(sampling: SamplingParams) -> bool:
 def transfer_parameters(is_prefill: bool, given: str) -> dict[str, Any] | None:
     """Returns a request's `kv_transfer_params`. `given`: those with which its KV is found, as JSON; empty = none."""
     if is_prefill:
-        return dict(_REMOTE_DECODE)
+        return dict(REMOTE_DECODE)
     found: dict[str, Any] | None = json.loads(given) if given else None
     return found
 
