@@ -58,6 +58,8 @@ def _run(options: argparse.Namespace) -> int:
     device = torch.device("cpu") if options.rehearse else torch.device("cuda", 0)
     machine = {"date": f"{datetime.now(UTC):%Y-%m-%d}", **describe_machine(device)}
     ceilings = measure_ceilings(device, scale)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the processes of the checks
     bench = CheckContext(device=device, scale=scale, ceilings=ceilings)
     rows: list[Row] = []
     for row in run_checks(bench, options.only or "", began + options.budget_s):

@@ -68,6 +68,10 @@ class CheckContext:
     scale: Scale
     ceilings: Ceilings
 
+    @property
+    def rehearses(self) -> bool:
+        return self.scale == REHEARSAL
+
     def seconds(self, call: Callable[[], object]) -> float:
         return seconds(self.device, call)
 

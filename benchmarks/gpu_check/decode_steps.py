@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check.context import REHEARSAL, CheckContext
+from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.random_models import BLOCK_SIZE, Loaded, load, one_slice
 from benchmarks.gpu_check.report import Row, at_most, guarded
 from moonserve.engine.cuda.graphs import CudaCapture, GraphedModel, Replay
@@ -28,7 +28,7 @@ def graph_replays(bench: CheckContext) -> Iterator[Row]:
 
 def _compare_graphs(name: str, bench: CheckContext) -> Row:
     capture = CudaCapture(bench.device) if bench.device.type == "cuda" else _again
-    rehearses = bench.scale is REHEARSAL
+    rehearses = bench.rehearses
     shape, batches = ("tiny", (1, 3)) if rehearses else ("1B", (1, 3, 8, 20))
     blocks = 8
     loaded = load(shape, "float32", max(batches) * blocks, bench.device)
@@ -80,7 +80,7 @@ AHEAD_BAR = 1.0
 
 
 def steps_ahead(bench: CheckContext) -> Iterator[Row]:
-    rehearses = bench.scale is REHEARSAL
+    rehearses = bench.rehearses
     # Triton's interpreter cannot multiply bfloat16.
     shape, dtype = ("tiny", "float32") if rehearses else ("1B", "bfloat16")
     batches, steps = ((1,), 2) if rehearses else ((1, 8), 64)

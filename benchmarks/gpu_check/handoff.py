@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from benchmarks.gpu_check.context import REHEARSAL, CheckContext
+from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.random_models import BLOCK_SIZE, Loaded, load, one_slice
 from benchmarks.gpu_check.report import Row, guarded, skipped
 from moonserve.engine.cuda.staging_ring import StagingRing
@@ -52,7 +52,7 @@ def processes(bench: CheckContext) -> Iterator[Row]:
 
 
 def _processes(bench: CheckContext, path: Path, ways: tuple[str, ...]) -> Iterator[Row]:
-    rehearses = bench.scale is REHEARSAL
+    rehearses = bench.rehearses
     prompt = [(11 * n) % 251 for n in range(40 if rehearses else 2000)]
     used = -(-len(prompt) // BLOCK_SIZE)
     num_blocks = -(-(len(prompt) + bench.scale.generated + 1) // BLOCK_SIZE)
@@ -186,7 +186,7 @@ def whole_cluster(bench: CheckContext) -> Iterator[Row]:
 
 
 def _compare_cluster(name: str, bench: CheckContext) -> Row:
-    lengths = (1, 40) if bench.scale is REHEARSAL else (1, 31, 32, 500, 1500)
+    lengths = (1, 40) if bench.rehearses else (1, 31, 32, 500, 1500)
     prompts = [[(7 * n + length) % 250 + 2 for n in range(length)] for length in lengths]
     expected = _alone(bench, prompts)
     answers = _answers(bench, prompts)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_check.attention_cases import TOLERANCES, AttentionCase, relative_error
-from benchmarks.gpu_check.context import REHEARSAL, CheckContext
+from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.report import Row, at_most, guarded
 from moonserve.engine.cuda.attention import TritonAttention
 
@@ -39,7 +39,7 @@ LARGE_CASES = (
 
 def attention(bench: CheckContext) -> Iterator[Row]:
     """Checks attention with decode and prefill in one step, by dtype."""
-    cases = ATTENTION_CASES if bench.scale is REHEARSAL else ATTENTION_CASES + LARGE_CASES
+    cases = ATTENTION_CASES if bench.rehearses else ATTENTION_CASES + LARGE_CASES
     for dtype, bound in TOLERANCES.items():
         own = [case.with_dtype(dtype) for case in cases]
         yield guarded(

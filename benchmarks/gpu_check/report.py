@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,8 @@ def skipped(name: str, reason: str) -> Row:
 
 
 def failed(name: str, error: Exception) -> Row:
+    """Returns the row of an error, whose traceback goes to stderr."""
+    traceback.print_exception(error)
     text = str(error).strip() or type(error).__name__
     return Row(name=name, status="fail", reason=f"{type(error).__name__}: {text.splitlines()[0]}")
 
