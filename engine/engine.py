@@ -18,10 +18,10 @@ from typing import TypeVar
 
 import torch
 
+from moonserve.engine.cuda.block_copier import BlockCopier
 from moonserve.engine.cuda.device import CPU, STAGED, find_device
 from moonserve.engine.cuda.graphs import with_graphs
 from moonserve.engine.cuda.staging import InPlace, Staging, StagingThread, run_uninterrupted
-from moonserve.engine.cuda.staging_ring import StagingRing
 from moonserve.engine.kernels import Attention, Geometry, Step
 from moonserve.engine.kernels.selector import make_attention, make_kernels, thread_pool_of
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
@@ -86,8 +86,10 @@ class Engine:
             supports_grammars=grammars is not None,
         )
         self._feeds_on_device = model.kernels_name == "triton"
-        self._host_memory = host_memory
-        self._staging = self.make_staging() if host_memory is not None else None
+        self._host = None
+        if host_memory is not None:
+            self._host = KvTensors(self.layout, self.num_blocks, host_memory, pool.device)
+        self._staging = self.make_staging() if self.is_staged else None
 
     @classmethod
     def load(
@@ -166,12 +168,12 @@ class Engine:
     @property
     def is_staged(self) -> bool:
         """True if the engine computes from its own KV memory instead of the memory that it was given."""
-        return self._host_memory is not None
+        return self._host is not None
 
-    def make_staging(self) -> StagingRing:
+    def make_staging(self) -> BlockCopier:
         """Creates a copier between the pool and the memory given to `load`, for use by one caller."""
-        assert self._host_memory is not None, "the pool is in that memory"
-        return StagingRing(self._pool, self._host_memory)
+        assert self._host is not None, "the pool is in that memory"
+        return BlockCopier(self._pool, self._host)
 
     def set_step_leader(self, leading: StepLeader) -> None:
         """Makes this engine rank 0: each later step is sent to the other ranks of the rank_group."""

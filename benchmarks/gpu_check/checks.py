@@ -35,6 +35,7 @@ CHECKS = (
     Check("graphs", 30, decode_steps.graph_replays),
     Check("decode attention", 20, speed.decode_attention_speed),
     Check("prefill attention", 20, speed.prefill_attention_speed),
+    Check("staging", 20, speed.staging_speed),
     Check("ahead", 20, decode_steps.steps_ahead),
     Check("workers", 60, handoff.whole_cluster),
     Check("handoff", 60, handoff.processes),

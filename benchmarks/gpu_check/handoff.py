@@ -23,7 +23,8 @@ import torch.multiprocessing as multiprocessing
 from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.random_models import BLOCK_SIZE, Loaded, load, one_slice
 from benchmarks.gpu_check.report import Row, guarded, skipped
-from moonserve.engine.cuda.staging_ring import StagingRing
+from moonserve.engine.cuda.block_copier import BlockCopier
+from moonserve.engine.kv_cache.tensors import KvTensors
 
 _TIMEOUT_S = 120.0
 _SEED = 7
@@ -58,7 +59,7 @@ def _processes(bench: CheckContext, path: Path, ways: tuple[str, ...]) -> Iterat
     num_blocks = -(-(len(prompt) + bench.scale.generated + 1) // BLOCK_SIZE)
     shape = "tiny" if rehearses else "1B"
     own = _load(shape, num_blocks, bench.device)
-    first = _read(own, prompt, used, _map(path, own))
+    first = _read(own, prompt, used, _map(path, own.pool))
     moved = torch.stack([piece[:used] for piece in _pieces(own)])
     tokens = [*prompt, first]
     expected = _continue(own, tokens, bench.scale.generated)
@@ -71,9 +72,9 @@ def _processes(bench: CheckContext, path: Path, ways: tuple[str, ...]) -> Iterat
         )
 
 
-def _read(own: Loaded, prompt: list[int], used: int, memory: memoryview) -> int:
+def _read(own: Loaded, prompt: list[int], used: int, memory: KvTensors) -> int:
     """Prefills the prompt and stores each layer in host memory meanwhile. Returns the first token."""
-    staging = StagingRing(own.pool, memory)
+    staging = BlockCopier(own.pool, memory)
     stored: list[int] = []
 
     def on_layer(layer: int) -> None:
@@ -87,12 +88,13 @@ def _read(own: Loaded, prompt: list[int], used: int, memory: memoryview) -> int:
     return sampled.token_id
 
 
-def _map(path: Path, loaded: Loaded) -> memoryview:
-    """Maps a file that both processes share, with the size of the pool."""
-    size = loaded.pool.layout.pool_bytes(loaded.pool.num_blocks)
+def _map(path: Path, pool: KvTensors) -> KvTensors:
+    """Maps a file that both processes share, with the pool's layout."""
+    size = pool.layout.pool_bytes(pool.num_blocks)
     with path.open("a+b") as file:
         file.truncate(size)
-        return memoryview(mmap.mmap(file.fileno(), size))
+        memory = memoryview(mmap.mmap(file.fileno(), size))
+    return KvTensors(pool.layout, pool.num_blocks, memory, pool.device)
 
 
 def _hand_over(name: str, work: _Work, sent: str | torch.Tensor, size: int, expected: list[int]) -> Row:
@@ -125,11 +127,11 @@ def _decode(work: _Work, arriving: Any, answers: Any) -> None:
     own = _load(work.shape, work.num_blocks, device)
     answers.put("ready")
     received = arriving.get()
+    copier = BlockCopier(own.pool, _map(Path(received), own.pool)) if isinstance(received, str) else None
     began = time.perf_counter()
-    if isinstance(received, str):
-        staging = StagingRing(own.pool, _map(Path(received), own))
+    if copier is not None:
         for layer in range(own.pool.layout.num_layers):
-            staging.load(layer, range(work.used_blocks))()
+            copier.load(layer, range(work.used_blocks))()
     else:
         for piece, blocks in zip(_pieces(own), received, strict=True):
             piece[: len(blocks)].copy_(blocks)

@@ -1,4 +1,5 @@
-"""Compares the speed of attention and of whole models with the limits of the hardware, and with transformers."""
+"""Compares the speed of attention, of copies to host memory and of whole models with the limits of the hardware, and
+with transformers."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.random_models import BLOCK_SIZE, Loaded, json_config, load, one_slice
 from benchmarks.gpu_check.report import Row, at_least, failed, guarded, skipped
+from moonserve.engine.cuda.block_copier import BlockCopier
+from moonserve.engine.kv_cache.tensors import KvTensors, allocate_memory
+from moonserve.protocol.kv_blocks import KvLayout
 
 # Measures the speed of attention: decode against memory bandwidth, prefill against the rate of matrix products and
 # against torch's own attention, which needs contiguous K and V. One layer of an 8B model, bfloat16.
@@ -56,14 +60,20 @@ def _decode_row(name: str, bench: CheckContext, rows: int, context: int) -> Row:
 
 
 def _prefill_row(name: str, bench: CheckContext, tokens: int, cached: int) -> Row:
-    from moonserve.engine.cuda.attention_kernels import ChunkBatch, plan_tiles, prefill_attention, tiling_for
+    from moonserve.engine.cuda.attention_kernels import (
+        ChunkBatch,
+        plan_tiles,
+        prefill_attention,
+        shared_bytes_of,
+        tiling_for,
+    )
 
     keys, values, tables = _pool(bench.device, 1, cached + tokens)
     queries = _random(bench.device, tokens, HEADS, HEAD_DIM)
     output = queries.new_empty(tokens, HEADS * HEAD_DIM)
     group = HEADS // KV_HEADS
-    per_tile = tiling_for(HEAD_DIM, keys.element_size(), group).tokens_per_tile(group)
-    tiles = plan_tiles([(0, cached, cached + tokens)], per_tile)
+    tiling = tiling_for(HEAD_DIM, keys.element_size(), group, shared_bytes_of(bench.device))
+    tiles = plan_tiles([(0, cached, cached + tokens)], tiling.tokens_per_tile(group))
     batch = ChunkBatch(tables, torch.from_numpy(tiles).to(bench.device))
     taken = bench.seconds(lambda: prefill_attention(queries, keys, values, batch, None, output))
     flops = 4 * HEADS * HEAD_DIM * (tokens * cached + tokens * (tokens + 1) // 2)
@@ -91,6 +101,41 @@ def _pool(device: torch.device, rows: int, context: int) -> tuple[torch.Tensor, 
 
 def _random(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+# Measures copies of scattered blocks between GPU and host against one copy of as many bytes to or from pinned memory.
+
+STAGING_BAR = 0.8
+"""Least share of the rate of the plain copy."""
+
+
+def staging_speed(bench: CheckContext) -> Iterator[Row]:
+    rehearses = bench.rehearses
+    layout = KvLayout(num_layers=8, block_size=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    num_blocks = 16 if rehearses else 1024
+    pool = KvTensors(layout, num_blocks, None, bench.device)
+    host = KvTensors(layout, num_blocks, allocate_memory(layout.pool_bytes(num_blocks)), bench.device)
+    copier = BlockCopier(pool, host)
+    blocks = torch.randperm(num_blocks)[: num_blocks // 4].tolist()
+    nbytes = len(blocks) * layout.block_bytes
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=bench.device)
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
+    ways = (
+        ("to the host", lambda: copier.store_all(blocks), lambda: on_host.copy_(on_device, non_blocking=True)),
+        ("to the GPU", lambda: copier.load_all(blocks), lambda: on_device.copy_(on_host, non_blocking=True)),
+    )
+    for way, own, plain in ways:
+        name = f"staging of {len(blocks)} scattered blocks {way}"
+        yield guarded(name, partial(_staging_row, bench=bench, nbytes=nbytes, own=own, plain=plain))
+
+
+def _staging_row(
+    name: str, bench: CheckContext, nbytes: int, own: Callable[[], object], plain: Callable[[], object]
+) -> Row:
+    taken, least = bench.seconds(own), bench.seconds(plain)
+    bar = 0.0 if bench.rehearses else STAGING_BAR
+    found = f"{nbytes / taken / 1e9:.1f} GB/s, {least / taken:.0%} of a pinned copy"
+    return at_least(name, least / taken, bar, found, f"≥ {bar:.0%}" if bar else "")
 
 
 PEER_BAR = 1.0

@@ -61,7 +61,8 @@ class TritonAttention:
 
         self._kernels = attention_kernels
         group = geometry.num_heads // geometry.num_kv_heads
-        tiling = attention_kernels.tiling_for(geometry.head_dim, pool.keys[0].element_size(), group)
+        shared = attention_kernels.shared_bytes_of(self._device)
+        tiling = attention_kernels.tiling_for(geometry.head_dim, pool.keys[0].element_size(), group, shared)
         self._tokens_per_tile = tiling.tokens_per_tile(group)
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:

@@ -262,17 +262,39 @@ class Tiling:
         """Returns the number of query tokens of one program; `group` is at most `rows`."""
         return self.rows // group
 
+    def shared_bytes(self, columns: int, element_bytes: int) -> int:
+        """Returns the bytes of the queries and of the K and V that are being read."""
+        return (self.rows + 2 * self.num_stages * self.tokens) * columns * element_bytes
 
-def tiling_for(head_dim: int, element_bytes: int, group: int) -> Tiling:
-    """Returns tile sizes that fit in 99 KiB of shared memory, the least of current GPUs. float32 uses no tensor cores:
-    its products are exact and its tiles small."""
+
+LEAST_SHARED = 99 * 1024
+"""Bytes of shared memory of a program on the GPUs with the least of it (compute capability 8.6 and 8.9)."""
+
+
+def shared_bytes_of(device: torch.device) -> int:
+    """Returns the most bytes of shared memory that a program can have."""
+    if device.type != "cuda":
+        return LEAST_SHARED
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def tiling_for(head_dim: int, element_bytes: int, group: int, shared_bytes: int = LEAST_SHARED) -> Tiling:
+    """Returns tile sizes that fit in shared memory, the fastest first. float32 uses no tensor cores: its products are
+    exact and its tiles small."""
     columns = max(16, triton.next_power_of_2(head_dim))
     least_rows = triton.next_power_of_2(group)
     if element_bytes == 4:
         return Tiling(max(32, least_rows), 32 if columns <= 128 else 16, 4, 1)
-    if columns <= 128:
-        return Tiling(max(128, least_rows), 64, 8, 2)
-    return Tiling(max(64, least_rows), 32, 4, 2)
+    wide = columns > 128
+    tilings = _WIDE_TILINGS if wide else _TILINGS
+    sized = (Tiling(max(rows, least_rows), tokens, warps, stages) for rows, tokens, warps, stages in tilings)
+    *larger, smallest = sized
+    return next((one for one in larger if one.shared_bytes(columns, element_bytes) <= shared_bytes), smallest)
+
+
+_TILINGS = ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2))
+_WIDE_TILINGS = ((64, 32, 4, 2),)
+"""Fields of `Tiling` for heads of up to 128 and above, measured on an H100; the last ones fit any GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +331,7 @@ def prefill_attention(
     heads, head_dim = queries.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
-    tiling = tiling_for(head_dim, keys.element_size(), group)
+    tiling = tiling_for(head_dim, keys.element_size(), group, shared_bytes_of(keys.device))
     _attend_tile[(batch.tiles.shape[0], kv_heads)](
         queries, keys, values, output, batch.tables, batch.tiles,
         queries.stride(0), output.stride(0), batch.tables.stride(0), kv_heads * head_dim,

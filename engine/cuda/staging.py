@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from moonserve.protocol.request import BlockId
 
 if TYPE_CHECKING:
-    from moonserve.engine.cuda.staging_ring import StagingRing
+    from moonserve.engine.cuda.block_copier import BlockCopier
 
 
 T = TypeVar("T")
@@ -63,21 +63,21 @@ class InPlace:
 
 
 class StagingThread:
-    """`Staging` through its own ring in its own thread, so that steps continue meanwhile. Copies run one after another
-    in the order of the calls, each layer by layer."""
+    """`Staging` through its own copier in its own thread, so that steps continue meanwhile. Copies run one after
+    another in the order of the calls, each layer by layer."""
 
-    def __init__(self, ring: StagingRing) -> None:
-        self._ring = ring
+    def __init__(self, copier: BlockCopier) -> None:
+        self._copier = copier
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 
     async def load(self, blocks: Sequence[BlockId], layers: range | None = None) -> None:
         if blocks:
-            load = partial(self._ring.load_all, tuple(blocks), layers)
+            load = partial(self._copier.load_all, tuple(blocks), layers)
             await run_uninterrupted(self._executor, load)
 
     async def store(self, blocks: Sequence[BlockId]) -> None:
         if blocks:
-            await run_uninterrupted(self._executor, partial(self._ring.store_all, tuple(blocks)))
+            await run_uninterrupted(self._executor, partial(self._copier.store_all, tuple(blocks)))
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,10 +1,13 @@
-"""Typed access to torch's CUDA streams and events, and asynchronous copies of small tensors to a device."""
+"""Typed access to torch's CUDA streams and events, asynchronous copies of small tensors, and mapped host memory."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
+
+from moonserve.protocol.errors import ConfigError
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -44,3 +47,23 @@ def make_stream(device: torch.device) -> Any:
     """Creates a stream in addition to the default one."""
     make: Any = torch.cuda.Stream
     return make(device)
+
+
+def map_host_memory(memory: memoryview, device: torch.device) -> torch.Tensor:
+    """Returns writable host memory as uint8 [bytes] on `device`, which reads and writes it over the bus. The memory is
+    pinned until the tensor is gone. Raises ConfigError if it cannot be."""
+    on_host = torch.frombuffer(memory, dtype=torch.uint8)
+    return on_host if device.type == "cpu" else torch.as_tensor(_Pinned(on_host), device=device)
+
+
+class _Pinned:
+    """Memory that the device reaches at its address on the host. torch keeps this object while a tensor uses it."""
+
+    def __init__(self, on_host: torch.Tensor) -> None:
+        self._on_host = on_host
+        address, nbytes = on_host.data_ptr(), on_host.numel()
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        runtime: Any = torch.cuda.cudart()
+        if error := int(runtime.cudaHostRegister(address, nbytes, 0)):
+            raise ConfigError(f"{nbytes} bytes of host memory cannot be pinned for the GPU (CUDA error {error})")
+        weakref.finalize(self, runtime.cudaHostUnregister, address)

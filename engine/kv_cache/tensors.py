@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moonserve.engine.cuda.streams import map_host_memory
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import SCALE_BYTES, KvLayout
 from moonserve.protocol.request import BlockId
@@ -63,7 +64,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class KvTensors:
     """Tensor views of one pool, or of a rank's KV heads in it. A slot is block · block_size + position in the block.
-    `memory` is host memory; it is empty for a pool on a GPU."""
+    `memory` is host memory; it is empty for a pool in a GPU's memory."""
 
     def __init__(
         self,
@@ -74,17 +75,17 @@ class KvTensors:
         heads: range | None = None,
         dtype: str | None = None,
     ) -> None:
-        """`heads`: range of KV heads; all if None. `dtype`: compute dtype of K and V; None means the layout's, which
-        must not be quantised then. Raises ConfigError if `memory` is too small or read-only."""
+        """`memory`: host memory, which a GPU reaches over the bus; None = newly allocated memory of `device`. `heads`:
+        range of KV heads; all if None. `dtype`: compute dtype of K and V; None means the layout's, which must not be
+        quantised then. Raises ConfigError if `memory` is too small or read-only."""
         needed = layout.pool_bytes(num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device or torch.device("cpu")
-        is_here = self.device.type == "cpu"
-        if memory is None:
-            memory = allocate_memory(needed) if is_here else memoryview(b"")
-        self.memory = memory
-        if is_here and (memory.nbytes < needed or memory.readonly):
+        if memory is None and self.device.type == "cpu":
+            memory = allocate_memory(needed)
+        self.memory = memory or memoryview(b"")
+        if memory is not None and (memory.nbytes < needed or memory.readonly):
             raise ConfigError(
                 f"the KV pool needs {needed} writable bytes, not {memory.nbytes}"
                 f"{' read-only ones' if memory.readonly else ''}"
@@ -100,8 +101,8 @@ class KvTensors:
         self._value_slots = [piece.flatten(0, 1) for piece in self.values]
 
     def _allocate(self, needed: int) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return torch.frombuffer(self.memory, dtype=torch.uint8, count=needed)
+        if self.memory:
+            return map_host_memory(self.memory[:needed], self.device)
         return torch.zeros(needed, dtype=torch.uint8, device=self.device)
 
     def _piece(self, piece: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ def test_without_a_gpu_it_says_so_and_a_rehearsal_leaves_table_and_json(
     assert rows[0]["name"] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("check", ["graphs", "decode attention", "ahead", "handoff", "workers", "models"])
+@pytest.mark.parametrize("check", ["graphs", "decode attention", "staging", "ahead", "handoff", "workers", "models"])
 def test_each_check_can_be_rehearsed(check: str) -> None:
     ceilings = Ceilings(copy_bytes_per_s=1e9, flops_per_s=1e9)
     bench = CheckContext(device=torch.device("cpu"), scale=REHEARSAL, ceilings=ceilings)

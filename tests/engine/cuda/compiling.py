@@ -17,6 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from moonserve.engine.cuda.attention_kernels import ChunkBatch, DecodeBatch, decode_attention, prefill_attention
+from moonserve.engine.cuda.copy_kernel import copy_blocks
 from moonserve.engine.cuda.layer_kernels import Positions, add_norm, rotate_and_store, swiglu
 
 ATTENTION = ((torch.bfloat16, 80, 4096), (torch.bfloat16, 256, None), (torch.float32, 256, None))
@@ -88,6 +89,7 @@ def launch_others(dtype: torch.dtype) -> None:
     add_norm(hidden, hidden, weight, 1e-5)
     swiglu(torch.zeros(4, 2 * 14336, dtype=dtype))
     heads, pool = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(2, 32, 8, 128, dtype=dtype)
+    copy_blocks((pool, pool), (pool, pool), torch.zeros(1, dtype=torch.int64))
     angles, slots = torch.zeros(4, 1, 128, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     positions = Positions(angles, angles, slots)
     for qk_norm in (None, torch.zeros(40, 128, dtype=dtype)):

@@ -1,4 +1,4 @@
-"""Data that passes through the staging ring arrives where the layout says, in order, for any ring size."""
+"""Blocks that are copied between a pool and host memory arrive where the layout says, in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.engine.cuda.staging_ring import StagingRing
+from moonserve.engine.cuda.block_copier import BlockCopier
 from moonserve.engine.kv_cache.tensors import KvTensors, allocate_memory
 from moonserve.protocol.kv_blocks import KvLayout
 from tests.engine.cuda.conftest import DEVICE
@@ -33,11 +33,14 @@ def raw(piece: torch.Tensor) -> bytes:
     return piece.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize(("per_slot", "num_slots"), [(1, 1), (2, 2), (16, 3)])
-def test_stored_blocks_are_at_the_offsets_of_the_layout(per_slot: int, num_slots: int, device: torch.device) -> None:
+def copier_between(pool: KvTensors, memory: memoryview) -> BlockCopier:
+    return BlockCopier(pool, KvTensors(LAYOUT, NUM_BLOCKS, memory, pool.device))
+
+
+def test_stored_blocks_are_at_the_offsets_of_the_layout(device: torch.device) -> None:
     pool = random_pool(device)
     memory = allocate_memory(LAYOUT.pool_bytes(NUM_BLOCKS))
-    staging = StagingRing(pool, memory, blocks_per_slot=per_slot, num_slots=num_slots)
+    staging = copier_between(pool, memory)
     reported: list[int] = []
     blocks = [7, 0, 3, 4, 8]
     for layer in range(LAYOUT.num_layers):
@@ -55,12 +58,25 @@ def test_stored_blocks_are_at_the_offsets_of_the_layout(per_slot: int, num_slots
 def test_callbacks_run_only_after_the_copy(device: torch.device) -> None:
     pool = random_pool(device)
     memory = allocate_memory(LAYOUT.pool_bytes(NUM_BLOCKS))
-    staging = StagingRing(pool, memory, blocks_per_slot=2, num_slots=4)
+    staging = copier_between(pool, memory)
     found: list[list[bytes]] = []
     staging.store(1, [2, 5, 6], lambda: found.append(block_bytes(memory, 1, 6)))
     assert found == []
     staging.flush(wait=True)
     assert found == [[raw(pool.keys[1][6]), raw(pool.values[1][6])]]
+
+
+@pytest.mark.parametrize(("dtype", "row"), [(torch.bfloat16, 4096), (torch.float32, 2500), (torch.bfloat16, 7)])
+def test_the_kernel_copies_the_named_blocks_only(dtype: torch.dtype, row: int, device: torch.device) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
+    from moonserve.engine.cuda.copy_kernel import copy_blocks
+
+    source = (torch.randn(6, row).to(device, dtype), torch.randn(6, row).to(device, dtype))
+    target = (torch.zeros_like(source[0]), torch.zeros_like(source[1]))
+    copy_blocks(source, target, torch.tensor([5, 0, 3], device=device))
+    for piece, place in zip(source, target, strict=True):
+        assert torch.equal(place[[0, 3, 5]], piece[[0, 3, 5]])
+        assert not place[[1, 2, 4]].any()
 
 
 @given(
@@ -72,14 +88,12 @@ def test_callbacks_run_only_after_the_copy(device: torch.device) -> None:
         ),
         max_size=12,
     ),
-    per_slot=st.integers(1, 4),
-    num_slots=st.integers(1, 3),
 )
-def test_stores_and_loads_in_any_order(moves: list[tuple[bool, int, list[int]]], per_slot: int, num_slots: int) -> None:
+def test_stores_and_loads_in_any_order(moves: list[tuple[bool, int, list[int]]]) -> None:
     """Any order of stores and loads equals plain copies, if each is settled before the next."""
     pool, twin = random_pool(DEVICE), random_pool(DEVICE)
     host, twin_host = (random_pool(torch.device("cpu"), seed=1) for _ in range(2))
-    staging = StagingRing(pool, host.memory, blocks_per_slot=per_slot, num_slots=num_slots)
+    staging = copier_between(pool, host.memory)
     stores = 0
     reported: list[int] = []
     for outward, layer, blocks in moves:
