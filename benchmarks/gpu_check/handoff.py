@@ -48,7 +48,7 @@ def processes(bench: CheckContext) -> Iterator[Row]:
     if bench.device.type == "cuda" and torch.cuda.mem_get_info(bench.device)[0] < _NEEDED_BYTES:
         yield skipped("handoff between processes", f"needs {_NEEDED_BYTES >> 30} GiB of GPU memory")
         return
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir="/dev/shm") as folder:  # a file on a disk cannot be pinned
         yield from _processes(bench, Path(folder) / "kv", ways)
 
 

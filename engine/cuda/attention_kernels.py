@@ -285,16 +285,18 @@ def tiling_for(head_dim: int, element_bytes: int, group: int, shared_bytes: int 
     least_rows = triton.next_power_of_2(group)
     if element_bytes == 4:
         return Tiling(max(32, least_rows), 32 if columns <= 128 else 16, 4, 1)
-    wide = columns > 128
-    tilings = _WIDE_TILINGS if wide else _TILINGS
+    tilings = _TILINGS[max(64, columns)]
     sized = (Tiling(max(rows, least_rows), tokens, warps, stages) for rows, tokens, warps, stages in tilings)
     *larger, smallest = sized
     return next((one for one in larger if one.shared_bytes(columns, element_bytes) <= shared_bytes), smallest)
 
 
-_TILINGS = ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2))
-_WIDE_TILINGS = ((64, 32, 4, 2),)
-"""Fields of `Tiling` for heads of up to 128 and above, measured on an H100; the last ones fit any GPU."""
+_TILINGS = {
+    64: ((128, 64, 8, 2),),
+    128: ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+    256: ((128, 64, 8, 2), (64, 32, 4, 2)),
+}
+"""Fields of `Tiling` by the columns of a head, the fastest on an H100 first; the last ones fit any GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,8 @@ class Server:
         self, lent_by: Callable[..., KvMemory], join: str = "", *, namespace: str = "n", lease_s: float = 60.0
     ) -> None:
         settings = ConnectorSettings(cluster_token=TOKEN, join=join, timeout_s=PATIENCE_S, lease_s=lease_s)
-        self.memory = torch.randint(-128, 128, (NBYTES,), dtype=torch.int8)
+        device = "cuda" if lent_by is StagedMemory and torch.cuda.is_available() else "cpu"
+        self.memory = torch.randint(-128, 128, (NBYTES,), dtype=torch.int8, device=device)
         self.worker = ConnectorWorker(settings, GROUPS, namespace, 0, hands_off=True)
         self.worker.register(self.memory, lent_by)
 
