@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class _CheckProcess:
         self._process.start()
         other.close()
 
-    def rows(self, check: Check, until: float) -> Iterator[Row]:
+    def rows(self, check: Check, until: float) -> Generator[Row, None, bool]:
         """Yields the rows of a check. Returns False if the process can run no other."""
         try:
             self._end.send(check)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -275,7 +276,8 @@ def shared_bytes_of(device: torch.device) -> int:
     """Returns the most bytes of shared memory that a program can have."""
     if device.type != "cuda":
         return LEAST_SHARED
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def tiling_for(head_dim: int, element_bytes: int, group: int, shared_bytes: int = LEAST_SHARED) -> Tiling:

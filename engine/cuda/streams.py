@@ -63,7 +63,8 @@ class _Pinned:
         self._on_host = on_host
         address, nbytes = on_host.data_ptr(), on_host.numel()
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        runtime: Any = torch.cuda.cudart()
+        cuda: Any = torch.cuda
+        runtime = cuda.cudart()
         if error := int(runtime.cudaHostRegister(address, nbytes, 0)):
             raise ConfigError(f"{nbytes} bytes of host memory cannot be pinned for the GPU (CUDA error {error})")
         weakref.finalize(self, runtime.cudaHostUnregister, address)
