@@ -332,6 +332,7 @@ def _profile(
         dram_tokens=config.dram // timed.size.token_bytes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=timed.size.max_model_len,
+        fills_steps=config.engine == "vllm",
         overheads=timed.overheads,
         crowding=timed.crowding,
     )

@@ -3,9 +3,10 @@
 As in the live worker, a few prompts at the head of the queue are *prepared* while earlier ones compute: their landing
 is reserved and their prefix loaded. Of the prepared prompts whose landing and prefix are ready, the best-ranked one
 computes its next chunk. With `mixes_prompts`, complete remainders of others join a chunk in which a prompt ends, by the
-live worker's rule. In a group, a chunk passes through one machine after the other, each with its share of the layers,
-and the next chunk follows one machine behind (chunked pipeline parallelism, FAST'25 §4.2). A single machine is a group
-of one. Does not know the location of prefixes, bytes or decode machines.
+live worker's rule; with `fills_steps`, the next prompts fill each chunk, as in vLLM. In a group, a chunk passes through
+one machine after the other, each with its share of the layers, and the next chunk follows one machine behind (chunked
+pipeline parallelism, FAST'25 §4.2). A single machine is a group of one. Does not know the location of prefixes, bytes
+or decode machines.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class PrefillMachine:
         chunk_tokens: int,
         num_stages: int = 1,
         mixes_prompts: bool = False,
+        fills_steps: bool = False,
         cached_now: Callable[[Prompt], int] = lambda prompt: prompt.cached,
         publish: Callable[[Prompt], None] = lambda prompt: None,
         slowdown: Callable[[], float] = lambda: 1.0,
@@ -107,7 +109,8 @@ class PrefillMachine:
         self._profile = profile
         self._chunk_tokens = chunk_tokens
         self._num_stages = num_stages
-        self._mixes_prompts = mixes_prompts
+        self._mixes_prompts = mixes_prompts or fills_steps
+        self._fills_steps = fills_steps
         self._cached_now = cached_now
         self._publish = publish
         self._slowdown = slowdown
@@ -255,8 +258,10 @@ class PrefillMachine:
         return tuple(parts)
 
     def _joins_chunk(self, prompt: Prompt, room: int, num_ending: int, num_waiting: int) -> bool:
-        """True if the rest of a prompt joins a step in which others end, by the rule of
-        `prefill_worker.decisions.steps`."""
+        """True if a prompt joins a step in which others end: its next part always if steps are filled, else only the
+        whole rest, by the rule of `prefill_worker.decisions.steps`."""
+        if self._fills_steps:
+            return room > 0
         done = max(prompt.dispatched, prompt.cached)
         return prompt.num_tokens - done <= room and self._profile.is_worth_joining(
             prompt.num_tokens, done, num_delayed=num_ending, num_waiting=num_waiting

@@ -88,6 +88,7 @@ class ModelProfile:
     disk_tokens: Annotated[int, Field(ge=0)] = 0
     max_num_seqs: Count = 256  # per decoding machine
     max_model_len: Count = 131_072
+    fills_steps: bool = False  # the next prompts fill every prefill step, as in vLLM
     overheads: Overheads = Overheads()
     crowding: Crowding = Crowding()
 

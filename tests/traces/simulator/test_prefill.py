@@ -76,6 +76,7 @@ class Case(NamedTuple):
     times: list[tuple[float, float]]
     chunk_tokens: int = 100
     profile: PrefillProfile = PROFILE
+    fills_steps: bool = False
 
 
 CASES = {
@@ -102,13 +103,22 @@ CASES = {
         [(0.0, 3.0), (0.0, 1.0), (0.0, 1.6)],
         profile=PrefillProfile(c0=1.0, c1=0.01, c2=0.0),
     ),
+    "a filled chunk takes the beginning of the next prompt": Case(
+        [Job(0.0, 150), Job(0.0, 150)],
+        [(0, 0, 100, 2.0), (0, 100, 150, 4.0), (1, 0, 50, 4.0), (1, 50, 150, 6.0)],
+        [(0.0, 3.0), (0.0, 3.0)],
+        profile=PrefillProfile(c0=1.0, c1=0.01, c2=0.0),
+        fills_steps=True,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_chunks_by_hand(case: Case) -> None:
     mixes = case.profile is not PROFILE
-    machine = PrefillMachine(case.profile, chunk_tokens=case.chunk_tokens, mixes_prompts=mixes)
+    machine = PrefillMachine(
+        case.profile, chunk_tokens=case.chunk_tokens, mixes_prompts=mixes, fills_steps=case.fills_steps
+    )
     chunks, done = play(machine, case.jobs)
     found = [(each.prompt.rank[1], each.first, each.end, each.ends_at) for each in chunks]
     assert found == [(*chunk[:3], pytest.approx(chunk[3])) for chunk in case.chunks]

@@ -152,6 +152,7 @@ class ClusterBuilder:
             chunk_tokens=spec.chunk_tokens,
             num_stages=spec.prefill_group,
             mixes_prompts=spec.mixes_prompts,
+            fills_steps=spec.model.fills_steps,
             cached_now=self._cached_now,
             publish=self._publish,
             slowdown=self._host.prefill_slowdown(name),
