@@ -25,6 +25,7 @@ from rich.text import Text
 
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.deploy.launcher.local_cluster import READY, endpoint_is_ready
+from moonserve.deploy.launcher.model_check import model_folder
 from moonserve.deploy.launcher.ports import free_port, reserve_port
 from moonserve.deploy.launcher.process_specs import (
     HostOptions,
@@ -40,7 +41,6 @@ from moonserve.deploy.launcher.supervisor import (
     Supervisor,
     child_environment,
     log_folder,
-    model_folder,
 )
 from moonserve.deploy.launcher.vllm_workers import vllm_python
 from moonserve.engine.cuda.device import visible_gpus
@@ -154,7 +154,7 @@ def run(config: ServeConfig) -> int:
     """Runs the cluster until a signal stops it, and returns the exit code. Raises ConfigError."""
     try:
         # Before the event loop starts: a download would delay its signal handling.
-        model_path = model_folder(config.model, config.engine)
+        model_path = model_folder(config)
         if config.engine == "vllm":
             config = replace(config, vllm_python=vllm_python(config))
         with reserve_port(config.host, config.port, shared=config.gateways > 1) as port:

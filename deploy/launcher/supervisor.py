@@ -19,9 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moonserve.deploy.launcher.process_specs import ProcessSpec
-from moonserve.engine.model.config import load_model_config
-from moonserve.engine.model.model_folder import resolve_model
-from moonserve.models import demo_model_path
 from moonserve.protocol.errors import ConfigError, MoonserveError
 from moonserve.protocol.process import child_process
 from moonserve.protocol.process.config import ENV_PREFIX, EXIT_CONFIG
@@ -43,16 +40,6 @@ def child_environment(inherited: Mapping[str, str], cluster_token: str, num_thre
         # The packages may be in the current folder instead of site-packages.
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
-
-
-def model_folder(name: str | None, engine: str = "moonserve") -> Path:
-    """Returns the model's folder. `name`: local Hugging Face folder or hub name; None = the demo model. Downloads
-    missing files and, for the own engine, checks the model's configuration, which needs no weights. Raises ConfigError.
-    """
-    path = demo_model_path() if name is None else resolve_model(name)
-    if engine == "moonserve":
-        load_model_config(path)
-    return path
 
 
 def log_folder(named: str | None, own: str) -> Path:

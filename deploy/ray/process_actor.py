@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moonserve.deploy.launcher.local_cluster import endpoint_is_ready
+from moonserve.deploy.launcher.model_check import model_folder
 from moonserve.deploy.launcher.process_specs import HostOptions, ProcessKind, ProcessSpec
-from moonserve.deploy.launcher.supervisor import Supervisor, child_environment, last_lines, log_folder, model_folder
+from moonserve.deploy.launcher.supervisor import Supervisor, child_environment, last_lines, log_folder
 from moonserve.deploy.ray.config import ClusterConfig
 from moonserve.deploy.ray.events import READY, Report
 from moonserve.deploy.ray.processes import Addresses, PlannedProcess, process_spec, serve_config
@@ -214,7 +215,7 @@ def _spec(assignment: Assignment) -> ProcessSpec:
     needs_model = unit.kind in (ProcessKind.PREFILL, ProcessKind.DECODE, ProcessKind.GATEWAY)
     site = HostOptions(
         conductor=assignment.addresses.conductors,
-        model_path=str(model_folder(config.serve.model, config.serve.engine)) if needs_model else "",
+        model_path=str(model_folder(config.serve, is_one_host=False)) if needs_model else "",
         host=assignment.host,
         ledger=str(log_dir(config) / "kv-memory"),
         drain_s=config.drain_s,

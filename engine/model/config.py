@@ -272,6 +272,7 @@ def load_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"model folder {path} does not exist or is not a folder")
     fields = JsonFields(read_json(path / "config.json"), source=str(path / "config.json"))
     architecture = _architecture(fields)
+    _require_plain_weights(fields)
     family = _FAMILIES[architecture]
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
@@ -317,6 +318,18 @@ def _architecture(fields: JsonFields) -> str:
         f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}; those that vLLM knows "
         "are served with --engine vllm"
     )
+
+
+def _require_plain_weights(fields: JsonFields) -> None:
+    """Raises ConfigError for quantised weights."""
+    for name in ("quantization_config", "compression_config"):
+        quantised = fields.nested(name)
+        if quantised is not None:
+            method = quantised.text("quant_method", default="an unnamed method")
+            raise quantised.error(
+                f"weights quantised by {method} are not supported; serve them with --engine vllm, or a checkpoint in "
+                "bfloat16, float16 or float32"
+            )
 
 
 def _head_dim(fields: JsonFields, family: _Family, hidden_size: int, num_heads: int) -> int:

@@ -13,28 +13,33 @@ from moonserve.protocol.errors import ConfigError
 T = TypeVar("T")
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+_CONFIGURATION = ["config.json", "generation_config.json"]
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
 
 
-def resolve_model(name_or_path: str) -> Path:
+def resolve_model(name_or_path: str, judge: Callable[[Path], object] = lambda folder: None) -> Path:
     """Returns the folder of a model: `name_or_path` itself if it is a folder, otherwise the hub repository
-    `organisation/name`, downloaded or taken from the hub's cache. Raises ConfigError."""
+    `organisation/name`, downloaded or taken from the hub's cache. `judge` gets the folder once config.json is in it,
+    before weights are downloaded, and raises ConfigError for a model that cannot be served. Raises ConfigError."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        judge(path)
         return path
     if path.exists():
         raise ConfigError(f"model {name_or_path} is a file; give the folder that holds config.json")
     if not _REPOSITORY.fullmatch(name_or_path):
         raise ConfigError(f"model {name_or_path} is neither a folder nor a hub name like organisation/name")
-    return _download(name_or_path)
+    judge(_download(name_or_path, _CONFIGURATION))
+    return _download(name_or_path, _FILES)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, files: list[str]) -> Path:
+    """Downloads what is missing of these files, with progress, from where an earlier download ended."""
     # Imported here: the import is slow and a local folder does not need it.
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:
         # The hub's client raises its own errors, its HTTP library's and OSError. The operator treats all alike.
         raise ConfigError(

@@ -44,6 +44,7 @@ from moonserve.protocol.membership.registry_lease import (
 from moonserve.protocol.pb import common_pb2, conductor_pb2, kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.process.event_loop import LoopRunner, background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
+from moonserve.protocol.process.machine import available_memory_bytes
 from moonserve.protocol.process.metrics import add_metrics_service, http_endpoint, process_registry
 from moonserve.protocol.request import Endpoint
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
@@ -55,27 +56,8 @@ from moonserve.transfer.metrics import TransferCollector, rail_totals
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
-MEMINFO = Path("/proc/meminfo")
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 INCARNATION_FILE_NAME = "incarnation"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_COUNTED = ("MemAvailable:", "SwapFree:")
-
-
-def available_memory_bytes(meminfo: Path = MEMINFO, cgroup_limit: Path = CGROUP_LIMIT) -> int | None:
-    """Returns the bytes a process can still allocate by the kernel and the control group's limit; None if unknown."""
-    lines = [line.split() for line in _text(meminfo).splitlines()]
-    kib = [int(line[1]) for line in lines if line[:1] and line[0] in _COUNTED]
-    limit = _text(cgroup_limit).strip()
-    limits = [sum(kib) << 10] if kib else []
-    return min([*limits, *([int(limit)] if limit.isdigit() else [])], default=None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 # Calls in flight when the process stops return within milliseconds, a commit of gigabytes within a second.

@@ -1,4 +1,4 @@
-"""Facts about the local machine: host identity, processor and cache folder."""
+"""Facts about the local machine: host identity, processor, memory and cache folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import platform
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_COUNTED = ("MemAvailable:", "SwapFree:")
 
 
 @functools.cache
@@ -47,3 +51,19 @@ def cache_folder(environ: Mapping[str, str], home: Path) -> Path:
     """Returns the folder of compiled kernels and timing profiles (XDG base directory specification)."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else home / ".cache") / "moonserve"
+
+
+def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup_limit: Path = _CGROUP_LIMIT) -> int | None:
+    """Returns the bytes a process can still allocate by the kernel and the control group's limit; None if unknown."""
+    lines = [line.split() for line in _text(meminfo).splitlines()]
+    kib = [int(line[1]) for line in lines if line[:1] and line[0] in _COUNTED]
+    limit = _text(cgroup_limit).strip()
+    limits = [sum(kib) << 10] if kib else []
+    return min([*limits, *([int(limit)] if limit.isdigit() else [])], default=None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

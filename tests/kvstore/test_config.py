@@ -12,9 +12,9 @@ import pytest
 
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.directory.config import DirectoryConfig
-from moonserve.kvstore.node.process import available_memory_bytes
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.config import load_config
+from moonserve.protocol.process.machine import available_memory_bytes
 from tests.patience import PATIENCE_S
 
 

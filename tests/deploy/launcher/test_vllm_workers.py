@@ -9,7 +9,6 @@ import pytest
 
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.deploy.launcher.process_specs import ProcessKind, ProcessSpec, member_specs
-from moonserve.deploy.launcher.supervisor import model_folder
 from moonserve.deploy.launcher.vllm_workers import vllm_python
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.config import load_config
@@ -73,13 +72,6 @@ def test_an_interpreter_without_vllm_is_refused_with_the_remedy(tmp_path: Path) 
     bare.chmod(0o755)
     with pytest.raises(ConfigError, match="needs a Python environment with vllm"):
         vllm_python(_serve("--vllm-python", str(bare)))
-
-
-def test_a_model_that_the_own_engine_does_not_know_names_the_other(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"]}')
-    with pytest.raises(ConfigError, match="--engine vllm"):
-        model_folder(str(tmp_path))
-    assert model_folder(str(tmp_path), "vllm") == tmp_path
 
 
 def test_store_nodes_join_the_registry_that_connectors_read() -> None:

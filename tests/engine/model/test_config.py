@@ -152,7 +152,7 @@ def test_folder_is_used_directly_and_hub_name_is_downloaded(monkeypatch: pytest.
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve_model(str(tmp_path / "model.safetensors"))
-    answers = iter([str(tmp_path), OSError("no route to host")])
+    answers = iter([str(tmp_path), str(tmp_path), OSError("no route to host")])
 
     def download(_name: str, *, allow_patterns: list[str]) -> str:
         answer = next(answers)
