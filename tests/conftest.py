@@ -46,6 +46,9 @@ SLOW = (
 )
 """Tests that only `make test-all` runs, like those marked `slow`: several processes, other programs, virtual hours."""
 
+PROGRAMS = {"redis", "redis_server", "shared_redis", "clang", "clang++"}
+"""Fixtures and parameters of tests that need a program which a new machine lacks. `make test-all` runs them too."""
+
 FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
 """Exceptions to SLOW, which `make test` runs."""
 
@@ -83,13 +86,18 @@ _HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place = _place(item)
-        if place.startswith(SLOW) and not place.startswith(FAST):
+        if (place.startswith(SLOW) and not place.startswith(FAST)) or _needs_program(item):
             item.add_marker(pytest.mark.slow)
         if place.startswith("vllm/"):
             item.add_marker(pytest.mark.vllm)
         if is_hypothesis_test(getattr(item, "obj", None)) or _counts_examples(item):
             item.add_marker(pytest.mark.examples)
     items.sort(key=_rank)
+
+
+def _needs_program(item: pytest.Item) -> bool:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return not PROGRAMS.isdisjoint((*getattr(item, "fixturenames", ()), *map(str, params.values())))
 
 
 def _place(item: pytest.Item) -> str:
