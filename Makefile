@@ -49,8 +49,11 @@ test-rdma: $(DEV) ## RDMA verbs in a virtual machine
 	$(BIN)/python -m pytest -s -m rdma tests/rdma $(ARGS)
 
 # Tests with vLLM, in its own environment. Warnings of vLLM and its dependencies are not errors here.
-test-vllm: $(VLLM)/.installed ## the tests beside vLLM, in .venv-vllm (3.5 GB)
+test-vllm: $(DEV) $(VLLM)/.installed ## the tests beside vLLM, in .venv-vllm (3.5 GB)
 	$(VLLM)/bin/python -m pytest --numprocesses $(if $(ARGS),0,2) --dist loadfile -m vllm -W default tests/vllm $(ARGS)
+ifndef ARGS
+	MOONSERVE_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_serving
+endif
 
 check: $(DEV) proto-check pages-check ## format, lint, types, generated files; what CI runs before the tests
 	$(BIN)/ruff format --check .

@@ -30,7 +30,7 @@ from pydantic import (
 from moonserve.conductor.role_switching import RoleThresholds
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.process.config import load_config, options_of, parse_bytes
+from moonserve.protocol.process.config import load_config, options_of, parse_bytes, passed_on_flags
 
 # Default ports, below the range that Linux assigns (from 32,768).
 CONDUCTOR_PORT = 7100
@@ -246,6 +246,8 @@ def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
         option = options[name]
         if option.type is bool:
             flags.append(option.flag if value is True else option.negated_flag)
+        elif option.passed_on:
+            flags += passed_on_flags(option, value if isinstance(value, list) else [value])
         elif value is not None:
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             flags += [option.flag, text]

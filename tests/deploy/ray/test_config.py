@@ -52,6 +52,11 @@ def test_values_of_the_file_reach_the_configuration() -> None:
     assert not config.needs_directory
 
 
+def test_options_of_vllm_are_a_list() -> None:
+    items = ("enforce-eager", "max-num-seqs=32")
+    assert parse_cluster({"serve": {"engine": "vllm", "vllm": list(items)}}).serve.vllm == items
+
+
 def test_an_empty_mapping_is_the_demo_model_with_one_worker_of_each_kind() -> None:
     config = parse_cluster({})
     assert (config.prefill.count, config.decode.count, config.conductors.count) == (1, 1, 2)
