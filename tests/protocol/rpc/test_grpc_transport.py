@@ -8,15 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from moonserve.protocol.errors import (
-    ConfigError,
-    MoonserveError,
-    Overloaded,
-    PeerLost,
-    StaleLease,
-    Unauthenticated,
-    error_classes,
-)
+from moonserve.protocol import errors
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
 from moonserve.protocol.request import GatewayId, RequestId, Token
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
@@ -97,18 +89,18 @@ async def cancel(channels: Channels, address: str) -> None:
 async def test_error_arrives_as_raised_and_unexpected_error_hides_details(
     worker: Worker, channels: Channels, address: str
 ) -> None:
-    worker.error = StaleLease("too late", lease_id="l-1")
-    with pytest.raises(StaleLease, match="too late") as caught:
+    worker.error = errors.StaleLease("too late", lease_id="l-1")
+    with pytest.raises(errors.StaleLease, match="too late") as caught:
         await cancel(channels, address)
     assert caught.value.ids == {"lease_id": "l-1"}
     worker.error = RuntimeError("secret path")
-    with pytest.raises(MoonserveError, match="internal error"):
+    with pytest.raises(errors.MoonserveError, match="internal error"):
         await cancel(channels, address)
 
 
 async def test_wrong_token_is_refused(address: str) -> None:
     foreign = Channels("guess")
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(errors.Unauthenticated):
         await cancel(foreign, address)
     await foreign.close()
 
@@ -125,14 +117,14 @@ async def test_call_ends_with_its_caller_or_when_peer_is_forgotten(
         await channels.forget(address)
     else:
         calling.cancel()
-    with pytest.raises(PeerLost if forgets else asyncio.CancelledError):
+    with pytest.raises(errors.PeerLost if forgets else asyncio.CancelledError):
         await calling
 
 
 async def test_call_not_answered_in_time_raises_peer_lost(worker: Worker, channels: Channels, address: str) -> None:
     worker.hangs = True
     stub = worker_pb2_grpc.WorkerStub(channels.to(address))
-    with pytest.raises(PeerLost, match="deadline_exceeded"):
+    with pytest.raises(errors.PeerLost, match="deadline_exceeded"):
         await channels.call(stub.Cancel, worker_pb2.CancelRequest(), timeout_s=0.02)
 
 
@@ -159,7 +151,7 @@ async def test_calls_reach_restarted_server_over_socket_again() -> None:
 
 
 async def test_error_of_taken_port_names_the_flag(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"port in use.*another --port"):
+    with pytest.raises(errors.ConfigError, match=r"port in use.*another --port"):
         await RpcServer("t").start("127.0.0.1", int(address.rpartition(":")[2]))
 
 
@@ -181,10 +173,10 @@ async def test_events_sent_before_the_stream_are_not_lost(worker: Worker, channe
     assert await asyncio.wait_for(worker.lost.get(), PATIENCE_S) == "g"
 
 
-@pytest.mark.parametrize("code", sorted(error_classes()))
+@pytest.mark.parametrize("code", sorted(errors.error_classes()))
 def test_every_error_class_crosses_the_wire(code: str) -> None:
-    cls = error_classes()[code]
-    error = cls("m", request_id="r", **({"retry_after_s": 2.5} if cls is Overloaded else {}))
+    cls = errors.error_classes()[code]
+    error = cls("m", request_id="r", **({"retry_after_s": 2.5} if cls is errors.Overloaded else {}))
     back = failure_from_wire(failure_to_wire(error))
     assert type(back) is cls
     assert (back.message, back.ids, back.retry_after_s) == ("m", error.ids, error.retry_after_s)
