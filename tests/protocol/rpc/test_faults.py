@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
@@ -30,10 +30,8 @@ NUM_UNREAD = 32
 
 
 @pytest.fixture(params=["tcp", "unix"])
-async def stub(peer: scripted.ServerProcess, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    channels = Channels(scripted.TOKEN)
-    yield scripted.stub_of(channels.to(getattr(peer, request.param)))
-    await channels.close()
+async def stub(peer: scripted.ServerProcess, channels: Channels, request: pytest.FixtureRequest) -> Any:
+    return scripted.stub_of(channels.to(getattr(peer, request.param)))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])

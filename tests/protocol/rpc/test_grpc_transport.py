@@ -16,6 +16,7 @@ from moonserve.protocol.rpc.transport_selection import RoutedChannel
 from moonserve.protocol.rpc.wire import failure_from_wire, failure_to_wire
 from moonserve.worker.token_streams import GatewayStreams
 from tests.patience import NEVER_S, PATIENCE_S
+from tests.protocol.rpc.scripted import TOKEN
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -50,17 +51,10 @@ async def worker() -> AsyncIterator[Worker]:
     worker.streams.close()
 
 
-@pytest.fixture
-async def channels() -> AsyncIterator[Channels]:
-    channels = Channels("secret")
-    yield channels
-    await channels.close()
-
-
 @pytest.fixture(params=["grpc", "lean"])
 async def address(request: pytest.FixtureRequest, worker: Worker, channels: Channels) -> AsyncIterator[str]:
     """The worker's address as `host:port`. `channels` call it over gRPC or sockets."""
-    server = RpcServer("secret")
+    server = RpcServer(TOKEN)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
     if request.param == "lean":
         server.add_socket_service("Worker", worker)
@@ -133,11 +127,11 @@ async def test_handler_sees_the_remaining_time(worker: Worker, channels: Channel
     assert 0 < worker.remaining_s <= PATIENCE_S + 0.1  # gRPC sends tenths of seconds, rounded up
 
 
-async def test_calls_reach_restarted_server_over_socket_again() -> None:
+async def test_calls_reach_restarted_server_over_socket_again(channels: Channels) -> None:
     """A restarted server has new socket addresses, which its first reply over gRPC names."""
-    channels, address, port = Channels("secret"), "", 0
+    address, port = "", 0
     for _ in range(2):
-        server, worker = RpcServer("secret"), Worker()
+        server, worker = RpcServer(TOKEN), Worker()
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
         server.add_socket_service("Worker", worker)
         address = await server.start("127.0.0.1", port)
@@ -147,7 +141,6 @@ async def test_calls_reach_restarted_server_over_socket_again() -> None:
         await channels.call(stub.Cancel, request, timeout_s=PATIENCE_S, wait_for_ready=True)
         await until_lean(channels, address)
         await server.stop(0)
-    await channels.close()
 
 
 async def test_error_of_taken_port_names_the_flag(address: str) -> None:
