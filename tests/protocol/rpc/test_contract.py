@@ -186,14 +186,12 @@ async def test_wrong_token_is_refused(address: str, certificates: Certificates |
     await channels.close()
 
 
-async def test_address_without_server_raises_peer_lost() -> None:
+async def test_address_without_server_raises_peer_lost(channels: Channels) -> None:
     for address in ("lean://127.0.0.1:1", "lean+unix://nobody"):
-        channels = Channels(TOKEN)
         with pytest.raises(errors.PeerLost):
             await channels.call(stub_of(channels.to(address)).Exists, ASKED, timeout_s=PATIENCE_S)
         with pytest.raises(errors.PeerLost):
             SyncChannel(address, TOKEN).call(EXISTS_PATH, b"", timeout_s=PATIENCE_S)
-        await channels.close()
 
 
 @pytest.mark.parametrize(
