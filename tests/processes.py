@@ -1,4 +1,4 @@
-"""Processes of this project that tests start singly and find by their ready report. Whole clusters: `tests.e2e`."""
+"""Processes that tests run to their end, or start singly and find by their ready report. Clusters: `tests.e2e`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ def start(
     )
     os.close(write_fd)
     return Starting(process, read_fd)
+
+
+def run_module(
+    name: str, *arguments: str, timeout_s: float | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m name arguments` to its end, and returns its exit code and what it printed."""
+    command, environ = [sys.executable, "-m", name, *arguments], {**os.environ, **environment}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 @contextlib.contextmanager

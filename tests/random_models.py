@@ -11,26 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
@@ -63,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def make_model(
     family: str, path: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Writes a checkpoint to `path` and returns the transformers model from which it was saved, in float32.
     `overrides` are fields of the transformers configuration."""
     config_class, model_class = FAMILIES[family]
@@ -71,7 +61,7 @@ def make_model(
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
-        model: PreTrainedModel = model_class(config).eval()
+        model: transformers.PreTrainedModel = model_class(config).eval()
         _randomize_vectors(model)
     finally:
         torch.random.set_rng_state(state)
@@ -80,7 +70,7 @@ def make_model(
     return model
 
 
-def _randomize_vectors(model: PreTrainedModel) -> None:
+def _randomize_vectors(model: transformers.PreTrainedModel) -> None:
     """Randomizes biases and norms, whose initial 0 and 1 would hide a loader that forgets them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

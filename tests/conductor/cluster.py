@@ -8,20 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from moonserve.conductor.events import (
-    Action,
-    BlockChanges,
-    Event,
-    Heartbeat,
-    Load,
-    Place,
-    Placed,
-    Refused,
-    Register,
-    Rejected,
-    Report,
-    RequestPhase,
-)
+from moonserve.conductor import events
 from moonserve.conductor.placement.admission import Limits
 from moonserve.conductor.placement.decision import Decision
 from moonserve.conductor.placement.policies import make_policy
@@ -55,9 +42,9 @@ def endpoint(name: str, epoch: int = 1, host: str | None = None) -> Endpoint:
     )
 
 
-def worker(name: str, role: Role, *, epoch: int = 1, host: str | None = None, **changes: Any) -> Register:
+def worker(name: str, role: Role, *, epoch: int = 1, host: str | None = None, **changes: Any) -> events.Register:
     """Returns the registration of a worker. `changes` sets fields of `Register`."""
-    registration = Register(
+    registration = events.Register(
         endpoint=endpoint(name, epoch, host),
         role=role,
         layout=LAYOUT,
@@ -92,15 +79,15 @@ class Cluster:
         for name in names:
             {"p": self.prefill, "d": self.decode, "s": self.store}[name[0]](name)
 
-    def send(self, event: Event) -> list[Action]:
+    def send(self, event: events.Event) -> list[events.Action]:
         actions = self.state.handle(event, self.now)
         if self._validates:
             self.state.validate()
         return actions
 
-    def join(self, registration: Register) -> None:
+    def join(self, registration: events.Register) -> None:
         reply = self.send(registration)[-1]
-        assert not isinstance(reply, Refused), reply
+        assert not isinstance(reply, events.Refused), reply
         self._epochs[registration.endpoint.instance_id] = registration.endpoint.epoch
         self._next_seq[registration.endpoint.instance_id] = 1
 
@@ -111,37 +98,39 @@ class Cluster:
         self.join(worker(name, Role.DECODE, **changes))
 
     def store(self, name: str, host: str | None = None) -> None:
-        self.join(Register(endpoint=endpoint(name, host=host), role=Role.STORE))
+        self.join(events.Register(endpoint=endpoint(name, host=host), role=Role.STORE))
 
     def heartbeat(
-        self, name: str, load: Load | None = None, *, holds: Sequence[BlockKey] = (), draining: bool = False
-    ) -> Action:
+        self, name: str, load: events.Load | None = None, *, holds: Sequence[BlockKey] = (), draining: bool = False
+    ) -> events.Action:
         """Sends a heartbeat that also reports the blocks in `holds` as added, and returns the reply."""
         first, added = self._next_seq[name], tuple((key, NO_PARENT) for key in holds)
         self._next_seq[name] = first + len(added)
-        changes = BlockChanges(first_seq=first, next_seq=first + len(added), added=added)
-        load, epoch = load or Load(free_blocks=1000), self._epochs[name]
-        beat = Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=load, changes=changes, draining=draining)
+        changes = events.BlockChanges(first_seq=first, next_seq=first + len(added), added=added)
+        load, epoch = load or events.Load(free_blocks=1000), self._epochs[name]
+        beat = events.Heartbeat(
+            instance_id=InstanceId(name), epoch=epoch, load=load, changes=changes, draining=draining
+        )
         return self.send(beat)[-1]
 
-    def ask(self, request_id: str, **changes: Any) -> Action:
+    def ask(self, request_id: str, **changes: Any) -> events.Action:
         """Returns the reply to a placement request. `changes` sets fields of `Place`."""
-        wish = Place(request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10)
+        wish = events.Place(request_id=RequestId(request_id), block_keys=(), num_prompt_tokens=100, max_tokens=10)
         return self.send(replace(wish, **changes))[-1]
 
     def place(self, request_id: str, *, keys: Sequence[BlockKey] = (), tokens: int = 100, **changes: Any) -> Placement:
         reply = self.ask(request_id, block_keys=tuple(keys), num_prompt_tokens=tokens, **changes)
-        assert isinstance(reply, Placed), reply
+        assert isinstance(reply, events.Placed), reply
         return reply.placement
 
-    def reject(self, request_id: str, **changes: Any) -> Rejected:
+    def reject(self, request_id: str, **changes: Any) -> events.Rejected:
         reply = self.ask(request_id, **changes)
-        assert isinstance(reply, Rejected), reply
+        assert isinstance(reply, events.Rejected), reply
         return reply
 
     def refuse(self, request_id: str, **changes: Any) -> Exception:
         reply = self.ask(request_id, **changes)
-        assert isinstance(reply, Refused), reply
+        assert isinstance(reply, events.Refused), reply
         return reply.error
 
     def explain(self, request_id: str) -> Any:
@@ -151,11 +140,16 @@ class Cluster:
         return shown(decision)
 
     def report(
-        self, request_id: str, phase: RequestPhase, elapsed_s: float = 1.0, output_tokens: int = 0, **changes: Any
-    ) -> list[Action]:
+        self,
+        request_id: str,
+        phase: events.RequestPhase,
+        elapsed_s: float = 1.0,
+        output_tokens: int = 0,
+        **changes: Any,
+    ) -> list[events.Action]:
         """Reports a phase of a request and returns the resulting actions. `changes` sets fields of `Report`."""
         times = {"elapsed_s": elapsed_s, "output_tokens": output_tokens, **changes}
-        return self.send(Report(request_id=RequestId(request_id), phase=phase, **times))  # type: ignore[arg-type]
+        return self.send(events.Report(request_id=RequestId(request_id), phase=phase, **times))  # type: ignore[arg-type]
 
 
 def shown(decision: Decision) -> Any:

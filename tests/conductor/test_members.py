@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonserve.conductor.events import (
-    BlockChanges,
-    Deregister,
-    Event,
-    Heartbeat,
-    HeartbeatSeen,
-    InstanceJoined,
-    InstanceRemoved,
-    Load,
-    Refused,
-    Registered,
-    RemovalReason,
-    Tick,
-)
+from moonserve.conductor import events
 from moonserve.conductor.wire import GATEWAY_LIFETIME_S, RecentGateways
 from moonserve.protocol.errors import Incompatible, InvalidRequest, MoonserveError, NoWorker, StaleLease
 from moonserve.protocol.kv_blocks import NO_PARENT, KvLayout
@@ -26,7 +13,7 @@ from moonserve.protocol.request import InstanceId, Role
 from tests.conductor.cluster import Cluster, chain, worker
 
 P0 = InstanceId("p0")
-TOLD = Registered(heartbeat_interval_s=1.0, lease_s=5.0)
+TOLD = events.Registered(heartbeat_interval_s=1.0, lease_s=5.0)
 LAYOUT = KvLayout(num_layers=2, block_size=10, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 
 
@@ -35,38 +22,38 @@ def indexed(cluster: Cluster) -> dict[str, int]:
     return {view.endpoint.instance_id: view.indexed_blocks for view in views}
 
 
-def error_of(cluster: Cluster, event: Event) -> MoonserveError:
+def error_of(cluster: Cluster, event: events.Event) -> MoonserveError:
     reply = cluster.send(event)[-1]
-    assert isinstance(reply, Refused)
+    assert isinstance(reply, events.Refused)
     return reply.error
 
 
 def test_a_worker_joins_once_and_its_next_start_replaces_it_with_its_blocks_and_queue() -> None:
     cluster = Cluster("p0", "d0")
     assert cluster.send(worker("p1", Role.PREFILL)) == [
-        InstanceJoined(instance_id=InstanceId("p1"), role=Role.PREFILL),
+        events.InstanceJoined(instance_id=InstanceId("p1"), role=Role.PREFILL),
         TOLD,
     ]
-    cluster.send(Deregister(instance_id=InstanceId("p1"), epoch=1))
+    cluster.send(events.Deregister(instance_id=InstanceId("p1"), epoch=1))
     cluster.heartbeat("p0", holds=chain("a", 3))
     cluster.place("r0")
     assert cluster.send(worker("p0", Role.PREFILL)) == [TOLD], "a repeated call changes nothing"
     assert indexed(cluster) == {"p0": 3, "d0": 0}
     assert cluster.send(worker("p0", Role.PREFILL, epoch=2))[:2] == [
-        InstanceRemoved(instance_id=P0, role=Role.PREFILL, reason=RemovalReason.REPLACED),
-        InstanceJoined(instance_id=P0, role=Role.PREFILL),
+        events.InstanceRemoved(instance_id=P0, role=Role.PREFILL, reason=events.RemovalReason.REPLACED),
+        events.InstanceJoined(instance_id=P0, role=Role.PREFILL),
     ]
     assert indexed(cluster) == {"p0": 0, "d0": 0}
     assert cluster.place("r1").predicted_ttft_s == 1.0, "the old queue died with its process"
-    for stale in (worker("p0", Role.PREFILL), Heartbeat(instance_id=P0, epoch=1, load=Load())):
+    for stale in (worker("p0", Role.PREFILL), events.Heartbeat(instance_id=P0, epoch=1, load=events.Load())):
         assert isinstance(error_of(cluster, stale), StaleLease)
 
 
 def test_an_unknown_instance_or_newer_epoch_is_told_to_register() -> None:
     cluster = Cluster("p0", "d0")
     for name, epoch in (("x", 1), ("p0", 2)):
-        beat = Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=Load())
-        assert cluster.send(beat) == [HeartbeatSeen(known=False)]
+        beat = events.Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=events.Load())
+        assert cluster.send(beat) == [events.HeartbeatSeen(known=False)]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +78,7 @@ def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], error
 def test_other_model_may_join_after_the_last_worker_has_left() -> None:
     cluster = Cluster("p0", "d0", "s0")
     for name in ("p0", "d0"):
-        cluster.send(Deregister(instance_id=InstanceId(name), epoch=1))
+        cluster.send(events.Deregister(instance_id=InstanceId(name), epoch=1))
     assert cluster.state.cluster(cluster.now).fingerprint is None
     cluster.prefill("p0", fingerprint="f2")
     cluster.prefill("p0", epoch=2, fingerprint="f3")
@@ -105,8 +92,8 @@ def test_silence_beyond_the_lease_removes_an_instance_and_its_blocks_also_withou
     cluster.heartbeat("p0")
     cluster.heartbeat("d0")
     cluster.now += 1.5
-    assert cluster.send(Tick()) == [
-        InstanceRemoved(instance_id=InstanceId("s0"), role=Role.STORE, reason=RemovalReason.SILENT)
+    assert cluster.send(events.Tick()) == [
+        events.InstanceRemoved(instance_id=InstanceId("s0"), role=Role.STORE, reason=events.RemovalReason.SILENT)
     ]
     assert cluster.place("r0", keys=chain("a", 9)).prefix_sources == ()
     cluster.now += 2.5
@@ -118,10 +105,10 @@ def test_silence_beyond_the_lease_removes_an_instance_and_its_blocks_also_withou
 
 def test_leaving_twice_or_with_an_old_epoch_is_harmless() -> None:
     cluster = Cluster("p0", "d0")
-    cluster.send(Deregister(instance_id=P0, epoch=7))
+    cluster.send(events.Deregister(instance_id=P0, epoch=7))
     assert indexed(cluster).keys() == {"p0", "d0"}
     for _ in range(2):
-        cluster.send(Deregister(instance_id=P0, epoch=1))
+        cluster.send(events.Deregister(instance_id=P0, epoch=1))
         assert indexed(cluster).keys() == {"d0"}
 
 
@@ -139,14 +126,14 @@ def test_a_draining_instance_gets_no_new_work() -> None:
 def test_missed_block_events_ask_for_a_snapshot_which_heals_the_index() -> None:
     cluster = Cluster("p0", "d0", "s0")
     for added, snapshot, resync, known in ((2, False, True, 0), (4, True, False, 4)):
-        changes = BlockChanges(
+        changes = events.BlockChanges(
             first_seq=5,
             next_seq=5 + added,
             added=tuple((key, NO_PARENT) for key in chain("a", added)),
             snapshot=snapshot,
         )
-        beat = Heartbeat(instance_id=InstanceId("s0"), epoch=1, load=Load(), changes=changes)
-        assert cluster.send(beat) == [HeartbeatSeen(known=True, resync=resync)]
+        beat = events.Heartbeat(instance_id=InstanceId("s0"), epoch=1, load=events.Load(), changes=changes)
+        assert cluster.send(beat) == [events.HeartbeatSeen(known=True, resync=resync)]
         assert indexed(cluster)["s0"] == known
 
 

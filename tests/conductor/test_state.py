@@ -12,23 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moonserve.conductor.events import (
-    Action,
-    BlockChanges,
-    Deregister,
-    Event,
-    Heartbeat,
-    HeartbeatSeen,
-    Load,
-    Place,
-    Placed,
-    PlacementForgotten,
-    Refused,
-    Rejected,
-    Report,
-    RequestPhase,
-    Tick,
-)
+from moonserve.conductor import events
 from moonserve.conductor.placement.admission import STEP_SHARE, TENANT_SHARE, AdmissionMode, Limits
 from moonserve.conductor.placement.policies import POLICY_NAMES, make_policy
 from moonserve.conductor.state import ConductorState
@@ -50,12 +34,17 @@ policies = st.sampled_from(POLICY_NAMES)
 # Includes the largest values that the fields of conductor.proto hold, although no worker could have them.
 counts, tokens = st.integers(0, 40) | st.just(2**32 - 1), st.integers(0, 400) | st.just(2**64 - 1)
 loads = st.builds(
-    Load, num_running=counts, free_blocks=counts, leased_blocks=counts, context_tokens=tokens, queued_tokens=tokens
+    events.Load,
+    num_running=counts,
+    free_blocks=counts,
+    leased_blocks=counts,
+    context_tokens=tokens,
+    queued_tokens=tokens,
 )
 
 
-def wish(prompt: str, num_tokens: int, **others: Any) -> Place:
-    return Place(block_keys=chain(prompt, num_tokens // 10), num_prompt_tokens=num_tokens, **others)
+def wish(prompt: str, num_tokens: int, **others: Any) -> events.Place:
+    return events.Place(block_keys=chain(prompt, num_tokens // 10), num_prompt_tokens=num_tokens, **others)
 
 
 wishes = st.builds(
@@ -72,9 +61,9 @@ wishes = st.builds(
 times = st.none() | st.floats(0.0, 1e6)
 # Includes impossible times and counts.
 reports = st.builds(
-    Report,
+    events.Report,
     request_id=requests,
-    phase=st.sampled_from(RequestPhase),
+    phase=st.sampled_from(events.RequestPhase),
     elapsed_s=st.just(0.5),
     cached_tokens=st.integers(0, 200),
     output_tokens=st.integers(0, 50),
@@ -113,18 +102,18 @@ class ConductorMachine(RuleBasedStateMachine):
         for name in sorted(present):
             self.join(name, newer=False)
 
-    def send(self, event: Event) -> Action:
+    def send(self, event: events.Event) -> events.Action:
         actions = self.state.handle(event, self.now)
         assert repr(actions) == repr(self.twin.handle(event, self.now)), "equal histories differ"
         for action in actions:
-            if isinstance(action, PlacementForgotten):
+            if isinstance(action, events.PlacementForgotten):
                 self.live.remove(action.request_id)  # raises KeyError if it had already ended
-        return actions[-1] if actions else Tick()
+        return actions[-1] if actions else events.Tick()
 
     def teardown(self) -> None:
         if hasattr(self, "state"):
             self.now += 21.0
-            self.send(Tick())
+            self.send(events.Tick())
             assert not self.live, "placements whose end nobody reported are forgotten"
             self.state.validate()
 
@@ -136,22 +125,22 @@ class ConductorMachine(RuleBasedStateMachine):
         self.epochs[name] = epoch
         home = f"s{name[1]}" if ROLES[name] is Role.PREFILL else None
         registration = worker(name, ROLES[name], home_store=home, epoch=epoch, num_blocks=60)
-        assert not isinstance(self.send(registration), Refused)
+        assert not isinstance(self.send(registration), events.Refused)
 
     @rule(name=instances)
     def join_with_an_old_epoch(self, name: str) -> None:
         if self.epochs.get(name, 1) < 2:
             return
-        self.send(Tick())
+        self.send(events.Tick())
         known = name in {v.endpoint.instance_id for v in self.state.cluster(self.now).instances}
         if known:
             reply = self.send(worker(name, ROLES[name]))
-            assert isinstance(reply, Refused)
+            assert isinstance(reply, events.Refused)
             assert isinstance(reply.error, StaleLease)
 
     @rule(name=instances)
     def leave(self, name: str) -> None:
-        self.send(Deregister(instance_id=InstanceId(name), epoch=self.epochs.get(name, 1)))
+        self.send(events.Deregister(instance_id=InstanceId(name), epoch=self.epochs.get(name, 1)))
 
     @rule(
         name=instances,
@@ -162,19 +151,21 @@ class ConductorMachine(RuleBasedStateMachine):
         draining=st.booleans(),
     )
     def heartbeat(
-        self, name: str, load: Load, keys: tuple[BlockKey, ...], removes: bool, skips: bool, draining: bool
+        self, name: str, load: events.Load, keys: tuple[BlockKey, ...], removes: bool, skips: bool, draining: bool
     ) -> None:
         first = self.next_seq.get(name, 1) + (3 if skips else 0)
-        changes = BlockChanges(
+        changes = events.BlockChanges(
             first_seq=first,
             next_seq=first + len(keys),
             added=() if removes else tuple((key, NO_PARENT) for key in keys),
             removed=keys if removes else (),
         )
         epoch = self.epochs.get(name, 1)
-        beat = Heartbeat(instance_id=InstanceId(name), epoch=epoch, load=load, changes=changes, draining=draining)
+        beat = events.Heartbeat(
+            instance_id=InstanceId(name), epoch=epoch, load=load, changes=changes, draining=draining
+        )
         reply = self.send(beat)
-        assert isinstance(reply, HeartbeatSeen)
+        assert isinstance(reply, events.HeartbeatSeen)
         if reply.known and not reply.resync:
             self.next_seq[name] = changes.next_seq
 
@@ -184,14 +175,14 @@ class ConductorMachine(RuleBasedStateMachine):
             state._planner.policy = make_policy(name, threshold, seed)
 
     @rule(event=wishes)
-    def place(self, event: Place) -> None:
+    def place(self, event: events.Place) -> None:
         reply, request_id = self.send(event), event.request_id
         self.live.discard(request_id)  # placing a request again ends its first placement, whatever the reply
         match reply:
-            case Placed():
+            case events.Placed():
                 self.live.add(request_id)
                 self.check_placed(reply, event)
-            case Rejected():
+            case events.Rejected():
                 assert self.admission is not AdmissionMode.NONE
                 assert reply.retry_after_s > 0
                 decision = reply.decision
@@ -199,12 +190,12 @@ class ConductorMachine(RuleBasedStateMachine):
                     reply.predicted_ttft_s > decision.ttft_slo_s
                     or reply.predicted_tbt_s > STEP_SHARE * decision.tbt_slo_s
                 ) == (reply.reason != TENANT_SHARE)
-            case Refused():
+            case events.Refused():
                 assert isinstance(reply.error, NoWorker | InvalidRequest)
             case _:
                 raise AssertionError(reply)
 
-    def check_placed(self, reply: Placed, event: Place) -> None:
+    def check_placed(self, reply: events.Placed, event: events.Place) -> None:
         placement, decision = reply.placement, shown(reply.decision)
         named = {placement.prefill.instance_id, placement.decode.instance_id}
         named |= {s.store.instance_id for s in placement.prefix_sources}
@@ -223,15 +214,15 @@ class ConductorMachine(RuleBasedStateMachine):
             assert placement.predicted_tbt_s <= decision.tbt_slo_s
 
     @rule(report=reports)
-    def report(self, report: Report) -> None:
+    def report(self, report: events.Report) -> None:
         self.send(report)
-        if report.phase is not RequestPhase.FIRST_TOKEN:
+        if report.phase is not events.RequestPhase.FIRST_TOKEN:
             self.live.discard(report.request_id)
 
     @rule(seconds=st.floats(0.0, 6.0))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.send(Tick())
+        self.send(events.Tick())
 
     @invariant()
     def books_agree(self) -> None:

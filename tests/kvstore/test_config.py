@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.config import load_config
 from moonserve.protocol.process.machine import available_memory_bytes
 from tests.patience import PATIENCE_S
+from tests.processes import run_module
 
 
 @pytest.mark.parametrize(
@@ -76,14 +74,8 @@ def test_available_memory_is_the_smaller_of_machine_and_control_group(
 
 def test_a_node_with_more_memory_than_there_is_ends_before_it_takes_any() -> None:
     """A node with more DRAM than is available exits with an error, before the kernel kills it or other processes."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "moonserve", "store", "--instance-id", "huge", "--dram", "100TiB"],
-        env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": "token"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    arguments = ("store", "--instance-id", "huge", "--dram", "100TiB")
+    ended = run_module("moonserve", *arguments, timeout_s=PATIENCE_S, MOONSERVE_CLUSTER_TOKEN="token")
     assert ended.returncode == 2
     assert "--dram" in ended.stderr
     assert "GiB" in ended.stderr

@@ -39,20 +39,7 @@ from tests.kvstore.node.nodes import exists
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.services import serving
-from tests.worker.parts import (
-    BLOCK_SIZE,
-    TOKEN,
-    Ears,
-    computing,
-    coupled,
-    decoding,
-    endpoint_of,
-    layout_of,
-    listening,
-    load_engine,
-    status_of,
-    submit,
-)
+from tests.worker import parts
 
 LANDING_TTL_S = 30.0
 # A slow engine, so that reading a stored prefix is always faster than computing it.
@@ -67,12 +54,12 @@ class Placed:
     decode: Endpoint
     decoder: DecodeService
     channels: Channels
-    ears: Ears
+    ears: parts.Ears
     reference: Engine
 
     def request(self, name: str, token_ids: Sequence[int], **options: Any) -> Request:
         fingerprint = self.reference.fingerprint
-        return make_request(name, token_ids, block_size=BLOCK_SIZE, fingerprint=fingerprint, **options)
+        return make_request(name, token_ids, block_size=parts.BLOCK_SIZE, fingerprint=fingerprint, **options)
 
     async def submit(
         self,
@@ -84,14 +71,14 @@ class Placed:
         **options: Any,
     ) -> None:
         request = self.request(name, token_ids, **options)
-        await submit(self.channels, request, self.prefill, decode or self.decode, sources)
+        await parts.submit(self.channels, request, self.prefill, decode or self.decode, sources)
 
     async def status(self) -> worker_pb2.WorkerStatus:
-        return await status_of(self.channels, self.prefill)
+        return await parts.status_of(self.channels, self.prefill)
 
     def expected(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """Returns the tokens that the coupled engine generates for this prompt."""
-        return coupled(self.reference, token_ids, max_tokens)
+        return parts.coupled(self.reference, token_ids, max_tokens)
 
 
 @dataclass
@@ -146,23 +133,25 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """Starts a cluster and stops its parts in reverse order. Landing leases are renewed as often as a lease with a
     time to live of `renewed_as_of_s` requires."""
-    layout, faults = layout_of(path, kv_dtype), FaultPlan()
+    layout, faults = parts.layout_of(path, kv_dtype), FaultPlan()
     computed: Any = {"kv_dtype": kv_dtype, "device": device}
     async with AsyncExitStack() as stack:
-        transfer = stack.enter_context(TransferEngine(cluster_token=TOKEN, faults=faults))
-        channels, store_channels = Channels(TOKEN), PatientChannels(TOKEN)
+        transfer = stack.enter_context(TransferEngine(cluster_token=parts.TOKEN, faults=faults))
+        channels, store_channels = Channels(parts.TOKEN), PatientChannels(parts.TOKEN)
         stores = GatedStores(store_channels, transfer)
         for each in (channels, store_channels, stores):
             stack.push_async_callback(each.close)
-        decode, decoder = await stack.enter_async_context(decoding(path, decode_blocks, ranks=decode_ranks, **computed))
+        decode, decoder = await stack.enter_async_context(
+            parts.decoding(path, decode_blocks, ranks=decode_ranks, **computed)
+        )
         segment = transfer.allocate(layout.pool_bytes(num_blocks))
-        thread = stack.enter_context(computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, **computed))
+        thread = stack.enter_context(parts.computing(path, num_blocks, segment.buffer, ranks=prefill_ranks, **computed))
         staging = stack.enter_context(closing(staging_of(thread.engine)))
         engine = GatedEngine(thread)
         landings = GatedLandings(channels, fingerprint=thread.engine.fingerprint, ttl_s=LANDING_TTL_S)
         pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda key: state.on_evicted(key))
         bounds = Limits(
-            block_size=BLOCK_SIZE,
+            block_size=parts.BLOCK_SIZE,
             block_bytes=layout.block_bytes,
             max_model_len=1000,
             max_num_batched_tokens=20,
@@ -181,16 +170,16 @@ async def cluster(
             landing_ttl_s=renewed_as_of_s,
         )
         stack.push_async_callback(service.stop)
-        server = RpcServer(TOKEN)
-        servicer = PrefillServicer(service, block_size=BLOCK_SIZE, vocab_size=260)
+        server = RpcServer(parts.TOKEN)
+        servicer = PrefillServicer(service, block_size=parts.BLOCK_SIZE, vocab_size=260)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.grpc)
         server.add_socket_service("Worker", servicer)
         stack.push_async_callback(server.stop, 0)
         address = await server.start("127.0.0.1", 0)
-        prefill, ears = endpoint_of("prefill-0", address, transfer.address), Ears()
+        prefill, ears = parts.endpoint_of("prefill-0", address, transfer.address), parts.Ears()
         for endpoint in (prefill, decode):
-            await stack.enter_async_context(listening(ears, channels, endpoint))
-        reference = load_engine(path, kv_dtype=kv_dtype)
+            await stack.enter_async_context(parts.listening(ears, channels, endpoint))
+        reference = parts.load_engine(path, kv_dtype=kv_dtype)
         yield Cluster(prefill, decode, decoder, channels, ears, reference, service, engine, stores, landings, faults)
         assert not service.failed.done(), service.failed
 
@@ -275,7 +264,7 @@ class GatedLandings(DecodeClient):
 
 
 NUM_STORED = 5
-PROMPT = prompt_of(NUM_STORED * BLOCK_SIZE + 3)
+PROMPT = prompt_of(NUM_STORED * parts.BLOCK_SIZE + 3)
 
 
 def source_of(store: Endpoint, num_blocks: int = NUM_STORED, first: int = 0) -> PrefixSource:
@@ -285,7 +274,7 @@ def source_of(store: Endpoint, num_blocks: int = NUM_STORED, first: int = 0) -> 
 @asynccontextmanager
 async def store_node(c: Cluster, disk: str | None = None) -> AsyncIterator[Endpoint]:
     """Starts a store node in the test's own process."""
-    config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20, ssd=disk)
+    config = StoreConfig(instance_id="store-0", cluster_token=parts.TOKEN, dram=4 * 2**20, ssd=disk)
     async with serving(serve_store, config) as facts:
         yield await c.stores.locate(facts["rpc"])
 

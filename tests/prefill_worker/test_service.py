@@ -18,19 +18,9 @@ from tests.engine.steps import random_prompt
 from tests.kvstore.node.nodes import stats_of
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_placement
-from tests.prefill_worker.cluster import (
-    BLOCK_SIZE,
-    NUM_STORED,
-    PROMPT,
-    Cluster,
-    Gate,
-    cluster,
-    put_into,
-    source_of,
-    store_node,
-)
+from tests.prefill_worker.cluster import NUM_STORED, PROMPT, Cluster, Gate, cluster, put_into, source_of, store_node
 from tests.random_models import make_model
-from tests.worker.parts import layout_of
+from tests.worker.parts import BLOCK_SIZE, layout_of
 
 
 def gone(c: Cluster) -> Endpoint:

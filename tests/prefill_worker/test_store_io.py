@@ -18,19 +18,10 @@ from moonserve.protocol.request import Endpoint, PrefixSource
 from moonserve.protocol.step_time import PrefillProfile
 from tests.kvstore.node.nodes import remove
 from tests.patience import PATIENCE_S, answered
-from tests.prefill_worker.cluster import (
-    BLOCK_SIZE,
-    NUM_STORED,
-    PROMPT,
-    Cluster,
-    cluster,
-    put_into,
-    source_of,
-    stored_prompt,
-)
+from tests.prefill_worker.cluster import NUM_STORED, PROMPT, Cluster, cluster, put_into, source_of, stored_prompt
 from tests.processes import running
 from tests.random_models import make_model
-from tests.worker.parts import TOKEN
+from tests.worker.parts import BLOCK_SIZE, TOKEN
 
 NUM_LAYERS = 4
 # So slow that an early step may always begin, whatever the speed of the machine.

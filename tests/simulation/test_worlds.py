@@ -7,12 +7,9 @@ prints the history of a world that failed here.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.processes import run_module
 from tests.thoroughness import examples
 
 # Seeds that found bugs. Each bug also has its own test next to the fix, since a seed's world changes with the product.
@@ -30,13 +27,7 @@ MET = (
 
 def simulate(*arguments: str) -> str:
     """Runs the simulation and returns its output. Fails with the output if a world had a problem."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation", *arguments],
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_module("tests.simulation", *arguments, PYTHONHASHSEED="0")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -14,14 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moonserve.protocol.errors import (
-    Incompatible,
-    InvalidRequest,
-    MoonserveError,
-    PeerLost,
-    StaleLease,
-    Unauthenticated,
-)
+from moonserve.protocol import errors
 from moonserve.transfer import Op
 from moonserve.transfer.paths.peer_address import parse_address
 from moonserve.transfer.tcp import handshake
@@ -51,7 +44,7 @@ only_tcp = pytest.mark.parametrize("transport", ["tcp"])
 def test_another_cluster_token_is_refused(stage: Stage) -> None:
     stage.near = stage.engine("another token")
     stage.local = Guarded(stage.near, NBYTES)
-    stage.run(stage.transfer(Op.READ), error=Unauthenticated)
+    stage.run(stage.transfer(Op.READ), error=errors.Unauthenticated)
     assert stage.local.buffer == bytes(NBYTES)
 
 
@@ -62,11 +55,11 @@ NEWER = handshake._CHALLENGE.pack(b"MOONXFER", 0, 99, 0, bytes(32))
 @only_tcp
 @pytest.mark.parametrize(
     ("answer", "error"),
-    [(lambda _: NEWER, Incompatible), (lambda _: PAGE, PeerLost), (bytes, PeerLost)],
+    [(lambda _: NEWER, errors.Incompatible), (lambda _: PAGE, errors.PeerLost), (bytes, errors.PeerLost)],
     ids=["another version", "no engine", "an echo"],
 )
 def test_another_program_on_the_targets_port_is_a_lost_peer(
-    stage: Stage, answer: Callable[[bytes], bytes], error: type[MoonserveError]
+    stage: Stage, answer: Callable[[bytes], bytes], error: type[errors.MoonserveError]
 ) -> None:
     address = parse_address(stage.far.address)
     (rail,) = address.rails["tcp"]
@@ -92,13 +85,13 @@ def test_a_target_without_the_token_is_refused(transport: str) -> None:
     with closing(Connection(theirs)) as impostor, closing(Connection(ours)) as initiator:
         impostor.send(handshake._CHALLENGE.pack(b"MOONXFER", 0, 2, 0, bytes(32)))
         impostor.send(handshake._WELCOME.pack(0, 7, bytes(32)))
-        with pytest.raises(Unauthenticated):
+        with pytest.raises(errors.Unauthenticated):
             handshake.initiate(initiator, Credentials(b"token", b""), bytes(16), checksums=True)
 
 
 def test_an_earlier_incarnation_whose_port_was_taken_over_is_lost(stage: Stage) -> None:
     then = str(replace(parse_address(stage.far.address), instance=bytes(16)))
-    stage.run(stage.transfer(Op.READ, then), error=PeerLost)
+    stage.run(stage.transfer(Op.READ, then), error=errors.PeerLost)
 
 
 def test_the_successor_of_a_segment_or_window_is_not_reached(stage: Stage) -> None:
@@ -108,14 +101,14 @@ def test_the_successor_of_a_segment_or_window_is_not_reached(stage: Stage) -> No
     before = bytes(stage.memory.buffer)
     stage.far.close_window(stage.window_id)
     again = stage.far.open_window(stage.memory.segment, [(0, NBYTES)])
-    stage.run(write, error=StaleLease)
+    stage.run(write, error=errors.StaleLease)
     assert stage.memory.buffer == before
     stage.far.close_window(again)
     stage.far.deregister(stage.memory.segment)
     other = Guarded(stage.far, NBYTES, readable=True)
     other.buffer[:] = b"o" * NBYTES
-    stage.run(read, error=InvalidRequest)
-    stage.run(write, error=StaleLease)
+    stage.run(read, error=errors.InvalidRequest)
+    stage.run(write, error=errors.StaleLease)
     assert other.buffer == b"o" * NBYTES
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_module
 from tests.thoroughness import THOROUGH
 
 pytest.importorskip("triton", reason="Triton is not installed (690 MB): pip install 'moonserve[gpu]'")
@@ -24,14 +22,8 @@ CAPABILITIES = (80, 90) if THOROUGH else (80,)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_compile_for_every_gpu_since_ampere(capability: int, tmp_path: Path) -> None:
     """Attention uses tensor cores for every dtype but float32, which is computed exactly."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.cuda.compiling", str(capability)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = run_module("tests.engine.cuda.compiling", str(capability), **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["kernel"] for row in rows} == {

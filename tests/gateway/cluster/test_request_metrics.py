@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moonserve.gateway.cluster import request_metrics
 from moonserve.gateway.cluster.metrics_page import merge_pages
-from moonserve.gateway.cluster.request_metrics import (
-    _MAX_PREFIXES,
-    _NUM_LATEST,
-    WINDOW_S,
-    DecodeMetrics,
-    RecentFigures,
-    RequestMetrics,
-)
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import common_pb2, conductor_pb2
 
@@ -26,11 +19,11 @@ def key(number: int) -> BlockKey:
 
 
 def test_percentiles_cover_the_last_minute() -> None:
-    figures = RecentFigures()
+    figures = request_metrics.RecentFigures()
     figures.ttft.add(100.0, now=0.0)
     for count in range(1, 101):
         figures.ttft.add(count / 100, now=50.0)
-    shown = figures.as_json(now=WINDOW_S + 1.0)
+    shown = figures.as_json(now=request_metrics.WINDOW_S + 1.0)
     assert shown["ttft_s"]["count"] == 100
     assert 0.49 < shown["ttft_s"]["p50"] < 0.52
     assert 0.98 < shown["ttft_s"]["p99"] <= 1.0
@@ -38,26 +31,26 @@ def test_percentiles_cover_the_last_minute() -> None:
 
 
 def test_prefixes_cool_down_and_are_sorted_and_bounded() -> None:
-    figures = RecentFigures()
+    figures = request_metrics.RecentFigures()
     for now in range(4):
         figures.reused(key(1), 64, ["prefill-0"], float(now))
     figures.reused(key(2), 32, ["prefill-0", "store-0"], 300.0)
     first, second = figures.hot_prefixes(300.0)
     assert (first["tokens"], first["holders"]) == (32, ["prefill-0", "store-0"])
     assert second["heat"] < 0.2
-    for number in range(3, _MAX_PREFIXES + 3):
+    for number in range(3, request_metrics._MAX_PREFIXES + 3):
         figures.reused(key(number), 32, [], 300.0)
-    assert len(figures._prefixes) == _MAX_PREFIXES
+    assert len(figures._prefixes) == request_metrics._MAX_PREFIXES
     assert key(2) not in figures._prefixes
 
 
 def test_latest_requests_come_first_and_older_ones_are_dropped() -> None:
-    figures = RecentFigures()
+    figures = request_metrics.RecentFigures()
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
-    for number in range(_NUM_LATEST + 3):
+    for number in range(request_metrics._NUM_LATEST + 3):
         figures.ended(f"{number}", "stop", counts, ttft_s=0.1, e2e_s=0.2)
     shown = [request["request_id"] for request in figures.latest_requests()]
-    assert shown == [str(number) for number in range(_NUM_LATEST + 2, 2, -1)]
+    assert shown == [str(number) for number in range(request_metrics._NUM_LATEST + 2, 2, -1)]
 
 
 def worker(name: str, *, preemptions: int, held: int = 0, epoch: int = 1) -> conductor_pb2.InstanceView:
@@ -71,7 +64,7 @@ def worker(name: str, *, preemptions: int, held: int = 0, epoch: int = 1) -> con
 
 def test_decode_metrics_sum_usage_and_preemptions_across_restarts() -> None:
     registry = CollectorRegistry()
-    figures = DecodeMetrics(RequestMetrics(registry, "model", "gateway-0", ()))
+    figures = request_metrics.DecodeMetrics(request_metrics.RequestMetrics(registry, "model", "gateway-0", ()))
 
     def metrics_after(*workers: conductor_pb2.InstanceView) -> tuple[float | None, float | None]:
         figures.take(conductor_pb2.ClusterView(instances=workers))

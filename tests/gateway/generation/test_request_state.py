@@ -9,48 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.gateway.cluster.avoided_instances import AVOID_LOST_S
-from moonserve.gateway.generation.events import (
-    Aborted,
-    CancelAttempt,
-    Event,
-    Fail,
-    InstanceLost,
-    Pause,
-    Piece,
-    Place,
-    Placed,
-    PlaceDue,
-    PlaceFailed,
-    Report,
-    Reported,
-    SubmitFailed,
-    TokensArrived,
-    WorkerFailed,
-)
+from moonserve.gateway.generation import events
 from moonserve.gateway.generation.request_state import MAX_ATTEMPTS, PATIENCE_S, Phase, RequestState
-from moonserve.protocol.errors import (
-    Cancelled,
-    IntegrityError,
-    InvalidRequest,
-    MoonserveError,
-    NotLeader,
-    NoWorker,
-    Overloaded,
-    PeerLost,
-)
+from moonserve.protocol import errors
 from moonserve.protocol.request import Placement, PrefillReport, RequestId, SamplingParams, Token, finish_reason
 from tests.prefill_worker.builders import endpoint
 
 EOS = 99
-ERRORS: dict[str, MoonserveError] = {
-    "lost": PeerLost("gone"),
-    "lost itself": PeerLost("it was", instance_id="p0"),
-    "bad bytes": IntegrityError("bad bytes"),
-    "no worker": NoWorker("none"),
-    "overloaded": Overloaded("full", retry_after_s=2.0),
-    "not leader": NotLeader("not me"),
-    "invalid": InvalidRequest("no"),
-    "left": Cancelled("left"),
+ERRORS: dict[str, errors.MoonserveError] = {
+    "lost": errors.PeerLost("gone"),
+    "lost itself": errors.PeerLost("it was", instance_id="p0"),
+    "bad bytes": errors.IntegrityError("bad bytes"),
+    "no worker": errors.NoWorker("none"),
+    "overloaded": errors.Overloaded("full", retry_after_s=2.0),
+    "not leader": errors.NotLeader("not me"),
+    "invalid": errors.InvalidRequest("no"),
+    "left": errors.Cancelled("left"),
 }
 
 
@@ -78,43 +52,43 @@ def new_state(max_tokens: int = 5) -> RequestState:
     )
 
 
-def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> TokensArrived:
+def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> events.TokensArrived:
     """Returns the arrival of the given tokens, keyed by index."""
     tokens = []
     for index, token_id in token_ids.items():
         reason = finish_reason(state.sampling, index, token_id)
         token = Token(request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reason)
         tokens.append(token)
-    return TokensArrived(attempt=attempt, tokens=tuple(tokens))
+    return events.TokensArrived(attempt=attempt, tokens=tuple(tokens))
 
 
-def event_of(state: RequestState, words: str, **fields: Any) -> Event:
+def event_of(state: RequestState, words: str, **fields: Any) -> events.Event:
     """Parses an event such as `placed d1 epoch 2`, `tokens 0 1=25`, `place failed: lost`, `d0 lost`."""
     attempt = fields.pop("attempt", state.attempt)
     what, _, error = words.partition(": ")
     match what.split():
         case ["due"]:
-            return PlaceDue(attempt=attempt)
+            return events.PlaceDue(attempt=attempt)
         case ["placed", *names]:
             epoch = int(names.pop()) if names[-2:-1] == ["epoch"] else 1
             decode = names[0] if names and names[0] != "epoch" else "d0"
             ends = {"prefill": endpoint("p0", epoch=epoch), "decode": endpoint(decode, epoch=epoch)}
             made = Placement(request_id=RequestId("r"), **ends)
-            return Placed(attempt=attempt, placement=made, **fields)
+            return events.Placed(attempt=attempt, placement=made, **fields)
         case ["tokens", *changes]:
             pairs = [each.partition("=") for each in changes]
             ids = {int(index): int(token_id or index) for index, _, token_id in pairs}
             return arrived(state, ids, attempt)
         case ["place", "failed"]:
-            return PlaceFailed(attempt=attempt, error=ERRORS[error], **fields)
+            return events.PlaceFailed(attempt=attempt, error=ERRORS[error], **fields)
         case ["submit", "failed"]:
-            return SubmitFailed(attempt=attempt, error=ERRORS["lost"])
+            return events.SubmitFailed(attempt=attempt, error=ERRORS["lost"])
         case ["aborted"]:
-            return Aborted(error=ERRORS["left"])
+            return events.Aborted(error=ERRORS["left"])
         case [name, "lost"]:
-            return InstanceLost(instance_id=name, error=ERRORS["lost"])
+            return events.InstanceLost(instance_id=name, error=ERRORS["lost"])
         case [name, "failed"]:
-            return WorkerFailed(attempt=attempt, instance_id=name, error=ERRORS[error])
+            return events.WorkerFailed(attempt=attempt, instance_id=name, error=ERRORS[error])
     raise ValueError(words)
 
 
@@ -123,21 +97,21 @@ def in_words(state: RequestState, actions: list[Any]) -> list[str]:
     words = []
     for action in actions:
         match action:
-            case Place():
+            case events.Place():
                 excluded = [f"{name}@{epoch}" for name, epoch in sorted(action.excluded)]
                 assert action.token_ids == (*state.prompt, *state.generated)
                 assert action.max_tokens == state.sampling.max_tokens - len(state.generated)
                 words.append(" ".join(["place", action.request_id, *excluded]))
-            case Pause():
+            case events.Pause():
                 words.append("pause")
-            case CancelAttempt():
+            case events.CancelAttempt():
                 where = [each.instance_id for each in action.endpoints]
                 words.append(" ".join(["cancel", action.request_id, *where]))
-            case Report():
+            case events.Report():
                 words.append(f"report {action.request_id} {action.phase}")
-            case Piece():
+            case events.Piece():
                 words.append(" ".join(filter(None, ["emit", action.text, action.finish_reason])))
-            case Fail():
+            case events.Fail():
                 words.append(f"fail {action.error.code}")
             case _:
                 assert action.token_ids == (*state.prompt, *state.generated)
@@ -323,7 +297,7 @@ def test_cached_tokens_are_those_of_the_first_attempt() -> None:
     state = new_state()
     for cached in (2, 500):
         report = PrefillReport(request_id=RequestId("r"), cached_tokens=cached, queue_s=0, load_s=0, compute_s=0)
-        state.handle(Reported(attempt=1, report=report), 1.0)
+        state.handle(events.Reported(attempt=1, report=report), 1.0)
     assert state.cached_tokens == 2
 
 
@@ -344,9 +318,9 @@ def test_tokens_are_emitted_exactly_once_and_the_request_ends_once(steps: list[s
         event = event_of(state, "tokens 0 1 2" if late else step, **late)
         actions += state.handle(event, 2.0)
         state.validate()
-    emitted = [action for action in actions if isinstance(action, Piece)]
+    emitted = [action for action in actions if isinstance(action, events.Piece)]
     indexes = [token.index for piece in emitted for token in piece.tokens]
     assert indexes == list(range(len(indexes)))
     assert "".join(piece.text for piece in emitted) == "abcdefg"[: len(indexes)]
-    ends = [each for each in actions if isinstance(each, Fail) or (each in emitted and each.finish_reason)]
+    ends = [each for each in actions if isinstance(each, events.Fail) or (each in emitted and each.finish_reason)]
     assert len(ends) == (state.phase in (Phase.FINISHED, Phase.FAILED))

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
 from moonserve.gateway.access.tenant_isolation import salt_of
@@ -16,18 +15,11 @@ from moonserve.gateway.openai.request_schema import ChatMessage
 from moonserve.gateway.tokenizer import Tokenizer
 from moonserve.protocol.errors import IntegrityError, PeerLost
 from moonserve.protocol.kv_blocks import block_keys, pack_keys, root_key, unpack_tokens
-from moonserve.protocol.request import (
-    LOGPROB_DTYPE,
-    RANK_DTYPE,
-    Logprobs,
-    PromptLogprobs,
-    RequestId,
-    SamplingParams,
-    Token,
-)
+from moonserve.protocol.request import Logprobs, RequestId, SamplingParams, Token
 from moonserve.protocol.rpc.wire import sampling_from_wire
 from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT_PATH, post, refused
 from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, Run, ScriptedCluster, failing
+from tests.scores import scores_of
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
 LONG = [7, *([100] * MAX_MODEL_LEN)]
@@ -253,14 +245,7 @@ def test_sampled_token_outside_the_likeliest_is_added(tokenizer: Tokenizer) -> N
 )
 def test_text_offsets_are_positions_in_the_echoed_text(tokenizer: Tokenizer, prompt: str, before: str) -> None:
     ids = tokenizer.encode(before + prompt, add_special_tokens=False)
-    behind = len(ids) - 1
-    found = PromptLogprobs(
-        logprobs=np.zeros(behind, LOGPROB_DTYPE),
-        ranks=np.ones(behind, RANK_DTYPE),
-        top_ids=np.empty((behind, 0), RANK_DTYPE),
-        top_logprobs=np.empty((behind, 0), LOGPROB_DTYPE),
-    )
-    offsets = echoed_logprobs(ids, prompt, found, 0, tokenizer)["text_offset"]
+    offsets = echoed_logprobs(ids, prompt, scores_of(range(1, len(ids)), 0), 0, tokenizer)["text_offset"]
     texts = (tokenizer.decode(ids[:n]).removeprefix(before) for n in range(len(ids)))
     assert offsets == [len(re.sub("\ufffd+$", "?", text)) for text in texts]
 

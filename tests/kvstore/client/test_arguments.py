@@ -7,18 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from moonserve.kvstore.client.connecting import default_options
+from moonserve.kvstore.client.node_access import objects
 from moonserve.kvstore.client.node_access.buffers import BufferSlots, portions
 from moonserve.kvstore.client.node_access.deadline import PATIENCE, Deadline
-from moonserve.kvstore.client.node_access.objects import (
-    KEPT_KEYS,
-    Block,
-    Key,
-    Keys,
-    block_of,
-    blocks_of,
-    chain,
-    plain_key,
-)
 from moonserve.protocol.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.transfer import Segment, TransferEngine
@@ -42,34 +33,34 @@ def test_an_invalid_address_is_refused(url: str) -> None:
 
 
 def test_a_chain_has_a_head_and_parents_and_a_plain_key_is_its_own_head() -> None:
-    assert chain([A, B, C]) == [Block(A, A, None), Block(B, A, A), Block(C, A, B)]
-    assert chain([]) == []
-    assert block_of(b"key") == Block(plain_key(b"key"), plain_key(b"key"))
-    assert block_of(A).key != A, "bytes of a block key's length are a plain key too"
+    assert objects.chain([A, B, C]) == [objects.Block(A, A, None), objects.Block(B, A, A), objects.Block(C, A, B)]
+    assert objects.chain([]) == []
+    assert objects.block_of(b"key") == objects.Block(objects.plain_key(b"key"), objects.plain_key(b"key"))
+    assert objects.block_of(A).key != A, "bytes of a block key's length are a plain key too"
 
 
 def test_an_invalid_key_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not str"):
-        block_of("text")  # type: ignore[arg-type]
+        objects.block_of("text")  # type: ignore[arg-type]
     for wrong in (b"one", "text", ["text"], [3], [[]], [None]):
-        for of in (Keys, blocks_of):
+        for of in (objects.Keys, objects.blocks_of):
             with pytest.raises(InvalidRequest):
                 of(wrong)  # type: ignore[arg-type]
 
 
 def test_the_keys_of_a_call_are_those_of_their_blocks() -> None:
     """`Keys` gives the keys of `blocks_of`, for cached and for new keys, keys of any type, and any number of keys."""
-    given: list[Key] = [b"one", *chain([A, B]), b"", bytes(200)]
+    given: list[objects.Key] = [b"one", *objects.chain([A, B]), b"", bytes(200)]
     given += [bytearray(b"two"), memoryview(b"one")]  # type: ignore[list-item]
     for _ in range(2):
-        keys = Keys(given)
-        assert keys.blocks() == blocks_of(given)
+        keys = objects.Keys(given)
+        assert keys.blocks() == objects.blocks_of(given)
         assert keys.stored == [block.key for block in keys.blocks()]
         assert len(keys) == len(given)
         assert keys.at([0, 2]).stored == [keys.stored[0], keys.stored[2]]
-    many = [b"%d" % number for number in range(KEPT_KEYS + 10)]
+    many = [b"%d" % number for number in range(objects.KEPT_KEYS + 10)]
     for some in (many, many[:5], [b"one", b"one"]):
-        assert Keys(some).stored == [plain_key(key) for key in some]
+        assert objects.Keys(some).stored == [objects.plain_key(key) for key in some]
 
 
 @pytest.fixture

@@ -10,21 +10,10 @@ import pytest
 
 from moonserve.kvstore.disk.base import Health
 from moonserve.kvstore.disk.tier import DiskOptions
-from tests.kvstore.disk.tiers import (
-    SEGMENT,
-    FaultyCalls,
-    Stand,
-    faulty,
-    found_in,
-    objects,
-    opened,
-    stuck,
-    until_it_hangs,
-    written,
-)
+from tests.kvstore.disk import tiers
 
 INTERVAL_S = 7.0
-CAPACITY = 128 * SEGMENT
+CAPACITY = 128 * tiers.SEGMENT
 
 
 class Ticks:
@@ -41,25 +30,27 @@ class Ticks:
         await self.ends.get()
 
 
-def lazy() -> tuple[FaultyCalls, Ticks, DiskOptions]:
+def lazy() -> tuple[tiers.FaultyCalls, Ticks, DiskOptions]:
     """Returns options with a flush per interval and with a segment that no test fills, since its end would flush."""
     ticks = Ticks()
-    calls, options = faulty("sync", sleep=ticks.sleep, sync_interval_s=INTERVAL_S, segment_bytes=16 * SEGMENT)
+    calls, options = tiers.faulty(
+        "sync", sleep=ticks.sleep, sync_interval_s=INTERVAL_S, segment_bytes=16 * tiers.SEGMENT
+    )
     return calls, ticks, options
 
 
 async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_interval(tmp_path: Path) -> None:
     calls, ticks, options = lazy()
-    async with opened(tmp_path, options, CAPACITY) as stand:
+    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
         for interval in range(3):
             before = calls.num_flushes
             for number in range(2):
-                assert await stand.put([written(10 * interval + number, 100)]) == [True]
+                assert await stand.put([tiers.written(10 * interval + number, 100)]) == [True]
             await ticks.begun.get()
             assert calls.num_flushes == before
-            with stuck(calls):
+            with tiers.stuck(calls):
                 ticks.ends.put_nowait(None)
-                await until_it_hangs(calls)
+                await tiers.until_it_hangs(calls)
             assert await stand.tier.flush()
             assert calls.num_flushes == before + 1
         assert ticks.begun.empty()
@@ -67,68 +58,68 @@ async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_i
 
 async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals(tmp_path: Path) -> None:
     calls, _, options = lazy()
-    async with opened(tmp_path, options, CAPACITY) as stand:
-        await stand.put([written(1), written(2)])
-        with stuck(calls):
-            removal = asyncio.create_task(stand.forget(written(1).object))
-            await until_it_hangs(calls)
-            assert await stand.put([written(3)]) == [True]
-            assert await stand.holds(written(3))
+    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+        await stand.put([tiers.written(1), tiers.written(2)])
+        with tiers.stuck(calls):
+            removal = asyncio.create_task(stand.forget(tiers.written(1).object))
+            await tiers.until_it_hangs(calls)
+            assert await stand.put([tiers.written(3)]) == [True]
+            assert await stand.holds(tiers.written(3))
             assert not removal.done()
         await removal
-    assert await found_in(tmp_path, capacity=CAPACITY) == objects(2, 3)
+    assert await tiers.found_in(tmp_path, capacity=CAPACITY) == tiers.objects(2, 3)
 
 
 async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
     """Removals that arrive during a flush share the next one."""
     calls, _, options = lazy()
-    async with opened(tmp_path, options, CAPACITY) as stand:
-        await stand.put([written(number) for number in range(8)])
+    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+        await stand.put([tiers.written(number) for number in range(8)])
         assert await stand.tier.flush()
         before = calls.num_flushes
-        with stuck(calls):
-            first = asyncio.create_task(stand.forget(written(0).object))
-            await until_it_hangs(calls)
-            others = [asyncio.create_task(stand.forget(written(number).object)) for number in range(1, 8)]
+        with tiers.stuck(calls):
+            first = asyncio.create_task(stand.forget(tiers.written(0).object))
+            await tiers.until_it_hangs(calls)
+            others = [asyncio.create_task(stand.forget(tiers.written(number).object)) for number in range(1, 8)]
             for number in (100, 101, 102):
-                await stand.put([written(number)])
+                await stand.put([tiers.written(number)])
         await asyncio.gather(first, *others)
         assert calls.num_flushes - before <= 3  # the second may start before all writes have landed
-    assert await found_in(tmp_path, capacity=CAPACITY) == objects(100, 101, 102)
+    assert await tiers.found_in(tmp_path, capacity=CAPACITY) == tiers.objects(100, 101, 102)
 
 
 async def test_no_durable_record_follows_a_failed_flush_in_its_segment(tmp_path: Path) -> None:
     calls, ticks, options = lazy()
     changed = asyncio.Event()
-    async with opened(tmp_path, options, CAPACITY) as stand:
+    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
         stand.tier._health._changed = lambda health, reason: changed.set()
-        await stand.put([written(1), written(2)])
+        await stand.put([tiers.written(1), tiers.written(2)])
         active = stand.tier._log.active
         await ticks.begun.get()
         calls.errors["sync"] = errno.EIO
         ticks.ends.put_nowait(None)
         await changed.wait()
         assert stand.tier.health is Health.READ_ONLY
-        assert await stand.put([written(3)]) == [False]
-        assert not await stand.tier.forget([written(1).object])
-        assert await stand.holds(written(2))
+        assert await stand.put([tiers.written(3)]) == [False]
+        assert not await stand.tier.forget([tiers.written(1).object])
+        assert await stand.holds(tiers.written(2))
         calls.errors.clear()
         await stand.tier.check()
-        assert await stand.put([written(4)]) == [True]
+        assert await stand.put([tiers.written(4)]) == [True]
         assert stand.tier._log.active is not active
-        del stand.owner.places[written(1).object]
-    assert await found_in(tmp_path, capacity=CAPACITY) == objects(2, 4)
+        del stand.owner.places[tiers.written(1).object]
+    assert await tiers.found_in(tmp_path, capacity=CAPACITY) == tiers.objects(2, 4)
 
 
 async def test_an_orderly_stop_flushes_everything(tmp_path: Path) -> None:
     calls, _, options = lazy()
-    async with opened(tmp_path, options, CAPACITY) as stand:
-        await stand.put([written(1)])
+    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+        await stand.put([tiers.written(1)])
         assert calls.num_flushes == 0
     assert calls.num_flushes >= 2  # of the log, then of its footer
 
 
-async def until_landed(stand: Stand, num_objects: int) -> None:
+async def until_landed(stand: tiers.Stand, num_objects: int) -> None:
     """Waits until `num_objects` are written to disk, durable or not."""
     log = stand.tier._log
     while sum(each.num_records for each in log.segments.values()) < num_objects:  # noqa: ASYNC110 - no event says so
@@ -136,32 +127,32 @@ async def until_landed(stand: Stand, num_objects: int) -> None:
 
 
 async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Path) -> None:
-    calls, options = faulty("sync")
-    async with opened(tmp_path, options) as stand:
-        assert await stand.put([written(0)]) == [True]
-        with stuck(calls):
-            first = asyncio.create_task(stand.put([written(1)]))
-            await until_it_hangs(calls)
-            second = asyncio.create_task(stand.put([written(2)]))
+    calls, options = tiers.faulty("sync")
+    async with tiers.opened(tmp_path, options) as stand:
+        assert await stand.put([tiers.written(0)]) == [True]
+        with tiers.stuck(calls):
+            first = asyncio.create_task(stand.put([tiers.written(1)]))
+            await tiers.until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([tiers.written(2)]))
             await until_landed(stand, 3)
-            third = asyncio.create_task(stand.put([written(3)]))
+            third = asyncio.create_task(stand.put([tiers.written(3)]))
             await until_landed(stand, 4)
             assert not any(task.done() for task in (first, second, third))
         assert await asyncio.gather(first, second, third) == [[True]] * 3
-        assert await stand.holds(*map(written, range(4)))
-    assert await found_in(tmp_path) == objects(0, 1, 2, 3)
+        assert await stand.holds(*map(tiers.written, range(4)))
+    assert await tiers.found_in(tmp_path) == tiers.objects(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_writes_after_a_failed_flush_fail_and_do_not_return(tmp_path: Path, cancelled: bool) -> None:
-    calls, options = faulty("sync")
-    async with opened(tmp_path, options) as stand:
-        assert await stand.put([written(0)]) == [True]
-        with stuck(calls):
+    calls, options = tiers.faulty("sync")
+    async with tiers.opened(tmp_path, options) as stand:
+        assert await stand.put([tiers.written(0)]) == [True]
+        with tiers.stuck(calls):
             calls.num_to_fail = 1
-            first = asyncio.create_task(stand.put([written(1)]))
-            await until_it_hangs(calls)
-            second = asyncio.create_task(stand.put([written(2)]))
+            first = asyncio.create_task(stand.put([tiers.written(1)]))
+            await tiers.until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([tiers.written(2)]))
             await until_landed(stand, 3)
             if cancelled:
                 second.cancel()
@@ -170,5 +161,5 @@ async def test_writes_after_a_failed_flush_fail_and_do_not_return(tmp_path: Path
         assert isinstance(outcome, asyncio.CancelledError) if cancelled else outcome == [False]
         assert stand.tier.health is Health.READ_ONLY
         await stand.tier.check()
-        assert await stand.put([written(3)]) == [True]
-    assert await found_in(tmp_path) == objects(0, 3)
+        assert await stand.put([tiers.written(3)]) == [True]
+    assert await tiers.found_in(tmp_path) == tiers.objects(0, 3)

@@ -11,34 +11,22 @@ import pytest
 
 from moonserve.kvstore.disk.base import Health
 from moonserve.kvstore.disk.io.segment_file import FileCalls
-from tests.kvstore.disk.tiers import (
-    NO_RING,
-    SMALL,
-    Clock,
-    faulty,
-    for_ever,
-    found_in,
-    objects,
-    opened,
-    stuck,
-    until_it_hangs,
-    written,
-)
+from tests.kvstore.disk import tiers
 from tests.kvstore.faults.mounts import frozen, mounted_ext4
 
-LIMIT_S = SMALL.time_limit_s
+LIMIT_S = tiers.SMALL.time_limit_s
 
 
 @pytest.mark.parametrize("kind", ["write", "sync"])
 async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path, kind: str) -> None:
-    clock = Clock()
-    calls, options = faulty(kind, clock=clock, sleep=for_ever)
-    async with opened(tmp_path, options) as stand:
-        assert await stand.put([written(1)]) == [True]
-        with stuck(calls):
-            first = asyncio.create_task(stand.put([written(2)]))
-            await until_it_hangs(calls)
-            second = asyncio.create_task(stand.put([written(3)]))
+    clock = tiers.Clock()
+    calls, options = tiers.faulty(kind, clock=clock, sleep=tiers.for_ever)
+    async with tiers.opened(tmp_path, options) as stand:
+        assert await stand.put([tiers.written(1)]) == [True]
+        with tiers.stuck(calls):
+            first = asyncio.create_task(stand.put([tiers.written(2)]))
+            await tiers.until_it_hangs(calls)
+            second = asyncio.create_task(stand.put([tiers.written(3)]))
             clock.now += LIMIT_S
             stand.tier.check_for_hang()
             assert stand.tier.health is Health.GOOD
@@ -48,24 +36,24 @@ async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path
             ((seen, reason),) = stand.owner.health
             assert seen is Health.FAILED
             assert "not answered for 31 s" in reason
-            assert await stand.put([written(4)]) == [False]
+            assert await stand.put([tiers.written(4)]) == [False]
             stand.tier.check_for_hang()
             assert stand.tier.counters["disk_hangs"] == 1
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
-        assert await stand.put([written(5)]) == [True]
-    assert await found_in(tmp_path) == objects(1, 5)
+        assert await stand.put([tiers.written(5)]) == [True]
+    assert await tiers.found_in(tmp_path) == tiers.objects(1, 5)
 
 
 async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(tmp_path: Path) -> None:
-    clock = Clock()
-    calls, options = faulty("read", clock=clock, sleep=for_ever)
-    async with opened(tmp_path, options) as stand:
-        await stand.put([written(1)])
-        read = stand.read_of(written(1).object)
-        with stuck(calls):
+    clock = tiers.Clock()
+    calls, options = tiers.faulty("read", clock=clock, sleep=tiers.for_ever)
+    async with tiers.opened(tmp_path, options) as stand:
+        await stand.put([tiers.written(1)])
+        read = stand.read_of(tiers.written(1).object)
+        with tiers.stuck(calls):
             task = asyncio.create_task(stand.tier.read([read]))
-            await until_it_hangs(calls)
+            await tiers.until_it_hangs(calls)
             clock.now += LIMIT_S + 1
             stand.tier.check_for_hang()
             assert stand.tier.health is Health.FAILED
@@ -73,37 +61,37 @@ async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it
             assert not task.done()
             assert await stand.tier.read([read]) == [False]
         assert await task == [True]
-        assert read.memory == written(1).memory
+        assert read.memory == tiers.written(1).memory
 
 
 async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: Path) -> None:
     """Sixty reads of 1 s each leave a disk's health good, since each call returns in time."""
-    clock = Clock()
+    clock = tiers.Clock()
 
     class Slow(FileCalls):
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             clock.now += 1
             return super().preadv(fd, buffers, offset)
 
-    options = dataclasses.replace(SMALL, calls=Slow(), clock=clock, sleep=for_ever, ring=False)
-    async with opened(tmp_path, options) as stand:
+    options = dataclasses.replace(tiers.SMALL, calls=Slow(), clock=clock, sleep=tiers.for_ever, ring=False)
+    async with tiers.opened(tmp_path, options) as stand:
         for number in range(20):
-            await stand.put([written(number)])
+            await stand.put([tiers.written(number)])
         for number in range(60):
-            assert await stand.get(written(number % 20).object) is not None
+            assert await stand.get(tiers.written(number % 20).object) is not None
             stand.tier.check_for_hang()
         assert stand.tier.health is Health.GOOD
         stand.tier._waits.validate()
 
 
 async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_back_later(tmp_path: Path) -> None:
-    clock = Clock()
-    async with opened(tmp_path, dataclasses.replace(SMALL, clock=clock, sleep=for_ever)) as stand:
+    clock = tiers.Clock()
+    async with tiers.opened(tmp_path, dataclasses.replace(tiers.SMALL, clock=clock, sleep=tiers.for_ever)) as stand:
         ring = stand.tier._ring
         if ring is None:
-            pytest.skip(NO_RING)
-        await stand.put([written(1)])
-        read = stand.read_of(written(1).object)
+            pytest.skip(tiers.NO_RING)
+        await stand.put([tiers.written(1)])
+        read = stand.read_of(tiers.written(1).object)
         task = asyncio.create_task(stand.tier.read([read]))
         await asyncio.sleep(0)
         assert ring.num_in_flight == 1
@@ -115,17 +103,17 @@ async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_
         while ring.num_in_flight:  # noqa: ASYNC110 - only the kernel knows when
             await asyncio.sleep(0)
         await stand.tier.check()
-        assert await stand.holds(written(1))
+        assert await stand.holds(tiers.written(1))
 
 
 async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_path: Path) -> None:
     """On a really frozen file system, where writes block in the kernel, a write fails and the disk recovers later."""
-    clock = Clock()
+    clock = tiers.Clock()
     with mounted_ext4(tmp_path / "disk") as disk:
-        async with opened(disk, dataclasses.replace(SMALL, clock=clock, sleep=for_ever)) as stand:
-            assert await stand.put([written(1)]) == [True]
+        async with tiers.opened(disk, dataclasses.replace(tiers.SMALL, clock=clock, sleep=tiers.for_ever)) as stand:
+            assert await stand.put([tiers.written(1)]) == [True]
             with frozen(disk):
-                task = asyncio.create_task(stand.put([written(2)]))
+                task = asyncio.create_task(stand.put([tiers.written(2)]))
                 while not stand.tier._longest_wait_s():
                     clock.now += 1
                     await asyncio.sleep(0)
@@ -135,6 +123,6 @@ async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_pa
                 assert stand.tier.health is Health.FAILED
             await stand.tier.check()
             assert stand.tier.health is Health.GOOD
-            assert await stand.holds(written(1))
-            assert await stand.put([written(3)]) == [True]
-        assert await found_in(disk) == objects(1, 3)
+            assert await stand.holds(tiers.written(1))
+            assert await stand.put([tiers.written(3)]) == [True]
+        assert await tiers.found_in(disk) == tiers.objects(1, 3)

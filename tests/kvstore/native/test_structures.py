@@ -13,19 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from moonserve.kvstore import published_index
+from moonserve.kvstore import index_layout, published_index
 from moonserve.kvstore.directory.block_table import WORD_BITS, Column, SlotIndex
 from moonserve.kvstore.directory.holders import HolderKernel
-from moonserve.kvstore.index_layout import (
-    HEADER,
-    MAX_LOAD,
-    MAX_RECORDS,
-    NO_RECORD,
-    NUM_TAIL,
-    SLOT,
-    Entry,
-    next_num_slots,
-)
 from moonserve.kvstore.published_index import KeyIndex
 from moonserve.kvstore.state.eviction.base import RankHeap
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
@@ -38,16 +28,16 @@ SOURCES = sorted((Path(published_index.__file__).parent / "native").glob("*.c"))
 SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
-def entry_with(record: int, generation: int = 1) -> Entry:
-    return Entry(record, generation, record * 7919, 4096, record * 256)
+def entry_with(record: int, generation: int = 1) -> index_layout.Entry:
+    return index_layout.Entry(record, generation, record * 7919, 4096, record * 256)
 
 
 numbers = st.integers(0, 12) | st.integers(0, 300)
-u32 = st.integers(0, MAX_RECORDS - 1)
+u32 = st.integers(0, index_layout.MAX_RECORDS - 1)
 u64 = st.integers(0, 2**64 - 1)
 offsets = st.none() | st.integers(0, 2**32 - 2).map(lambda place: place * 256)
 entries = st.builds(
-    Entry,
+    index_layout.Entry,
     record=u32,
     generation=st.integers(1, 2**64 - 1),
     checksum=u64,
@@ -63,10 +53,10 @@ class IndexMachine(RuleBasedStateMachine):
     def make(self) -> None:
         self.retired: list[memoryview] = []
         self.index = KeyIndex(retire=self.retired.append)
-        self.model: dict[BlockKey, Entry] = {}
+        self.model: dict[BlockKey, index_layout.Entry] = {}
 
     @rule(number=numbers, entry=entries, times=st.sampled_from([1, 1, 1, 50]))
-    def insert(self, number: int, entry: Entry, times: int) -> None:
+    def insert(self, number: int, entry: index_layout.Entry, times: int) -> None:
         for each in map(key_of, range(number, number + times)):
             if each not in self.model:
                 self.index.insert(each, entry)
@@ -90,7 +80,7 @@ class IndexMachine(RuleBasedStateMachine):
     def agrees_with_the_model(self) -> None:
         keys = [key_of(number) for number in range(0, 360, 3)]
         assert [self.index.find(key) for key in keys] == [self.model.get(key) for key in keys]
-        records = [self.model[key].record if key in self.model else NO_RECORD for key in keys]
+        records = [self.model[key].record if key in self.model else index_layout.NO_RECORD for key in keys]
         assert self.index.records_of(keys) == records
         assert self.index.records_in(b"".join(keys)).tolist() == records
         assert [self.index.record_of(key) for key in keys[:5]] == records[:5]
@@ -138,7 +128,7 @@ class HeapMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         order = []
-        while (record := self.heap.first()) != NO_RECORD:
+        while (record := self.heap.first()) != index_layout.NO_RECORD:
             order.append(record)
             self.heap.discard(record)
         assert order == sorted(self.offered, key=self.ranks.__getitem__)
@@ -146,7 +136,7 @@ class HeapMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        least = min(self.offered, key=self.ranks.__getitem__, default=NO_RECORD)
+        least = min(self.offered, key=self.ranks.__getitem__, default=index_layout.NO_RECORD)
         assert self.heap.first() == least
         assert len(self.heap) == len(self.offered)
         assert all(self.heap.rank_of(record) == rank for record, rank in self.ranks.items())
@@ -164,10 +154,10 @@ def test_compilers_give_no_warnings(compiler: str, source: Path, tmp_path: Path)
 
 
 def test_a_block_takes_at_most_86_bytes_of_the_index() -> None:
-    index, beside = KeyIndex(), NUM_TAIL * SLOT.size + HEADER.size
+    index, beside = KeyIndex(), index_layout.NUM_TAIL * index_layout.SLOT.size + index_layout.HEADER.size
     for number in range(60_000):
         index.insert(key_of(number), entry_with(number))
-        if number > 4096 * MAX_LOAD:
+        if number > 4096 * index_layout.MAX_LOAD:
             assert (index.nbytes - beside) / (number + 1) <= 86
 
 
@@ -188,18 +178,18 @@ def test_an_index_that_grows_marks_and_gives_back_the_memory_it_leaves() -> None
     assert [memory[12] for memory in given] == [1] * len(retired) + [0]
     for memory in retired:
         memory.release()  # raises if it is still in use
-    assert index.records_of([key_of(999), key_of(1000)]) == [999, NO_RECORD]
+    assert index.records_of([key_of(999), key_of(1000)]) == [999, index_layout.NO_RECORD]
 
 
 def test_an_index_grows_early_when_entries_would_run_over_its_end() -> None:
     """An index grows early if its last slot is crowded. The smallest index cannot be; the keys crowd a larger one."""
     index = KeyIndex()
     geometry = index.geometry
-    assert geometry.num_slots * MAX_LOAD < NUM_TAIL
+    assert geometry.num_slots * index_layout.MAX_LOAD < index_layout.NUM_TAIL
     sizes = [geometry.num_slots]
-    while sizes[-1] * MAX_LOAD < NUM_TAIL + 40:
-        sizes.append(next_num_slots(sizes[-1]))
-    crowd = list(islice(keys_at_the_end(geometry.seed, sizes[-1]), NUM_TAIL + 10))
+    while sizes[-1] * index_layout.MAX_LOAD < index_layout.NUM_TAIL + 40:
+        sizes.append(index_layout.next_num_slots(sizes[-1]))
+    crowd = list(islice(keys_at_the_end(geometry.seed, sizes[-1]), index_layout.NUM_TAIL + 10))
     for record, key in enumerate(crowd):
         index.insert(key, entry_with(record))
     assert index.geometry.num_slots > sizes[-1]
@@ -236,7 +226,7 @@ def test_regular_keys_are_spread_like_random_ones(step: int) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"record": MAX_RECORDS}, {"record": -1}, {"generation": 0}, {"generation": 2**64}),
+        *({"record": index_layout.MAX_RECORDS}, {"record": -1}, {"generation": 0}, {"generation": 2**64}),
         *({"checksum": 2**64}, {"length": 2**32}, {"offset": 255}, {"offset": 2**40}),
     ],
     ids=str,
@@ -291,7 +281,7 @@ def test_every_key_is_found_at_its_row_while_the_index_grows_and_shrinks() -> No
     index.remove(column, order[:15_000])
     left = np.sort(order[15_000:])
     found = index.find_all(column, column.tobytes())
-    assert np.array_equal(np.flatnonzero(found != NO_RECORD), left)
+    assert np.array_equal(np.flatnonzero(found != index_layout.NO_RECORD), left)
     assert np.array_equal(found[left], left)
     assert len(index) == 5_000
 
@@ -330,7 +320,7 @@ def test_any_order_of_changes_leaves_the_exact_index(changes: list[tuple[bool, i
             index.remove(column, rows_of(row))
             present.discard(row)
     found = index.find_all(column, column.tobytes())
-    assert set(np.flatnonzero(found != NO_RECORD).tolist()) == present
+    assert set(np.flatnonzero(found != index_layout.NO_RECORD).tolist()) == present
     assert all(found[row] == row for row in present)
     assert len(index) == len(present)
 

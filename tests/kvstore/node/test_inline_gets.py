@@ -16,16 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moonserve.kvstore.client.node_access import inline_protocol
-from moonserve.kvstore.client.node_access.inline_protocol import (
-    RESPONSE,
-    UNLIMITED,
-    InlineConnection,
-    MalformedRequest,
-    RequestKind,
-    ResponseStatus,
-    hash_on_arrival,
-    run_steps,
-)
 from moonserve.kvstore.index_layout import LocateStatus
 from moonserve.kvstore.node.inline_puts import InlinePuts
 from moonserve.kvstore.node.inline_server import MAX_KEYS_PER_GET, InlineServer
@@ -73,10 +63,10 @@ class Serving:
         self.sock, theirs = socket.socketpair()
         self._served = InlineServer(published.index, published.data, cast(InlinePuts, None))
         self._ended: list[Exception] = []
-        self._thread = threading.Thread(target=self._run, args=(InlineConnection(theirs),))
+        self._thread = threading.Thread(target=self._run, args=(inline_protocol.InlineConnection(theirs),))
         self._thread.start()
 
-    def _run(self, link: InlineConnection) -> None:
+    def _run(self, link: inline_protocol.InlineConnection) -> None:
         try:
             self._served.serve(link)
         except Exception as error:
@@ -95,8 +85,8 @@ class Serving:
             self.sock.sendall(question[begin:end])
 
     def answer(self, count: int) -> list[Row]:
-        status, told, nbytes = RESPONSE.unpack(self._receive(RESPONSE.size))
-        assert (status, told, nbytes) == (ResponseStatus.OK, count, count * inline_protocol.ROW_BYTES)
+        status, told, nbytes = inline_protocol.RESPONSE.unpack(self._receive(inline_protocol.RESPONSE.size))
+        assert (status, told, nbytes) == (inline_protocol.ResponseStatus.OK, count, count * inline_protocol.ROW_BYTES)
         rows = np.frombuffer(self._receive(nbytes), np.uint64).reshape(count, 4).tolist()
         found = []
         for _, extent, _, _ in rows:
@@ -125,7 +115,7 @@ def served(published: Published) -> Iterator[Serving]:
 
 
 def get(numbers: Sequence[int], rooms: Sequence[int], budget: int = 2**20, deadline_ms: int = 30_000) -> bytes:
-    head = inline_protocol.pack_request(RequestKind.GET, len(numbers), deadline_ms, budget)
+    head = inline_protocol.pack_request(inline_protocol.RequestKind.GET, len(numbers), deadline_ms, budget)
     return head + b"".join(map(key, numbers)) + np.array(rooms, np.uint64).tobytes()
 
 
@@ -142,7 +132,9 @@ def expected(numbers: Sequence[int], rooms: Sequence[int], budget: int) -> list[
     return rows
 
 
-wanted = st.lists(st.tuples(st.integers(0, NUM_VALUES + 5), st.sampled_from([0, 2999, 6000, UNLIMITED])), max_size=40)
+wanted = st.lists(
+    st.tuples(st.integers(0, NUM_VALUES + 5), st.sampled_from([0, 2999, 6000, inline_protocol.UNLIMITED])), max_size=40
+)
 
 
 @ANYTHING
@@ -167,7 +159,7 @@ def test_a_get_of_too_many_keys_ends_the_connection(published: Published, extra:
     serving = Serving(published)
     serving.ask(get(numbers, rooms))
     if extra:
-        assert isinstance(serving.ends_with(), MalformedRequest)
+        assert isinstance(serving.ends_with(), inline_protocol.MalformedRequest)
     else:
         assert serving.answer(len(numbers)) == expected(numbers, rooms, 0)
         serving.sock.shutdown(socket.SHUT_WR)
@@ -180,8 +172,8 @@ def test_a_connection_follows_an_index_that_has_moved(published: Published) -> N
         for times in range(2):
             if times:
                 published.grow()
-            serving.ask(get([1, 99], [UNLIMITED] * 2))
-            assert serving.answer(2) == expected([1, 99], [UNLIMITED] * 2, 2**20)
+            serving.ask(get([1, 99], [inline_protocol.UNLIMITED] * 2))
+            assert serving.answer(2) == expected([1, 99], [inline_protocol.UNLIMITED] * 2, 2**20)
 
 
 @pytest.mark.parametrize("part", [0, 10, 24, 40, 1000])
@@ -200,17 +192,19 @@ def test_a_peer_that_does_not_read_its_response_is_cut_off_at_the_deadline(publi
     serving = Serving(published)
     serving.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     numbers = [500] * 8  # several times the socket buffers
-    serving.ask(get(numbers, [UNLIMITED] * 8, inline_protocol.MAX_BYTES, deadline_ms=50))
+    serving.ask(get(numbers, [inline_protocol.UNLIMITED] * 8, inline_protocol.MAX_BYTES, deadline_ms=50))
     assert isinstance(serving.ends_with(), DeadlineExceeded)
     serving.sock.close()
 
 
-def checksums_on_arrival(link: InlineConnection, values: list[memoryview], lengths: list[int], s: float) -> list[int]:
-    steps = hash_on_arrival(link, np.array(lengths, np.uint64), lambda place: checksum([values[place]]))
-    return run_steps(steps, link, time.monotonic() + s)
+def checksums_on_arrival(
+    link: inline_protocol.InlineConnection, values: list[memoryview], lengths: list[int], s: float
+) -> list[int]:
+    steps = inline_protocol.hash_on_arrival(link, np.array(lengths, np.uint64), lambda place: checksum([values[place]]))
+    return inline_protocol.run_steps(steps, link, time.monotonic() + s)
 
 
-def landed(memory: bytearray, lengths: list[int], link: InlineConnection) -> list[memoryview]:
+def landed(memory: bytearray, lengths: list[int], link: inline_protocol.InlineConnection) -> list[memoryview]:
     """Starts receiving into `memory`, in pieces of any size, and returns the values' places, which lie back to back."""
     cuts = [0, *sorted({min(sum(lengths), 7 + 31 * n * n) for n in range(100)}), sum(lengths)]
     link.receive(vectors(*((address_of(memory) + at, end - at) for at, end in itertools.pairwise(cuts))), 0)
@@ -232,7 +226,7 @@ def test_each_value_has_its_own_checksum_for_any_split(lengths: list[int], piece
             far.sendall(data[at : at + piece])
 
     sender = threading.Thread(target=dribble)
-    link = InlineConnection(near)
+    link = inline_protocol.InlineConnection(near)
     sender.start()
     try:
         memory = bytearray(max(1, len(data)))
@@ -248,7 +242,7 @@ def test_each_value_has_its_own_checksum_for_any_split(lengths: list[int], piece
 
 def test_a_peer_that_closes_raises_peer_lost_and_one_that_stops_deadline_exceeded() -> None:
     near, far = socket.socketpair()
-    link = InlineConnection(near)
+    link = inline_protocol.InlineConnection(near)
     far.sendall(b"half")
     places = landed(bytearray(8), [8], link)
     with pytest.raises(DeadlineExceeded):

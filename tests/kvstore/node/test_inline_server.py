@@ -16,28 +16,13 @@ from moonserve.kvstore.client.node_access import inline_protocol
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.deadline import Deadline
 from moonserve.kvstore.client.node_access.inline_client import GET_BYTES, GET_KEYS, InlineClient
-from moonserve.kvstore.client.node_access.inline_protocol import (
-    RESPONSE,
-    InlineConnection,
-    RequestKind,
-    ResponseStatus,
-    receive_exactly,
-    send,
-)
 from moonserve.kvstore.client.node_access.lease_and_put import PutOptions
 from moonserve.kvstore.client.node_access.objects import PutObject, ReadMiss, plain_key
 from moonserve.kvstore.node.inline_puts import LocalWrites
 from moonserve.kvstore.node.inline_server import InlineConnections
 from moonserve.kvstore.node.tier_mover import TierMover
 from moonserve.kvstore.state.objects import PutOutcome, PutRequest, Reservation
-from moonserve.protocol.errors import (
-    DeadlineExceeded,
-    IntegrityError,
-    InvalidRequest,
-    MoonserveError,
-    Overloaded,
-    PeerLost,
-)
+from moonserve.protocol import errors
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
 from moonserve.protocol.pb import common_pb2
 from moonserve.protocol.rpc.wire import failure_from_wire
@@ -86,9 +71,9 @@ def inline_client_of(store: KvStore) -> InlineClient:
     return inline
 
 
-def link_to(store: KvStore) -> contextlib.closing[InlineConnection]:
+def link_to(store: KvStore) -> contextlib.closing[inline_protocol.InlineConnection]:
     """Opens a raw connection, for requests that a real client does not send."""
-    return contextlib.closing(InlineConnection(inline_client_of(store)._dial(10.0)))
+    return contextlib.closing(inline_protocol.InlineConnection(inline_client_of(store)._dial(10.0)))
 
 
 def fresh() -> BlockKey:
@@ -114,7 +99,7 @@ def get(inline: InlineClient, key: BlockKey, local: Segment, room: int = 2**20) 
 def begun(key: BlockKey, *lengths: int, deadline_ms: int = 30_000) -> bytes:
     """Returns the head of a put of values under `key` and the keys after it; the values must follow."""
     keys = [BlockKey((int.from_bytes(key) + n).to_bytes(16)) for n in range(len(lengths))]
-    head = inline_protocol.pack_request(RequestKind.PUT, len(lengths), deadline_ms, sum(lengths))
+    head = inline_protocol.pack_request(inline_protocol.RequestKind.PUT, len(lengths), deadline_ms, sum(lengths))
     return head + inline_protocol.pack_put_rows(keys, [NO_PARENT] * len(lengths), lengths)
 
 
@@ -122,10 +107,12 @@ def checksums_of(*values: bytes) -> bytes:
     return b"".join(checksum([value]).to_bytes(8, "little") for value in values)
 
 
-def outcomes(link: InlineConnection) -> Sequence[int] | MoonserveError:
-    status, _, nbytes = RESPONSE.unpack(receive_exactly(link, RESPONSE.size, FAR_AHEAD))
-    body = bytes(receive_exactly(link, nbytes, FAR_AHEAD))
-    if status == ResponseStatus.OK:
+def outcomes(link: inline_protocol.InlineConnection) -> Sequence[int] | errors.MoonserveError:
+    status, _, nbytes = inline_protocol.RESPONSE.unpack(
+        inline_protocol.receive_exactly(link, inline_protocol.RESPONSE.size, FAR_AHEAD)
+    )
+    body = bytes(inline_protocol.receive_exactly(link, nbytes, FAR_AHEAD))
+    if status == inline_protocol.ResponseStatus.OK:
         return body
     return failure_from_wire(common_pb2.Failure.FromString(body))
 
@@ -134,9 +121,9 @@ def reserved(store: KvStore) -> int:
     return store.stats().total.reserved_bytes
 
 
-def until_ended(link: InlineConnection) -> None:
-    with pytest.raises(PeerLost):
-        receive_exactly(link, 1, FAR_AHEAD)
+def until_ended(link: inline_protocol.InlineConnection) -> None:
+    with pytest.raises(errors.PeerLost):
+        inline_protocol.receive_exactly(link, 1, FAR_AHEAD)
 
 
 def test_exists_takes_any_number_of_keys(store: KvStore) -> None:
@@ -171,7 +158,7 @@ def test_bytes_that_do_not_match_are_not_stored(store: KvStore, local: Segment) 
     damaged, good = os.urandom(5_000), os.urandom(6_000)
     with link_to(store) as link:
         told = checksums_of(damaged[:-1] + bytes([damaged[-1] ^ 1]), good)
-        send(link, begun(key, 5_000, 6_000) + damaged + good + told, FAR_AHEAD)
+        inline_protocol.send(link, begun(key, 5_000, 6_000) + damaged + good + told, FAR_AHEAD)
         assert outcomes(link) == bytes([PutOutcome.CORRUPT, PutOutcome.STORED])
     assert get(inline_client_of(store), key, local) is ReadMiss.ABSENT
     assert reserved(store) == 0
@@ -181,7 +168,7 @@ def test_a_client_gets_an_error_if_its_value_arrived_damaged(
     store: KvStore, local: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moonserve.kvstore.client.node_access.objects.checksum", lambda _: 1)
-    with pytest.raises(IntegrityError, match="1 of 1 values arrived damaged"):
+    with pytest.raises(errors.IntegrityError, match="1 of 1 values arrived damaged"):
         store.put(b"damaged", VALUE)
     assert store.get(b"damaged") is None
 
@@ -191,7 +178,7 @@ def test_an_interrupted_put_leaves_nothing_behind(store: KvStore, local: Segment
     """A put whose connection breaks before the value, in it, before its checksum or in it frees its space."""
     key, held = fresh(), store.stats().total.held_bytes
     with link_to(store) as link:
-        send(link, (begun(key, len(VALUE)) + VALUE + checksums_of(VALUE))[: 64 + nbytes], FAR_AHEAD)
+        inline_protocol.send(link, (begun(key, len(VALUE)) + VALUE + checksums_of(VALUE))[: 64 + nbytes], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
     until(lambda: reserved(store) == 0)
     assert get(inline_client_of(store), key, local) is ReadMiss.ABSENT
@@ -203,7 +190,7 @@ def test_a_writer_that_is_too_slow_loses_its_space(store: KvStore) -> None:
     """A put that misses its own deadline loses its space and its connection, so that later bytes go nowhere."""
     key = fresh()
     with link_to(store) as link:
-        send(link, begun(key, len(VALUE), deadline_ms=200) + VALUE[:10], FAR_AHEAD)
+        inline_protocol.send(link, begun(key, len(VALUE), deadline_ms=200) + VALUE[:10], FAR_AHEAD)
         until_ended(link)
     assert reserved(store) == 0
 
@@ -212,22 +199,22 @@ def test_the_second_of_two_writers_learns_that_the_first_stores(store: KvStore, 
     key = fresh()
     another = begun(key, 7) + b"another" + checksums_of(b"another")
     with link_to(store) as first, link_to(store) as second:
-        send(first, begun(key, len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        inline_protocol.send(first, begun(key, len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
-        send(second, another, FAR_AHEAD)
+        inline_protocol.send(second, another, FAR_AHEAD)
         assert outcomes(second) == bytes([PutOutcome.IN_PROGRESS])
         assert get(inline_client_of(store), key, local) is ReadMiss.ABSENT
-        send(first, VALUE[1_000:] + checksums_of(VALUE), FAR_AHEAD)
+        inline_protocol.send(first, VALUE[1_000:] + checksums_of(VALUE), FAR_AHEAD)
         assert outcomes(first) == bytes([PutOutcome.STORED])
         assert get(inline_client_of(store), key, local) == VALUE
-        send(second, another, FAR_AHEAD)
+        inline_protocol.send(second, another, FAR_AHEAD)
         assert outcomes(second) == bytes([PutOutcome.PRESENT])
 
 
 def test_a_second_writer_waits_for_the_first_and_takes_over_when_it_dies(store: KvStore) -> None:
     key = b"taken over"
     with link_to(store) as dying:
-        send(dying, begun(plain_key(key), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        inline_protocol.send(dying, begun(plain_key(key), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
         writer = threading.Thread(target=store.put, args=(key, VALUE))
         writer.start()
@@ -239,26 +226,26 @@ def test_a_second_writer_waits_for_the_first_and_takes_over_when_it_dies(store: 
 def test_a_refused_put_gets_the_reason_and_the_connection_stays_open(store: KvStore) -> None:
     value = b"value" + checksums_of(b"value")
     with link_to(store) as link:
-        send(link, begun(NO_PARENT, 5) + value, FAR_AHEAD)
-        assert isinstance(outcomes(link), InvalidRequest)
-        send(link, begun(fresh(), 5) + value, FAR_AHEAD)
+        inline_protocol.send(link, begun(NO_PARENT, 5) + value, FAR_AHEAD)
+        assert isinstance(outcomes(link), errors.InvalidRequest)
+        inline_protocol.send(link, begun(fresh(), 5) + value, FAR_AHEAD)
         assert outcomes(link) == bytes([PutOutcome.STORED])
 
 
 @pytest.mark.parametrize(
     "question",
     [
-        inline_protocol.pack_request(RequestKind.PUT, 1, 1000, inline_protocol.MAX_BYTES + 1),
-        inline_protocol.pack_request(RequestKind.PUT, 1, 1000, 5)
+        inline_protocol.pack_request(inline_protocol.RequestKind.PUT, 1, 1000, inline_protocol.MAX_BYTES + 1),
+        inline_protocol.pack_request(inline_protocol.RequestKind.PUT, 1, 1000, 5)
         + inline_protocol.pack_put_rows([fresh()], [NO_PARENT], [6]),
-        inline_protocol.pack_request(RequestKind.PUT, 2, 1000, 4)
+        inline_protocol.pack_request(inline_protocol.RequestKind.PUT, 2, 1000, 4)
         + inline_protocol.pack_put_rows([fresh(), fresh()], [NO_PARENT] * 2, [2**64 - 4, 8]),
     ],
     ids=["bytes", "sum", "overflow"],
 )
 def test_a_peer_that_violates_the_format_is_cut_off_and_the_node_serves_on(store: KvStore, question: bytes) -> None:
     with link_to(store) as link:
-        send(link, question, FAR_AHEAD)
+        inline_protocol.send(link, question, FAR_AHEAD)
         until_ended(link)
     store.put(b"still there", b"yes")
     assert store.get(b"still there") == b"yes"
@@ -282,7 +269,7 @@ def test_a_node_with_named_rails_offers_no_inline_connections(flags: tuple[str, 
         store.put(b"key", VALUE)
         assert store.get(b"key") == VALUE
         lean = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).channel
-        with pytest.raises(MoonserveError, match="no method"):
+        with pytest.raises(errors.MoonserveError, match="no method"):
             lean.take_over(inline_protocol.INLINE_METHOD, timeout_s=PATIENCE_S)
 
 
@@ -291,11 +278,11 @@ def test_a_node_that_ends_during_a_call_raises_peer_lost_at_once(end: Callable[[
     """The end of a node ends the connection of a put in flight, and a later get raises PeerLost without a timeout."""
     with own_node() as (node, store), link_to(store) as link:
         store.put(b"key", VALUE)
-        send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        inline_protocol.send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
         end(node)
         until_ended(link)
-        with pytest.raises(PeerLost):
+        with pytest.raises(errors.PeerLost):
             store.get(b"key", timeout_s=NEVER_S)
 
 
@@ -303,14 +290,14 @@ def test_calls_of_a_stopped_node_fail_within_the_time_given(node: Node, store: K
     store.put(b"key", VALUE)
     inline, slots = inline_client_of(store), BufferSlots.packed(store.allocate(100), [100])
     with stopped(node.process.pid):
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             inline.get([fresh()], slots, Deadline(0.3))
         for call in (
             lambda: store.get(b"key", timeout_s=0.5),
             lambda: store.put(b"new", b"value", timeout_s=0.5),
             lambda: store.remove(b"key", timeout_s=0.5),
         ):
-            with pytest.raises((PeerLost, DeadlineExceeded)):
+            with pytest.raises((errors.PeerLost, errors.DeadlineExceeded)):
                 call()
     until(lambda: not any(each.resting for each in store.nodes()))
     assert store.get(b"key") == VALUE
@@ -336,7 +323,7 @@ def test_local_writes_become_visible_or_are_aborted_and_never_expire() -> None:
     capacity = 16 * 1024
     state, clock = make_state(capacity, Heard()), itertools.count()
     calls: list[str] = []
-    refused = [Overloaded("draining", retry_after_s=1.0)]
+    refused = [errors.Overloaded("draining", retry_after_s=1.0)]
 
     def admit() -> None:
         if refused:
@@ -358,7 +345,7 @@ def test_local_writes_become_visible_or_are_aborted_and_never_expire() -> None:
         state.validate()
         return reservation
 
-    with pytest.raises(Overloaded):
+    with pytest.raises(errors.Overloaded):
         begun(1)
     free = state.catalog.usage().free_bytes
     first, second = begun(1, 2), begun(1, 3)

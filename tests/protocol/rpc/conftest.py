@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.socket_server import SocketServer
 from tests.protocol.rpc.scripted import TOKEN, ScriptedStore, ServerProcess, server_process
 
@@ -30,6 +31,13 @@ async def address(lean: SocketServer) -> str:
     """Starts the socket server and gives its TCP address."""
     tcp, _ = await lean.start("127.0.0.1")
     return tcp
+
+
+@pytest.fixture
+async def channels() -> AsyncIterator[Channels]:
+    channels = Channels(TOKEN)
+    yield channels
+    await channels.close()
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

@@ -31,13 +31,6 @@ from tests.protocol.rpc.scripted import EXISTS, EXISTS_PATH, LEASE, LEASE_PATH, 
 
 
 @pytest.fixture
-async def channels() -> AsyncIterator[Channels]:
-    channels = Channels(TOKEN)
-    yield channels
-    await channels.close()
-
-
-@pytest.fixture
 async def stub(address: str, channels: Channels) -> Any:
     return stub_of(channels.to(address))
 

@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.protocol.errors import (
-    DeadlineExceeded,
-    Incompatible,
-    InvalidRequest,
-    MoonserveError,
-    PeerLost,
-    StaleLease,
-    Unauthenticated,
-)
+from moonserve.protocol import errors
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.process.tls import Certificates
 from moonserve.protocol.rpc.frames import MAX_MESSAGE_BYTES
@@ -84,14 +76,14 @@ def lease(name: str = "l", num_keys: int = 0) -> kvstore_pb2.StoreLeaseRequest:
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0])
 async def test_call_without_time_left_raises_deadline_exceeded(call: Call, timeout_s: float) -> None:
     await call("Exists", ASKED)  # opens the connection
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         await call("Lease", lease(), timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("waits", [False, True])
 async def test_error_arrives_as_the_raised_class(call: Call, store: ScriptedStore, waits: bool) -> None:
-    store.error = StaleLease("too late", lease_id="l-1")
-    with pytest.raises(StaleLease, match="too late") as caught:
+    store.error = errors.StaleLease("too late", lease_id="l-1")
+    with pytest.raises(errors.StaleLease, match="too late") as caught:
         await call("Remove", kvstore_pb2.StoreRemoveRequest(corrupt=waits))
     assert caught.value.ids == {"lease_id": "l-1"}
 
@@ -101,7 +93,7 @@ async def test_unexpected_error_hides_details_and_is_logged(
     call: Call, store: ScriptedStore, waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.error = RuntimeError("secret path")
-    with pytest.raises(MoonserveError, match="internal error"):
+    with pytest.raises(errors.MoonserveError, match="internal error"):
         await call("Remove", kvstore_pb2.StoreRemoveRequest(corrupt=waits))
     assert "secret path" in caplog.text
     assert list((await call("Exists", ASKED)).present) == [True, False]
@@ -109,14 +101,14 @@ async def test_unexpected_error_hides_details_and_is_logged(
 
 async def test_handler_without_reply_message_is_an_internal_error(call: Call, store: ScriptedStore) -> None:
     store.commit_reply = None
-    with pytest.raises(MoonserveError, match="internal error"):
+    with pytest.raises(errors.MoonserveError, match="internal error"):
         await call("Commit", kvstore_pb2.StoreCommitRequest())
 
 
 async def test_late_handler_is_cancelled_and_caller_gets_deadline_exceeded(call: Call, store: ScriptedStore) -> None:
     async def late() -> bool:
         await call("Exists", ASKED)  # opens the connection
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await call("Lease", lease(), 0.05)
         return not store.begun.empty()  # the deadline may pass before the server reads the request
 
@@ -134,16 +126,16 @@ async def test_large_messages_pass_in_both_directions(call: Call, store: Scripte
 
 async def test_messages_over_the_limit_are_refused_and_connection_stays(call: Call, store: ScriptedStore) -> None:
     too_large = [bytes(MAX_MESSAGE_BYTES)]
-    with pytest.raises(InvalidRequest, match="larger than the limit"):
+    with pytest.raises(errors.InvalidRequest, match="larger than the limit"):
         await call("Exists", kvstore_pb2.StoreExistsRequest(keys=too_large))
     store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=too_large)
-    with pytest.raises(InvalidRequest, match="larger than the limit"):
+    with pytest.raises(errors.InvalidRequest, match="larger than the limit"):
         await call("Commit", kvstore_pb2.StoreCommitRequest())
     assert list((await call("Exists", ASKED)).present) == [True, False]
 
 
 async def test_method_that_is_not_implemented_is_incompatible(call: Call) -> None:
-    with pytest.raises(Incompatible, match="no method /moonserve"):
+    with pytest.raises(errors.Incompatible, match="no method /moonserve"):
         await call("Stats", kvstore_pb2.StoreStatsRequest())
 
 
@@ -164,10 +156,10 @@ async def test_stop_of_server_ends_its_calls(call: Call, store: ScriptedStore, s
     pending = asyncio.ensure_future(call("Lease", lease()))
     await store.begun.get()
     await server.stop(0)
-    with pytest.raises(PeerLost):
+    with pytest.raises(errors.PeerLost):
         await pending
     assert store.cancelled.get_nowait() == "l"
-    with pytest.raises(PeerLost):
+    with pytest.raises(errors.PeerLost):
         await call("Exists", ASKED)
 
 
@@ -178,7 +170,7 @@ async def test_stopping_server_answers_within_grace_and_refuses_new_calls(
     await store.begun.get()
     stopping = asyncio.create_task(server.stop(30))
     await asyncio.sleep(0)
-    with pytest.raises(PeerLost):
+    with pytest.raises(errors.PeerLost):
         await call("Exists", ASKED)
     store.go.set()
     assert (await pending).segment_id == 2
@@ -187,21 +179,19 @@ async def test_stopping_server_answers_within_grace_and_refuses_new_calls(
 
 async def test_wrong_token_is_refused(address: str, certificates: Certificates | None) -> None:
     channels = Channels("guess", certificates)
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(errors.Unauthenticated):
         await channels.call(stub_of(channels.to(address)).Exists, ASKED, timeout_s=PATIENCE_S)
-    with SyncChannel(address, "guess", certificates) as threads, pytest.raises(Unauthenticated):
+    with SyncChannel(address, "guess", certificates) as threads, pytest.raises(errors.Unauthenticated):
         await asyncio.to_thread(threads.call, EXISTS_PATH, b"", timeout_s=PATIENCE_S)
     await channels.close()
 
 
-async def test_address_without_server_raises_peer_lost() -> None:
+async def test_address_without_server_raises_peer_lost(channels: Channels) -> None:
     for address in ("lean://127.0.0.1:1", "lean+unix://nobody"):
-        channels = Channels(TOKEN)
-        with pytest.raises(PeerLost):
+        with pytest.raises(errors.PeerLost):
             await channels.call(stub_of(channels.to(address)).Exists, ASKED, timeout_s=PATIENCE_S)
-        with pytest.raises(PeerLost):
+        with pytest.raises(errors.PeerLost):
             SyncChannel(address, TOKEN).call(EXISTS_PATH, b"", timeout_s=PATIENCE_S)
-        await channels.close()
 
 
 @pytest.mark.parametrize(
@@ -209,5 +199,5 @@ async def test_address_without_server_raises_peer_lost() -> None:
     ["lean://", "lean://host", "lean://:1", "lean+unix://", "h:1", "lean://h:65536", f"lean://h:{'1' * 5000}"],
 )
 def test_malformed_address_is_refused(address: str) -> None:
-    with pytest.raises(InvalidRequest, match="is not a lean address; write lean://host:port"):
+    with pytest.raises(errors.InvalidRequest, match="is not a lean address; write lean://host:port"):
         SyncChannel(address, TOKEN)

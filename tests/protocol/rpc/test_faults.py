@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
@@ -22,19 +22,7 @@ from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.handshake import NONCE_BYTES, Responder
 from moonserve.protocol.rpc.socket_client_sync import SyncChannel
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.protocol.rpc.scripted import (
-    ECHO,
-    EXISTS,
-    EXISTS_PATH,
-    FULL,
-    LEASE,
-    LEASE_PATH,
-    TOKEN,
-    Raw,
-    ScriptedStore,
-    ServerProcess,
-    stub_of,
-)
+from tests.protocol.rpc import scripted
 from tests.stopping import stop
 
 # Replies of 1 MiB each: more than the sockets' buffers hold.
@@ -42,75 +30,73 @@ NUM_UNREAD = 32
 
 
 @pytest.fixture(params=["tcp", "unix"])
-async def stub(peer: ServerProcess, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-    channels = Channels(TOKEN)
-    yield stub_of(channels.to(getattr(peer, request.param)))
-    await channels.close()
+async def stub(peer: scripted.ServerProcess, channels: Channels, request: pytest.FixtureRequest) -> Any:
+    return scripted.stub_of(channels.to(getattr(peer, request.param)))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_uvloop_client_is_answered(peer: ServerProcess, kind: str) -> None:
+def test_uvloop_client_is_answered(peer: scripted.ServerProcess, kind: str) -> None:
     """Clients under uvloop are served, as gateways are."""
     assert uvloop.run(still_serves(getattr(peer, kind)))
 
 
-async def test_killed_peer_raises_peer_lost_at_once(peer: ServerProcess, stub: Any) -> None:
+async def test_killed_peer_raises_peer_lost_at_once(peer: scripted.ServerProcess, stub: Any) -> None:
     """Calls in flight and later ones end with PeerLost, from asyncio and from threads."""
-    with SyncChannel(peer.tcp, TOKEN) as channel:
-        threads = stub_of(channel)
-        threads.Exists(EXISTS, timeout=PATIENCE_S)
-        await stub.Exists(EXISTS, timeout=PATIENCE_S)
-        calls = [asyncio.create_task(stub.Lease(LEASE, timeout=NEVER_S)) for _ in range(5)]
-        calls.append(asyncio.create_task(asyncio.to_thread(threads.Lease, LEASE, timeout=NEVER_S)))
-        await stub.Exists(EXISTS, timeout=PATIENCE_S)  # the peer has read the other calls before this one
+    with SyncChannel(peer.tcp, scripted.TOKEN) as channel:
+        threads = scripted.stub_of(channel)
+        threads.Exists(scripted.EXISTS, timeout=PATIENCE_S)
+        await stub.Exists(scripted.EXISTS, timeout=PATIENCE_S)
+        calls = [asyncio.create_task(stub.Lease(scripted.LEASE, timeout=NEVER_S)) for _ in range(5)]
+        calls.append(asyncio.create_task(asyncio.to_thread(threads.Lease, scripted.LEASE, timeout=NEVER_S)))
+        await stub.Exists(scripted.EXISTS, timeout=PATIENCE_S)  # the peer has read the other calls before this one
         os.kill(peer.process.pid, signal.SIGKILL)
         for error in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE_S):
             assert isinstance(error, PeerLost)
         with pytest.raises(PeerLost):
-            await stub.Exists(EXISTS, timeout=NEVER_S)
+            await stub.Exists(scripted.EXISTS, timeout=NEVER_S)
         with pytest.raises(PeerLost):
-            threads.Exists(EXISTS, timeout=NEVER_S)
+            threads.Exists(scripted.EXISTS, timeout=NEVER_S)
 
 
-async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(peer: ServerProcess, stub: Any) -> None:
-    cancelled = asyncio.create_task(stub.Lease(LEASE, timeout=NEVER_S))
+async def test_waiting_calls_are_cancelled_and_timed_out_on_any_loop(peer: scripted.ServerProcess, stub: Any) -> None:
+    cancelled = asyncio.create_task(stub.Lease(scripted.LEASE, timeout=NEVER_S))
     with pytest.raises(DeadlineExceeded):
-        await stub.Lease(LEASE, timeout=0.02)
+        await stub.Lease(scripted.LEASE, timeout=0.02)
     cancelled.cancel()
-    assert (await stub.Exists(EXISTS, timeout=PATIENCE_S)).present
+    assert (await stub.Exists(scripted.EXISTS, timeout=PATIENCE_S)).present
 
 
-async def test_stopped_peer_raises_deadline_exceeded_and_serves_later(peer: ServerProcess, stub: Any) -> None:
-    with SyncChannel(peer.tcp, TOKEN) as threads:
-        await stub.Exists(EXISTS, timeout=PATIENCE_S)
-        threads.call(EXISTS_PATH, b"", timeout_s=PATIENCE_S)
+async def test_stopped_peer_raises_deadline_exceeded_and_serves_later(peer: scripted.ServerProcess, stub: Any) -> None:
+    with SyncChannel(peer.tcp, scripted.TOKEN) as threads:
+        await stub.Exists(scripted.EXISTS, timeout=PATIENCE_S)
+        threads.call(scripted.EXISTS_PATH, b"", timeout_s=PATIENCE_S)
         stop(peer.process.pid)
         with pytest.raises(DeadlineExceeded):
-            await stub.Exists(EXISTS, timeout=0.05)
+            await stub.Exists(scripted.EXISTS, timeout=0.05)
         for _ in range(2):  # on an open connection, and on a new one
             with pytest.raises(DeadlineExceeded):
-                await asyncio.to_thread(threads.call, EXISTS_PATH, b"", timeout_s=0.05)
+                await asyncio.to_thread(threads.call, scripted.EXISTS_PATH, b"", timeout_s=0.05)
         os.kill(peer.process.pid, signal.SIGCONT)
-        assert (await stub.Exists(EXISTS, timeout=PATIENCE_S)).present
-        threads.call(EXISTS_PATH, b"", timeout_s=PATIENCE_S)
+        assert (await stub.Exists(scripted.EXISTS, timeout=PATIENCE_S)).present
+        threads.call(scripted.EXISTS_PATH, b"", timeout_s=PATIENCE_S)
 
 
-async def test_dial_of_stopped_peer_raises_deadline_exceeded(peer: ServerProcess, stub: Any) -> None:
+async def test_dial_of_stopped_peer_raises_deadline_exceeded(peer: scripted.ServerProcess, stub: Any) -> None:
     stop(peer.process.pid)
     with pytest.raises(DeadlineExceeded):
-        await stub.Exists(EXISTS, timeout=0.05)
+        await stub.Exists(scripted.EXISTS, timeout=0.05)
 
 
 async def still_serves(address: str) -> bool:
-    channels = Channels(TOKEN)
-    reply = await channels.call(stub_of(channels.to(address)).Exists, EXISTS, timeout_s=PATIENCE_S)
+    channels = Channels(scripted.TOKEN)
+    reply = await channels.call(scripted.stub_of(channels.to(address)).Exists, scripted.EXISTS, timeout_s=PATIENCE_S)
     await channels.close()
     return list(reply.present) == [True]
 
 
 async def test_garbage_instead_of_a_handshake_ends_the_connection(address: str) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(1000), secrets.token_bytes(100_000)):
-        client = await Raw.dial(address)
+        client = await scripted.Raw.dial(address)
         client.writer.write(garbage)
         assert await client.ended()
     assert await still_serves(address)
@@ -122,7 +108,7 @@ UNKNOWN_METHOD = frames.request(1, 999, 1.0, b"")
 
 @pytest.mark.parametrize("violation", [IMPOSSIBLE, UNKNOWN_METHOD], ids=["oversize", "method"])
 async def test_protocol_violation_ends_the_connection(address: str, violation: bytes) -> None:
-    client = await Raw.dial(address)
+    client = await scripted.Raw.dial(address)
     await client.prove()
     client.writer.write(violation)
     assert await client.ended()
@@ -130,25 +116,25 @@ async def test_protocol_violation_ends_the_connection(address: str, violation: b
 
 
 async def test_malformed_message_is_an_invalid_request(address: str) -> None:
-    with SyncChannel(address, TOKEN) as channel, pytest.raises(InvalidRequest, match="malformed"):
-        await asyncio.to_thread(channel.call, EXISTS_PATH, b"\xff\xff", timeout_s=PATIENCE_S)
+    with SyncChannel(address, scripted.TOKEN) as channel, pytest.raises(InvalidRequest, match="malformed"):
+        await asyncio.to_thread(channel.call, scripted.EXISTS_PATH, b"\xff\xff", timeout_s=PATIENCE_S)
 
 
-async def asks_for_a_lease(address: str) -> tuple[Raw, bytes]:
+async def asks_for_a_lease(address: str) -> tuple[scripted.Raw, bytes]:
     """Returns a client after its handshake, and the frame of a request with id 1 that waits."""
-    client = await Raw.dial(address)
-    method = (await client.prove()).index(LEASE_PATH)
-    return client, frames.request(1, method, NEVER_S, LEASE.SerializeToString())
+    client = await scripted.Raw.dial(address)
+    method = (await client.prove()).index(scripted.LEASE_PATH)
+    return client, frames.request(1, method, NEVER_S, scripted.LEASE.SerializeToString())
 
 
-async def test_request_and_its_cancellation_in_one_packet(address: str, store: ScriptedStore) -> None:
+async def test_request_and_its_cancellation_in_one_packet(address: str, store: scripted.ScriptedStore) -> None:
     client, lease = await asks_for_a_lease(address)
     client.writer.write(lease + frames.cancel(1) + frames.cancel(7))
     assert await store.cancelled.get() == "l"
     await client.close()
 
 
-async def test_duplicate_call_id_ends_both_calls(address: str, store: ScriptedStore) -> None:
+async def test_duplicate_call_id_ends_both_calls(address: str, store: scripted.ScriptedStore) -> None:
     client, lease = await asks_for_a_lease(address)
     client.writer.write(lease + lease)
     assert await client.ended()
@@ -158,7 +144,7 @@ async def test_duplicate_call_id_ends_both_calls(address: str, store: ScriptedSt
 async def test_silent_client_is_disconnected(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as impatient:
         impatient.setattr(socket_server_connection, "HANDSHAKE_S", 0.05)
-        silent, slow = await Raw.dial(address), await Raw.dial(address)
+        silent, slow = await scripted.Raw.dial(address), await scripted.Raw.dial(address)
         slow.writer.write(b"MOON")
         assert await silent.ended()
         assert await slow.ended()
@@ -169,9 +155,9 @@ async def test_too_many_pending_handshakes_end_the_oldest_and_peers_connect(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket_server, "MAX_PENDING_HANDSHAKES", 3)
-    proven = await Raw.dial(address)
+    proven = await scripted.Raw.dial(address)
     await proven.prove()
-    clients = [await Raw.dial(address) for _ in range(4)]
+    clients = [await scripted.Raw.dial(address) for _ in range(4)]
     assert await clients[0].ended()
     assert await still_serves(address)
     assert await clients[1].ended()  # pushed out by the peer that was just served
@@ -188,7 +174,7 @@ def proven(then: Serve) -> Serve:
     """Returns a server callback that completes the handshake and then runs `then`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        responder = Responder(TOKEN, [EXISTS_PATH], secrets.token_bytes(NONCE_BYTES))
+        responder = Responder(scripted.TOKEN, [scripted.EXISTS_PATH], secrets.token_bytes(NONCE_BYTES))
         while responder.needed:
             writer.write(responder.receive(await reader.readexactly(responder.needed)))
         await then(reader, writer)
@@ -201,11 +187,11 @@ async def require_lost(serve: Serve) -> None:
     """Asserts that a call ends with PeerLost before its deadline."""
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as rude:
         port = rude.sockets[0].getsockname()[1]
-        channels = Channels(TOKEN)
-        stub = stub_of(channels.to(f"lean://127.0.0.1:{port}"))
+        channels = Channels(scripted.TOKEN)
+        stub = scripted.stub_of(channels.to(f"lean://127.0.0.1:{port}"))
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(PeerLost):
-                await channels.call(stub.Exists, EXISTS, timeout_s=NEVER_S)
+                await channels.call(stub.Exists, scripted.EXISTS, timeout_s=NEVER_S)
         await channels.close()
 
 
@@ -232,10 +218,10 @@ async def test_malformed_failure_ends_its_call(payload: bytes) -> None:
     await require_lost(proven(fail))
 
 
-async def test_server_does_not_read_from_client_that_does_not_read(address: str, store: ScriptedStore) -> None:
+async def test_server_does_not_read_from_client_that_does_not_read(address: str, store: scripted.ScriptedStore) -> None:
     """Replies to a client that reads nothing do not pile up in the server's memory, and all arrive later."""
     store.commit_reply = kvstore_pb2.StoreCommitReply(corrupt=[bytes(1 << 20)])
-    client = await Raw.dial(address)
+    client = await scripted.Raw.dial(address)
     method = (await client.prove()).index("/moonserve.KvStore/Commit")
     transport = cast(asyncio.ReadTransport, client.writer.transport)
     transport.pause_reading()
@@ -253,25 +239,25 @@ async def test_server_does_not_read_from_client_that_does_not_read(address: str,
 
 
 @pytest.fixture(params=["tcp", "unix"])
-def where(peer: ServerProcess, request: pytest.FixtureRequest) -> str:
+def where(peer: scripted.ServerProcess, request: pytest.FixtureRequest) -> str:
     given: str = getattr(peer, request.param)
     return given
 
 
 def exists(channel: SyncChannel) -> bool:
-    return list(stub_of(channel).Exists(EXISTS, timeout=PATIENCE_S).present) == [True]
+    return list(scripted.stub_of(channel).Exists(scripted.EXISTS, timeout=PATIENCE_S).present) == [True]
 
 
 def test_bytes_after_takeover_go_to_the_new_owner(where: str) -> None:
     """Bytes after a handover go to the new owner. The channel's other connections are unchanged, also after its end."""
-    with SyncChannel(where, TOKEN) as channel:
+    with SyncChannel(where, scripted.TOKEN) as channel:
         assert exists(channel)
-        with channel.take_over(ECHO, timeout_s=PATIENCE_S) as first:
+        with channel.take_over(scripted.ECHO, timeout_s=PATIENCE_S) as first:
             first.settimeout(PATIENCE_S)
             for said in (b"one", b"two"):
                 first.sendall(said)
                 assert first.recv(100) == said.upper()
-            with channel.take_over(ECHO, timeout_s=PATIENCE_S) as second:
+            with channel.take_over(scripted.ECHO, timeout_s=PATIENCE_S) as second:
                 second.settimeout(PATIENCE_S)
                 second.sendall(b"beside")
                 assert second.recv(100) == b"BESIDE"
@@ -282,9 +268,9 @@ def test_bytes_after_takeover_go_to_the_new_owner(where: str) -> None:
 
 
 def test_refused_takeover_gives_the_reason(where: str) -> None:
-    with SyncChannel(where, TOKEN) as channel:
+    with SyncChannel(where, scripted.TOKEN) as channel:
         with pytest.raises(Overloaded, match="no place"):
-            channel.take_over(FULL, timeout_s=PATIENCE_S)
+            channel.take_over(scripted.FULL, timeout_s=PATIENCE_S)
         with pytest.raises(Incompatible, match="no method"):
             channel.take_over("/test!none", timeout_s=PATIENCE_S)
         assert exists(channel)
@@ -292,11 +278,11 @@ def test_refused_takeover_gives_the_reason(where: str) -> None:
 
 async def test_bytes_after_the_takeover_request_end_the_connection(where: str) -> None:
     """Bytes sent before the reply to a handover would reach the old protocol, so they end the connection."""
-    client = await Raw.dial(where)
+    client = await scripted.Raw.dial(where)
     methods = await client.prove()
-    client.writer.write(frames.request(1, methods.index(ECHO), 10.0, b"") + b"early")
+    client.writer.write(frames.request(1, methods.index(scripted.ECHO), 10.0, b"") + b"early")
     with contextlib.suppress(ConnectionResetError):
         assert await client.reader.read(100) == b""
     await client.close()
-    with SyncChannel(where, TOKEN) as channel:
+    with SyncChannel(where, scripted.TOKEN) as channel:
         assert exists(channel)

@@ -8,15 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from moonserve.protocol.errors import (
-    ConfigError,
-    MoonserveError,
-    Overloaded,
-    PeerLost,
-    StaleLease,
-    Unauthenticated,
-    error_classes,
-)
+from moonserve.protocol import errors
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
 from moonserve.protocol.request import GatewayId, RequestId, Token
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
@@ -24,6 +16,7 @@ from moonserve.protocol.rpc.transport_selection import RoutedChannel
 from moonserve.protocol.rpc.wire import failure_from_wire, failure_to_wire
 from moonserve.worker.token_streams import GatewayStreams
 from tests.patience import NEVER_S, PATIENCE_S
+from tests.protocol.rpc.scripted import TOKEN
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -58,17 +51,10 @@ async def worker() -> AsyncIterator[Worker]:
     worker.streams.close()
 
 
-@pytest.fixture
-async def channels() -> AsyncIterator[Channels]:
-    channels = Channels("secret")
-    yield channels
-    await channels.close()
-
-
 @pytest.fixture(params=["grpc", "lean"])
 async def address(request: pytest.FixtureRequest, worker: Worker, channels: Channels) -> AsyncIterator[str]:
     """The worker's address as `host:port`. `channels` call it over gRPC or sockets."""
-    server = RpcServer("secret")
+    server = RpcServer(TOKEN)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
     if request.param == "lean":
         server.add_socket_service("Worker", worker)
@@ -97,18 +83,18 @@ async def cancel(channels: Channels, address: str) -> None:
 async def test_error_arrives_as_raised_and_unexpected_error_hides_details(
     worker: Worker, channels: Channels, address: str
 ) -> None:
-    worker.error = StaleLease("too late", lease_id="l-1")
-    with pytest.raises(StaleLease, match="too late") as caught:
+    worker.error = errors.StaleLease("too late", lease_id="l-1")
+    with pytest.raises(errors.StaleLease, match="too late") as caught:
         await cancel(channels, address)
     assert caught.value.ids == {"lease_id": "l-1"}
     worker.error = RuntimeError("secret path")
-    with pytest.raises(MoonserveError, match="internal error"):
+    with pytest.raises(errors.MoonserveError, match="internal error"):
         await cancel(channels, address)
 
 
 async def test_wrong_token_is_refused(address: str) -> None:
     foreign = Channels("guess")
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(errors.Unauthenticated):
         await cancel(foreign, address)
     await foreign.close()
 
@@ -125,14 +111,14 @@ async def test_call_ends_with_its_caller_or_when_peer_is_forgotten(
         await channels.forget(address)
     else:
         calling.cancel()
-    with pytest.raises(PeerLost if forgets else asyncio.CancelledError):
+    with pytest.raises(errors.PeerLost if forgets else asyncio.CancelledError):
         await calling
 
 
 async def test_call_not_answered_in_time_raises_peer_lost(worker: Worker, channels: Channels, address: str) -> None:
     worker.hangs = True
     stub = worker_pb2_grpc.WorkerStub(channels.to(address))
-    with pytest.raises(PeerLost, match="deadline_exceeded"):
+    with pytest.raises(errors.PeerLost, match="deadline_exceeded"):
         await channels.call(stub.Cancel, worker_pb2.CancelRequest(), timeout_s=0.02)
 
 
@@ -141,11 +127,11 @@ async def test_handler_sees_the_remaining_time(worker: Worker, channels: Channel
     assert 0 < worker.remaining_s <= PATIENCE_S + 0.1  # gRPC sends tenths of seconds, rounded up
 
 
-async def test_calls_reach_restarted_server_over_socket_again() -> None:
+async def test_calls_reach_restarted_server_over_socket_again(channels: Channels) -> None:
     """A restarted server has new socket addresses, which its first reply over gRPC names."""
-    channels, address, port = Channels("secret"), "", 0
+    address, port = "", 0
     for _ in range(2):
-        server, worker = RpcServer("secret"), Worker()
+        server, worker = RpcServer(TOKEN), Worker()
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
         server.add_socket_service("Worker", worker)
         address = await server.start("127.0.0.1", port)
@@ -155,11 +141,10 @@ async def test_calls_reach_restarted_server_over_socket_again() -> None:
         await channels.call(stub.Cancel, request, timeout_s=PATIENCE_S, wait_for_ready=True)
         await until_lean(channels, address)
         await server.stop(0)
-    await channels.close()
 
 
 async def test_error_of_taken_port_names_the_flag(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"port in use.*another --port"):
+    with pytest.raises(errors.ConfigError, match=r"port in use.*another --port"):
         await RpcServer("t").start("127.0.0.1", int(address.rpartition(":")[2]))
 
 
@@ -181,10 +166,10 @@ async def test_events_sent_before_the_stream_are_not_lost(worker: Worker, channe
     assert await asyncio.wait_for(worker.lost.get(), PATIENCE_S) == "g"
 
 
-@pytest.mark.parametrize("code", sorted(error_classes()))
+@pytest.mark.parametrize("code", sorted(errors.error_classes()))
 def test_every_error_class_crosses_the_wire(code: str) -> None:
-    cls = error_classes()[code]
-    error = cls("m", request_id="r", **({"retry_after_s": 2.5} if cls is Overloaded else {}))
+    cls = errors.error_classes()[code]
+    error = cls("m", request_id="r", **({"retry_after_s": 2.5} if cls is errors.Overloaded else {}))
     back = failure_from_wire(failure_to_wire(error))
     assert type(back) is cls
     assert (back.message, back.ids, back.retry_after_s) == ("m", error.ids, error.retry_after_s)

@@ -61,13 +61,6 @@ async def server(store: Lister) -> AsyncIterator[RpcServer]:
 
 
 @pytest.fixture
-async def channels() -> AsyncIterator[Channels]:
-    channels = Channels(TOKEN)
-    yield channels
-    await channels.close()
-
-
-@pytest.fixture
 async def stub(server: RpcServer, channels: Channels) -> Any:
     return kvstore_pb2_grpc.KvStoreStub(channels.to(await server.start("127.0.0.1", 0)))
 

@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.conductor.events import (
-    NO_STEPS,
-    Heartbeat,
-    Load,
-    Register,
-    Report,
-    RequestPhase,
-    StepTotals,
-    TrafficTotals,
-)
+from moonserve.conductor import events
 from moonserve.protocol.kv_blocks import BlockKey, KvLayout
 from moonserve.protocol.membership.registry import Member
 from moonserve.protocol.pb import common_pb2, conductor_pb2, registry_pb2, worker_pb2
@@ -38,16 +29,7 @@ from moonserve.protocol.request import (
     SamplingParams,
     Token,
 )
-from moonserve.protocol.rpc.wire import (
-    from_message,
-    prompt_logprobs_from_wire,
-    prompt_logprobs_to_wire,
-    request_from_wire,
-    submission_to_wire,
-    to_message,
-    token_from_wire,
-    token_to_wire,
-)
+from moonserve.protocol.rpc import wire
 from moonserve.protocol.step_time import DEFAULT_PREFILL, PrefillProfile
 
 AT = Endpoint(instance_id="p0", epoch=2**62, rpc_address="a:1", transfer_address="b:2", host="here")
@@ -60,7 +42,7 @@ PLACEMENT = Placement(
     predicted_ttft_s=0.5,
     rank=-1.5,
 )
-LOAD = Load(num_waiting=1, traffic=(TrafficTotals(peer=InstanceId("s0"), read_bytes=7),))
+LOAD = events.Load(num_waiting=1, traffic=(events.TrafficTotals(peer=InstanceId("s0"), read_bytes=7),))
 WORDS = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map(tuple), max_size=3)
 
 
@@ -69,10 +51,10 @@ WORDS = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map
     [
         (common_pb2.Placement, PLACEMENT),
         (registry_pb2.Member, Member(endpoint=AT, role="store", owner="o", facts={"a": "1"})),
-        (conductor_pb2.RegisterRequest, Register(endpoint=AT, role=Role.STORE)),
+        (conductor_pb2.RegisterRequest, events.Register(endpoint=AT, role=Role.STORE)),
         (
             conductor_pb2.RegisterRequest,
-            Register(
+            events.Register(
                 endpoint=AT,
                 role=Role.DECODE,
                 layout=LAYOUT,
@@ -81,28 +63,28 @@ WORDS = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map
                 reads_prompts=True,
             ),
         ),
-        (conductor_pb2.HeartbeatRequest, Heartbeat(instance_id=AT.instance_id, epoch=1, load=LOAD)),
-        (conductor_pb2.Load, Load(steps=StepTotals(num_steps=3, seconds=0.5))),
+        (conductor_pb2.HeartbeatRequest, events.Heartbeat(instance_id=AT.instance_id, epoch=1, load=LOAD)),
+        (conductor_pb2.Load, events.Load(steps=events.StepTotals(num_steps=3, seconds=0.5))),
         (
             conductor_pb2.ReportRequest,
-            Report(request_id=RequestId("r"), phase=RequestPhase.FAILED, elapsed_s=1.0, queue_s=0.0),
+            events.Report(request_id=RequestId("r"), phase=events.RequestPhase.FAILED, elapsed_s=1.0, queue_s=0.0),
         ),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_value_is_equal_after_conversion(message: type, sent: object) -> None:
-    arrived = message.FromString(to_message(message, sent).SerializeToString())
-    assert from_message(type(sent), arrived) == sent
+    arrived = message.FromString(wire.to_message(message, sent).SerializeToString())
+    assert wire.from_message(type(sent), arrived) == sent
 
 
 def test_unset_field_has_its_default() -> None:
     request = conductor_pb2.RegisterRequest(endpoint={"instance_id": "p"}, role="ROLE_PREFILL")
-    register = from_message(Register, request)
+    register = wire.from_message(events.Register, request)
     assert (register.layout, register.home_store) == (None, None)
     assert register.prefill_profile is DEFAULT_PREFILL
-    assert from_message(Load, conductor_pb2.Load()).steps is NO_STEPS
+    assert wire.from_message(events.Load, conductor_pb2.Load()).steps is events.NO_STEPS
     with pytest.raises(KeyError):
-        from_message(Register, conductor_pb2.RegisterRequest())
+        wire.from_message(events.Register, conductor_pb2.RegisterRequest())
 
 
 @given(
@@ -131,16 +113,16 @@ def test_submission_is_equal_after_conversion(
         sampling=sampling,
         timeout_s=3.5,
     )
-    message = submission_to_wire(sent, PLACEMENT)
-    assert request_from_wire(message) == sent
-    assert from_message(Placement, message.placement) == PLACEMENT
+    message = wire.submission_to_wire(sent, PLACEMENT)
+    assert wire.request_from_wire(message) == sent
+    assert wire.from_message(Placement, message.placement) == PLACEMENT
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
 @pytest.mark.parametrize("logprobs", [None, Logprobs(-0.5), Logprobs(-0.5, ((7, -0.5), (8, -1.0)))])
 def test_token_is_equal_after_conversion(reason: FinishReason | None, logprobs: Logprobs | None) -> None:
     sent = Token(request_id=RequestId("r"), index=3, token_id=7, logprobs=logprobs, finish_reason=reason)
-    assert token_from_wire(token_to_wire(sent), with_logprobs=logprobs is not None) == sent
+    assert wire.token_from_wire(wire.token_to_wire(sent), with_logprobs=logprobs is not None) == sent
 
 
 def found(num_tokens: int, num_top: int) -> PromptLogprobs:
@@ -159,7 +141,7 @@ def found(num_tokens: int, num_top: int) -> PromptLogprobs:
 def test_prompt_logprobs_are_equal_after_conversion(num_tokens: int, num_top: int) -> None:
     times, logprobs = {"queue_s": 0.0, "load_s": 0.0, "compute_s": 0.5}, found(num_tokens, num_top)
     sent = PrefillReport(request_id=RequestId("r"), cached_tokens=0, prompt_logprobs=logprobs, **times)
-    report = from_message(PrefillReport, to_message(worker_pb2.PrefillReport, sent))
+    report = wire.from_message(PrefillReport, wire.to_message(worker_pb2.PrefillReport, sent))
     assert report.compute_s == 0.5
     for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
         one, other = getattr(sent.prompt_logprobs, name), getattr(report.prompt_logprobs, name)
@@ -168,7 +150,7 @@ def test_prompt_logprobs_are_equal_after_conversion(num_tokens: int, num_top: in
 
 
 def test_arrays_of_inconsistent_sizes_are_refused() -> None:
-    message = prompt_logprobs_to_wire(found(4, 2))
+    message = wire.prompt_logprobs_to_wire(found(4, 2))
     message.top_ids = message.top_ids[:-4]
     with pytest.raises(ValueError, match="reshape"):
-        prompt_logprobs_from_wire(message)
+        wire.prompt_logprobs_from_wire(message)

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonserve.protocol.step_time import PrefillProfile
-from moonserve.traces.simulator.prefill import (
-    PREPARED_AHEAD,
-    ChunkStarted,
-    PrefillMachine,
-    Prepare,
-    Prompt,
-    PromptComputed,
-)
+from moonserve.traces.simulator import prefill
 
 PROFILE = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)  # one second per token
 
@@ -33,16 +26,18 @@ class Job:
     cached: int = 0
     rank: int = 0
 
-    def prompt(self, number: int) -> Prompt:
+    def prompt(self, number: int) -> prefill.Prompt:
         rank = (self.rank, number)
-        return Prompt(request_id=f"p{number}", rank=rank, num_tokens=self.num_tokens, submitted_at=self.at)
+        return prefill.Prompt(request_id=f"p{number}", rank=rank, num_tokens=self.num_tokens, submitted_at=self.at)
 
 
-def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkStarted], list[tuple[float, Prompt]]]:
+def play(
+    machine: prefill.PrefillMachine, jobs: Sequence[Job]
+) -> tuple[list[prefill.ChunkStarted], list[tuple[float, prefill.Prompt]]]:
     """Returns chunks in order of their start, and prompts with their end times. Validates after every event."""
     todo = [(job.at, 0, number) for number, job in enumerate(jobs)]  # (time, 1 if its prefix is loaded, job number)
-    chunks: list[ChunkStarted] = []
-    done: list[tuple[float, Prompt]] = []
+    chunks: list[prefill.ChunkStarted] = []
+    done: list[tuple[float, prefill.Prompt]] = []
     while todo or machine.wake_at is not None:
         todo.sort()
         outcomes: list[Any]
@@ -57,10 +52,10 @@ def play(machine: PrefillMachine, jobs: Sequence[Job]) -> tuple[list[ChunkStarte
             now = machine.wake_at or 0.0
             outcomes = machine.advance(now)
         for outcome in outcomes:
-            if isinstance(outcome, Prepare):
+            if isinstance(outcome, prefill.Prepare):
                 number = outcome.prompt.rank[1]
                 todo.append((now + jobs[number].load_s, 1, number))
-            elif isinstance(outcome, PromptComputed):
+            elif isinstance(outcome, prefill.PromptComputed):
                 done.append((now, outcome.prompt))
             else:
                 chunks.append(outcome)
@@ -116,7 +111,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_chunks_by_hand(case: Case) -> None:
     mixes = case.profile is not PROFILE
-    machine = PrefillMachine(
+    machine = prefill.PrefillMachine(
         case.profile, chunk_tokens=case.chunk_tokens, mixes_prompts=mixes, fills_steps=case.fills_steps
     )
     chunks, done = play(machine, case.jobs)
@@ -128,16 +123,16 @@ def test_chunks_by_hand(case: Case) -> None:
 
 
 def test_a_few_prompts_are_prepared_ahead_and_one_that_overtakes_them_too() -> None:
-    machine = PrefillMachine(PROFILE, chunk_tokens=100)
-    waiting = [Job(0.0, 10, rank=1).prompt(number) for number in range(PREPARED_AHEAD + 3)]
-    assert sum(len(machine.submit(each, 0.0)) for each in waiting) == PREPARED_AHEAD
+    machine = prefill.PrefillMachine(PROFILE, chunk_tokens=100)
+    waiting = [Job(0.0, 10, rank=1).prompt(number) for number in range(prefill.PREPARED_AHEAD + 3)]
+    assert sum(len(machine.submit(each, 0.0)) for each in waiting) == prefill.PREPARED_AHEAD
     short = Job(0.0, 1).prompt(100)
-    assert machine.submit(short, 0.0) == [Prepare(short)]
+    assert machine.submit(short, 0.0) == [prefill.Prepare(short)]
     machine.validate()
 
 
 def test_a_cancelled_prompt_is_never_computed() -> None:
-    machine = PrefillMachine(PROFILE, chunk_tokens=5)
+    machine = prefill.PrefillMachine(PROFILE, chunk_tokens=5)
     for number in range(2):
         machine.submit(Job(0.0, 10).prompt(number), 0.0)
         machine.landing_granted(f"p{number}", 0.0)
@@ -146,7 +141,7 @@ def test_a_cancelled_prompt_is_never_computed() -> None:
         assert machine.cancel("p0", 1.0) == []
     assert machine.advance(5.0) == []
     (chunk,) = machine.prefix_loaded("p1", 0, 6.0)
-    assert isinstance(chunk, ChunkStarted)
+    assert isinstance(chunk, prefill.ChunkStarted)
     machine.validate()
 
 
@@ -164,7 +159,7 @@ def test_a_cancelled_prompt_is_never_computed() -> None:
 )
 def test_every_prompt_is_computed_once_and_its_time_adds_up(jobs: list[Job], chunk: int, num_stages: int) -> None:
     """Queue + load + pipeline time = end − submission, and work is conserved, for any arrivals, loads and pipelines."""
-    _, done = play(PrefillMachine(PROFILE, chunk_tokens=chunk, num_stages=num_stages), jobs)
+    _, done = play(prefill.PrefillMachine(PROFILE, chunk_tokens=chunk, num_stages=num_stages), jobs)
     assert sorted(prompt.rank[1] for _, prompt in done) == list(range(len(jobs)))
     for now, prompt in done:
         assert prompt.started_at is not None

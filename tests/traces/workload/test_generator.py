@@ -20,18 +20,6 @@ from moonserve.__main__ import traces as main
 from moonserve.protocol.errors import ConfigError
 from moonserve.traces.format import TOKENS_PER_HASH, TraceRecord, read_checked
 from moonserve.traces.workload import generator
-from moonserve.traces.workload.generator import (
-    PRESETS,
-    ArrivalSpec,
-    Constant,
-    Distribution,
-    Empirical,
-    LogNormal,
-    WorkloadSpec,
-    arrival_times,
-    parse_distribution,
-    requests_of,
-)
 from moonserve.traces.workload.statistics import analyze, describe_arrivals
 from tests.traces.made import write_small
 
@@ -56,13 +44,13 @@ def check_laws(records: Sequence[TraceRecord]) -> None:
             parent, left = hash_id, left - fill
 
 
-def times(spec: ArrivalSpec, count: int = 20_000) -> list[float]:
-    return list(islice(arrival_times(spec, Random(3)), count))
+def times(spec: generator.ArrivalSpec, count: int = 20_000) -> list[float]:
+    return list(islice(generator.arrival_times(spec, Random(3)), count))
 
 
 @pytest.mark.parametrize(("process", "gap_cv"), [("constant", 0.0), ("poisson", 1.0), ("gamma", 0.5), ("gamma", 3.0)])
 def test_rate_and_burstiness_are_as_asked(process: str, gap_cv: float) -> None:
-    spec = ArrivalSpec(rate=5, process=process, burstiness=gap_cv or 1.0)
+    spec = generator.ArrivalSpec(rate=5, process=process, burstiness=gap_cv or 1.0)
     arrivals = describe_arrivals(times(spec), window_s=60)
     assert arrivals["mean_rate"] == pytest.approx(5, rel=0.06)
     assert arrivals["gap_cv"] == pytest.approx(gap_cv, rel=0.08, abs=1e-6)
@@ -70,7 +58,7 @@ def test_rate_and_burstiness_are_as_asked(process: str, gap_cv: float) -> None:
 
 def test_a_day_has_its_quiet_and_its_busy_hours() -> None:
     """With amplitude 0.8, noon has nine times the arrivals of midnight, and the mean over a day is the rate."""
-    spec = ArrivalSpec(rate=2, process="constant", diurnal_amplitude=0.8, diurnal_period_s=10_000)
+    spec = generator.ArrivalSpec(rate=2, process="constant", diurnal_amplitude=0.8, diurnal_period_s=10_000)
     counts = np.histogram(times(spec), bins=100, range=(0, 10_000))[0]
     assert counts.sum() == pytest.approx(20_000, abs=2)
     assert counts[0] == pytest.approx(2 * 100 * 0.2, rel=0.1)
@@ -79,24 +67,25 @@ def test_a_day_has_its_quiet_and_its_busy_hours() -> None:
 
 @given(st.floats(0.01, 1e4), st.floats(0, 1), st.floats(1, 1e6))
 def test_time_never_runs_back(rate: float, amplitude: float, period_s: float) -> None:
-    spec = ArrivalSpec(rate=rate, diurnal_amplitude=amplitude, diurnal_period_s=period_s)
+    spec = generator.ArrivalSpec(rate=rate, diurnal_amplitude=amplitude, diurnal_period_s=period_s)
     assert all(early <= late for early, late in pairwise(times(spec, 50)))
 
 
-def made(spec: WorkloadSpec, count: int, seed: int = 0) -> list[TraceRecord]:
+def made(spec: generator.WorkloadSpec, count: int, seed: int = 0) -> list[TraceRecord]:
     spec.check()
-    return list(islice(requests_of(spec, Random(seed)), count))
+    return list(islice(generator.requests_of(spec, Random(seed)), count))
 
 
-def lengths() -> st.SearchStrategy[Distribution]:
+def lengths() -> st.SearchStrategy[generator.Distribution]:
     return st.one_of(
-        st.builds(Constant, st.floats(0, 4000)), st.builds(LogNormal, st.floats(0.5, 3000), st.floats(0, 2))
+        st.builds(generator.Constant, st.floats(0, 4000)),
+        st.builds(generator.LogNormal, st.floats(0.5, 3000), st.floats(0, 2)),
     )
 
 
-def specs() -> st.SearchStrategy[WorkloadSpec]:
+def specs() -> st.SearchStrategy[generator.WorkloadSpec]:
     arrivals = st.builds(
-        ArrivalSpec,
+        generator.ArrivalSpec,
         rate=st.floats(0.01, 1000),
         process=st.sampled_from(["constant", "poisson", "gamma"]),
         burstiness=st.floats(0.3, 4),
@@ -104,7 +93,7 @@ def specs() -> st.SearchStrategy[WorkloadSpec]:
         diurnal_period_s=st.floats(1, 1e5),
     )
     return st.builds(
-        WorkloadSpec,
+        generator.WorkloadSpec,
         arrivals=arrivals,
         input_tokens=lengths(),
         output_tokens=lengths(),
@@ -126,48 +115,50 @@ def specs() -> st.SearchStrategy[WorkloadSpec]:
 
 @settings(deadline=None)
 @given(specs(), st.integers(0, 3))
-def test_any_description_gives_a_trace_that_obeys_the_format(spec: WorkloadSpec, seed: int) -> None:
+def test_any_description_gives_a_trace_that_obeys_the_format(spec: generator.WorkloadSpec, seed: int) -> None:
     records = made(spec, 150, seed)
     check_laws(records)
     assert all(record.input_length <= spec.max_input_tokens for record in records)
     assert records == made(spec, 150, seed)
 
 
-EVERY_SECOND = ArrivalSpec(rate=1, process="constant")
+EVERY_SECOND = generator.ArrivalSpec(rate=1, process="constant")
 
 
 def test_turns_extend_the_last_prompt_and_its_answer() -> None:
     """A session starts with 1,000 tokens; each turn adds 100 tokens of the answer and 24 new ones."""
-    spec = WorkloadSpec(
+    spec = generator.WorkloadSpec(
         arrivals=EVERY_SECOND,
-        input_tokens=Constant(1000),
-        output_tokens=Constant(100),
+        input_tokens=generator.Constant(1000),
+        output_tokens=generator.Constant(100),
         system_share=0,
         session_share=1,
         turns=1e9,
-        turn_tokens=Constant(24),
-        think_s=Constant(0),
+        turn_tokens=generator.Constant(24),
+        think_s=generator.Constant(0),
     )
     found = [(record.input_length, record.hash_ids) for record in made(spec, 4)]
     assert found == [(1000, (0, 1)), (1124, (0, 2, 3)), (1248, (0, 2, 4)), (1372, (0, 2, 5))]
 
 
 def test_questions_share_the_document_and_nothing_else() -> None:
-    spec = WorkloadSpec(
+    spec = generator.WorkloadSpec(
         arrivals=EVERY_SECOND,
         system_share=0,
         session_share=0,
         document_share=1,
-        document_tokens=Constant(1024),
-        question_tokens=Constant(600),
+        document_tokens=generator.Constant(1024),
+        question_tokens=generator.Constant(600),
         questions=1e9,
-        think_s=Constant(0),
+        think_s=generator.Constant(0),
     )
     assert [record.hash_ids for record in made(spec, 3)] == [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1, 6, 7)]
 
 
 def test_popular_system_prompts_follow_zipf() -> None:
-    spec = WorkloadSpec(session_share=0, system_prompts=3, system_zipf=1, system_tokens=Constant(512))
+    spec = generator.WorkloadSpec(
+        session_share=0, system_prompts=3, system_zipf=1, system_tokens=generator.Constant(512)
+    )
     counts = Counter(record.hash_ids[0] for record in made(spec, 6_000))
     ratios = [count / 6_000 for _, count in counts.most_common()]
     assert ratios == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.03)
@@ -176,7 +167,7 @@ def test_popular_system_prompts_follow_zipf() -> None:
 def test_threads_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if no thread returns before the trace ends, at most `MAX_WAITING` threads are kept."""
     monkeypatch.setattr(generator, "MAX_WAITING", 10)
-    spec = WorkloadSpec(session_share=1, turns=100, think_s=Constant(1e9))
+    spec = generator.WorkloadSpec(session_share=1, turns=100, think_s=generator.Constant(1e9))
     waiting = generator._WaitingThreads(spec, Random(0))
     for second in range(100):
         waiting.request(float(second))
@@ -193,11 +184,11 @@ TABLE_2 = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", generator.PRESETS)
 def test_presets_have_the_published_figures(name: str) -> None:
     """Presets match table 2: requests exactly; for one seed, mean input within 8 %, output 4 %, cache ratio 0.04."""
     requests, mean_input, mean_output, cache_ratio = TABLE_2[name]
-    spec = PRESETS[name]
+    spec = generator.PRESETS[name]
     statistics = analyze(made(spec, spec.num_requests))
     assert statistics["num_requests"] == requests
     assert statistics["input_length"]["mean"] == pytest.approx(mean_input, rel=0.08)
@@ -268,9 +259,9 @@ def test_a_broken_model_is_named_by_line(small: Path, tmp_path: Path, capsys: py
 
 def test_distributions_are_written_as_documented(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("3\n4.5\n")
-    assert parse_distribution("300", "--x") == Constant(300)
-    assert parse_distribution("lognormal:300:0.5", "--x") == LogNormal(300, 0.5)
-    assert parse_distribution(f"empirical:{tmp_path / 'lengths'}", "--x") == Empirical((3, 4.5))
+    assert generator.parse_distribution("300", "--x") == generator.Constant(300)
+    assert generator.parse_distribution("lognormal:300:0.5", "--x") == generator.LogNormal(300, 0.5)
+    assert generator.parse_distribution(f"empirical:{tmp_path / 'lengths'}", "--x") == generator.Empirical((3, 4.5))
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="is empty"):
-        parse_distribution(f"empirical:{tmp_path / 'empty'}", "--x")
+        generator.parse_distribution(f"empirical:{tmp_path / 'empty'}", "--x")

@@ -14,17 +14,10 @@ from benchmarks.store.hit_ratio import prompts_of, replay
 from moonserve.__main__ import traces as main
 from moonserve.kvstore.state import eviction
 from moonserve.traces.format import TOKENS_PER_HASH, TraceRecord
+from moonserve.traces.workload import statistics
 from moonserve.traces.workload.analyze import format_statistics
 from moonserve.traces.workload.prefix_tree import BlockRun, prefix_tree
 from moonserve.traces.workload.prompts import ideal_cached_tokens
-from moonserve.traces.workload.statistics import (
-    HitCurve,
-    analyze,
-    describe_arrivals,
-    describe_sessions,
-    hit_curve,
-    turns_of,
-)
 from tests.thoroughness import examples
 
 Paths = Sequence[Sequence[int]]
@@ -46,9 +39,9 @@ def records_of(paths: Paths, *, short: int = 0, gap_s: float = 1.0) -> list[Trac
     ]
 
 
-def curve_of(records: list[TraceRecord]) -> HitCurve:
+def curve_of(records: list[TraceRecord]) -> statistics.HitCurve:
     total = sum(record.input_length for record in records)
-    return hit_curve(prefix_tree(records), input_tokens=total, tokens_per_block=512)
+    return statistics.hit_curve(prefix_tree(records), input_tokens=total, tokens_per_block=512)
 
 
 @given(PATHS)
@@ -61,7 +54,7 @@ def test_the_tree_agrees_with_the_ideal_cache_and_every_request_has_one_session(
     usable = [min(visit.num_seen, visit.usable) * 512 for visit in tree.visits]
     assert usable == ideal_cached_tokens(records, 512)
     assert tree.num_blocks == len({i for record in records for i in record.hash_ids})
-    turns, num_sessions = turns_of(tree, records)
+    turns, num_sessions = statistics.turns_of(tree, records)
     assert len(turns) + num_sessions == len(records)
     assert all(turn.gap_s > 0 for turn in turns)
 
@@ -102,11 +95,11 @@ def test_the_distance_counts_distinct_blocks_from_the_use_before() -> None:
 
 
 def test_steady_arrivals_have_one_rate_and_batches_are_bursty() -> None:
-    steady = describe_arrivals([index * 0.5 for index in range(241)], window_s=10)
+    steady = statistics.describe_arrivals([index * 0.5 for index in range(241)], window_s=10)
     assert steady["rates"] == [2.0] * 12
     found = (steady["mean_rate"], steady["gap_cv"], steady["dispersion"]["10s"], steady["peak_to_mean"])
     assert found == pytest.approx((2, 0, 0, 1))
-    batches = describe_arrivals([index // 10 * 10.0 for index in range(1000)], window_s=60)
+    batches = statistics.describe_arrivals([index // 10 * 10.0 for index in range(1000)], window_s=60)
     assert (batches["gap_cv"], batches["dispersion"]["1s"]) == pytest.approx((3, 9), abs=0.1)
 
 
@@ -114,19 +107,19 @@ def test_turns_extend_a_prompt_and_users_of_one_system_prompt_are_strangers() ->
     first, second = [0, 0, 5], [0, 1, 5]
     records = records_of([first, second, [*first, 6], [0, 2], [*second, 7], [*first, 6, 8]], gap_s=2)
     tree = prefix_tree(records)
-    turns, num_sessions = turns_of(tree, records)
+    turns, num_sessions = statistics.turns_of(tree, records)
     assert num_sessions == 3
     found = [(turn.session, turn.gap_s, turn.new_tokens) for turn in turns]
     assert found == [(0, 4, 512), (1, 6, 512), (0, 6, 512)]
-    figures = describe_sessions(tree, records)
+    figures = statistics.describe_sessions(tree, records)
     assert (figures["extending_share"], figures["turns"]["max"]) == (0.5, 3)
 
 
 def test_one_request_is_a_trace() -> None:
-    statistics = analyze(records_of([[0, 0]]))
-    assert statistics["arrivals"]["mean_rate"] is None
-    assert statistics["arrivals"]["dispersion"] == {"1s": None, "10s": None, "60s": None}
-    assert "requests               1" in format_statistics(statistics, "one.jsonl")
+    found = statistics.analyze(records_of([[0, 0]]))
+    assert found["arrivals"]["mean_rate"] is None
+    assert found["arrivals"]["dispersion"] == {"1s": None, "10s": None, "60s": None}
+    assert "requests               1" in format_statistics(found, "one.jsonl")
 
 
 def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,8 +128,8 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytes
     trace.write_text(f"{json.dumps(record)}\n{json.dumps(record | {'timestamp': 65_005})}\n")
     assert main(["analyze", str(trace), "--capacities", "2048,512", "--json", str(figures)]) == 0
     assert "cache ratio        42.7%" in capsys.readouterr().out
-    statistics = json.loads(figures.read_text())
+    found = json.loads(figures.read_text())
     ratio = pytest.approx(512 / 1200)
-    assert (statistics["trace"], statistics["cache_ratio"]) == ("t.jsonl", ratio)
-    assert [point["capacity_tokens"] for point in statistics["lru"]["curve"]] == [512, 2048, None]
-    assert statistics["lru"]["curve"][-1]["hit_ratio"] == ratio
+    assert (found["trace"], found["cache_ratio"]) == ("t.jsonl", ratio)
+    assert [point["capacity_tokens"] for point in found["lru"]["curve"]] == [512, 2048, None]
+    assert found["lru"]["curve"][-1]["hit_ratio"] == ratio

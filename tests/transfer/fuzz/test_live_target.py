@@ -33,18 +33,8 @@ from moonserve.transfer.memory.memfd import OwnedMemory
 from moonserve.transfer.memory.scatter import Rows
 from moonserve.transfer.paths import peer_address
 from moonserve.transfer.paths.peer_address import parse_address
-from moonserve.transfer.tcp import handshake
+from moonserve.transfer.tcp import frames, handshake
 from moonserve.transfer.tcp.connection import Connection
-from moonserve.transfer.tcp.frames import (
-    HEADER_BYTES,
-    Header,
-    Kind,
-    ProtocolViolation,
-    decode,
-    encode,
-    receive_rows,
-    request,
-)
 from moonserve.transfer.transport_interface import Credentials
 from tests.patience import PATIENCE_S, until
 from tests.thoroughness import examples
@@ -231,10 +221,10 @@ def fed(data: bytes, work: Callable[[Connection], T]) -> T:
 
 
 @often
-@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+@given(st.binary(min_size=frames.HEADER_BYTES, max_size=frames.HEADER_BYTES))
 def test_any_bytes_decode_to_a_header_or_a_violation(data: bytes) -> None:
-    with suppress(ProtocolViolation):
-        assert encode(decode(data)) == data
+    with suppress(frames.ProtocolViolation):
+        assert frames.encode(frames.decode(data)) == data
 
 
 @often
@@ -243,12 +233,12 @@ def test_any_bytes_decode_to_a_header_or_a_violation(data: bytes) -> None:
 )
 def test_a_changed_sealed_request_is_rejected(rows: list[tuple[int, int, int]], place: int, bit: int) -> None:
     sent = scatter.rows(*rows)
-    header = Header(Kind.READ, entries=len(sent), segment_id=3)
-    frame = bytearray(request(header, sent, sealed=True))
+    header = frames.Header(frames.Kind.READ, entries=len(sent), segment_id=3)
+    frame = bytearray(frames.request(header, sent, sealed=True))
 
-    def read(connection: Connection) -> tuple[Header, Rows]:
-        arrived = decode(connection.receive_bytes(HEADER_BYTES))
-        return arrived, receive_rows(connection, arrived, sealed=True)
+    def read(connection: Connection) -> tuple[frames.Header, Rows]:
+        arrived = frames.decode(connection.receive_bytes(frames.HEADER_BYTES))
+        return arrived, frames.receive_rows(connection, arrived, sealed=True)
 
     arrived, found = fed(bytes(frame), read)
     assert arrived == header

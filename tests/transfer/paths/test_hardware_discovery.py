@@ -11,17 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.protocol.errors import ConfigError
-from moonserve.transfer.paths.hardware_discovery import (
-    InterfaceAddress,
-    local_tcp_rails,
-    location_of,
-    owner_of,
-    reachable_addresses,
-    read_addresses,
-    read_machine,
-    read_topology,
-    tcp_rails,
-)
+from moonserve.transfer.paths import hardware_discovery
 from moonserve.transfer.paths.peer_address import Rail
 from moonserve.transfer.paths.topology import Device, Machine, Preference, Topology, decide_topology
 from moonserve.transfer.rdma.device import best_gid, choose_ports, discover_ports
@@ -121,8 +111,8 @@ def test_a_two_socket_machine_has_the_expected_topology(two_sockets: Path) -> No
         "cuda:0": Preference(("mlx5_0:1",), ("eth0", "mlx5_1:1")),
         "cuda:1": Preference(("mlx5_1:1",), ("mlx5_0:1", "eth0")),
     }
-    assert read_topology(rails, sysfs=two_sockets).matrix == matrix
-    devices = read_machine(two_sockets).devices
+    assert hardware_discovery.read_topology(rails, sysfs=two_sockets).matrix == matrix
+    devices = hardware_discovery.read_machine(two_sockets).devices
     assert devices["eth0"].bandwidth_bytes_s == 25e9 / 8
     assert (devices["mlx5_1:1"].bandwidth_bytes_s, devices["mlx5_1:1"].numa_node) == (100e9 / 8, 1)
     assert devices["lo"].bandwidth_bytes_s is None
@@ -138,9 +128,10 @@ def test_the_location_is_node_with_most_pages(two_sockets: Path, tmp_path: Path,
         "7f0000000000 default file=/memfd:moonserve N0=10 N1=200 kernelpagesize_kB=4\n"
         "8f0000000000 default file=/memfd:moonserve\n"
     )
-    assert location_of(address, tmp_path, two_sockets) == location
-    assert location_of(address, tmp_path / "absent", two_sockets) == ""
-    assert location_of(address, tmp_path, tmp_path) == "cpu:0"  # without sysfs there is a single node
+    assert hardware_discovery.location_of(address, tmp_path, two_sockets) == location
+    assert hardware_discovery.location_of(address, tmp_path / "absent", two_sockets) == ""
+    # Without sysfs there is a single node.
+    assert hardware_discovery.location_of(address, tmp_path, tmp_path) == "cpu:0"
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "", "unknown"])
@@ -148,7 +139,7 @@ def test_malformed_sysfs_files_mean_unknown(fake: FakeMachine, speed: str) -> No
     fake.interface("eth0", fake.pci(*SLOT, numa_node=-1), speed=speed)
     fake.numa_node(0)
     fake.numa_node(2, "nonsense")
-    machine = read_machine(fake.root)
+    machine = hardware_discovery.read_machine(fake.root)
     assert machine.devices["eth0"].bandwidth_bytes_s is None
     assert machine.devices["eth0"].numa_node is None
     assert machine.numa_distances == {0: {0: 10, 2: 20}, 2: {0: 20, 2: 10}}
@@ -159,7 +150,7 @@ def test_virtual_devices_have_the_location_of_their_hardware(fake: FakeMachine) 
     fake.interface("eth0", f"{slot}/virtio2")
     fake.interface("bond0", None, "eth0", speed="20000")
     fake.rdma("rxe0", parent="eth0")
-    devices = read_machine(fake.root).devices
+    devices = hardware_discovery.read_machine(fake.root).devices
     assert {(device.numa_node, device.pci_path) for device in devices.values()} == {(1, SLOT)}
     assert devices["bond0"].bandwidth_bytes_s == 20e9 / 8
 
@@ -167,11 +158,11 @@ def test_virtual_devices_have_the_location_of_their_hardware(fake: FakeMachine) 
 def test_only_graphics_devices_of_the_vendor_are_gpus(fake: FakeMachine) -> None:
     for slot, (vendor, kind) in enumerate([("0x10de", "0x030200"), ("0x10de", "0x040300"), ("0x1234", "0x030000")]):
         fake.pci("pci0000:00", f"0000:00:0{slot}.0", vendor=vendor, **{"class": kind})
-    assert [gpu.name for gpu in read_machine(fake.root).gpus] == ["0000:00:00.0"]
+    assert [gpu.name for gpu in hardware_discovery.read_machine(fake.root).gpus] == ["0000:00:00.0"]
 
 
 def test_a_machine_without_sysfs_is_one_node_without_devices(tmp_path: Path) -> None:
-    found = read_topology([Rail("tcp", "eth0", "")], sysfs=tmp_path / "absent")
+    found = hardware_discovery.read_topology([Rail("tcp", "eth0", "")], sysfs=tmp_path / "absent")
     assert found.matrix == {"cpu:0": Preference(("eth0",))}
     assert discover_ports(tmp_path / "absent") == []
     with pytest.raises(ConfigError, match="driver"):
@@ -179,13 +170,13 @@ def test_a_machine_without_sysfs_is_one_node_without_devices(tmp_path: Path) -> 
 
 
 def test_this_machine_can_be_read() -> None:
-    machine = read_machine()
+    machine = hardware_discovery.read_machine()
     assert machine.numa_distances
     assert all(machine.devices)
-    assert owner_of("127.0.0.1", read_addresses()) == "lo"
-    assert [rail.name for rail in local_tcp_rails(["127.0.0.1"])] == ["lo"]
+    assert hardware_discovery.owner_of("127.0.0.1", hardware_discovery.read_addresses()) == "lo"
+    assert [rail.name for rail in hardware_discovery.local_tcp_rails(["127.0.0.1"])] == ["lo"]
     with pytest.raises(ConfigError, match=r"no\.\.host"):
-        local_tcp_rails(["no..host"])
+        hardware_discovery.local_tcp_rails(["no..host"])
 
 
 @pytest.mark.parametrize(
@@ -238,7 +229,7 @@ def test_all_active_ports_are_rails_unless_rails_are_named(fake: FakeMachine) ->
 # TCP rails
 
 OWN = [
-    InterfaceAddress(interface, ip_address(address))
+    hardware_discovery.InterfaceAddress(interface, ip_address(address))
     for interface, address in [
         ("lo", "127.0.0.1"),
         ("lo", "::1"),
@@ -263,9 +254,9 @@ MACHINE = Machine(devices={"eth0": Device("eth0", 1, (), 3e9)})
     ],
 )
 def test_a_rail_has_the_name_node_and_speed_of_its_interface(
-    addresses: list[str], own: list[InterfaceAddress], rails: list[Rail]
+    addresses: list[str], own: list[hardware_discovery.InterfaceAddress], rails: list[Rail]
 ) -> None:
-    assert tcp_rails(addresses, own, MACHINE) == rails
+    assert hardware_discovery.tcp_rails(addresses, own, MACHINE) == rails
 
 
 @pytest.mark.parametrize(
@@ -278,14 +269,14 @@ def test_a_rail_has_the_name_node_and_speed_of_its_interface(
     ],
 )
 def test_an_address_that_peers_cannot_reach_or_that_is_given_twice_is_refused(
-    addresses: list[str], own: list[InterfaceAddress], complaint: str
+    addresses: list[str], own: list[hardware_discovery.InterfaceAddress], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        tcp_rails(addresses, own, MACHINE)
+        hardware_discovery.tcp_rails(addresses, own, MACHINE)
 
 
 def test_loopback_and_link_local_addresses_are_not_reachable() -> None:
-    assert reachable_addresses(OWN) == ["10.0.0.1", "fd00::2"]
+    assert hardware_discovery.reachable_addresses(OWN) == ["10.0.0.1", "fd00::2"]
 
 
 # Topology matrix
