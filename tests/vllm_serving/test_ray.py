@@ -28,7 +28,10 @@ def test_workers_serve_and_one_that_died_serves_again(tmp_path: Path, monkeypatc
     one = {kind: {"count": 1} for kind in ("prefill", "decode", "gateways")}
     values = document(tmp_path)
     serve = {name: value for name, value in values["serve"].items() if name not in SERVE}
-    values |= one | {"conductors": {**values["conductors"], "count": 1}, "serve": serve | VLLM | {"vllm_python": python}}
+    values |= one | {
+        "conductors": {**values["conductors"], "count": 1},
+        "serve": serve | VLLM | {"vllm_python": python},
+    }
     config = parse_cluster(values)
     with ray_cluster(2):
         cluster = Deployed(config, deploy(config, TOKEN), tmp_path)
