@@ -105,8 +105,9 @@ class FormatConfig:
     block_size: int = option(32, help="tokens per KV block")
     kernels: str = option(
         "auto",
-        help="implementation of layers and attention: auto = native, compiled at the first start, or Triton on a GPU",
-        choices=("auto", "native", "torch"),
+        help="implementation of layers and attention: auto = native, compiled at the first start, or Triton on a GPU; "
+        "for other than the own families transformers, which is slower",
+        choices=("auto", "native", "torch", "transformers"),
     )
 
 

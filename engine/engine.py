@@ -22,8 +22,8 @@ from moonserve.engine.cuda.block_copier import BlockCopier
 from moonserve.engine.cuda.device import CPU, STAGED, find_device
 from moonserve.engine.cuda.graphs import with_graphs
 from moonserve.engine.cuda.staging import InPlace, Staging, StagingThread, run_uninterrupted
-from moonserve.engine.kernels import Attention, Geometry, Step
-from moonserve.engine.kernels.selector import make_attention, make_kernels, thread_pool_of
+from moonserve.engine.kernels import Geometry, Step, StepOrder
+from moonserve.engine.kernels.selector import TRANSFORMERS, make_attention, make_kernels, thread_pool_of
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.batch import HiddenStates, Sampled, Slice
 from moonserve.engine.model.config import ModelConfig
@@ -51,7 +51,7 @@ class Engine:
         self,
         config: ModelConfig,
         model: ForwardPass,
-        attention: Attention,
+        attention: StepOrder,
         pool: KvTensors,
         fingerprint: str,
         stage: Stage | None = None,
@@ -129,6 +129,17 @@ class Engine:
         own = stage or split_into_stages(config.num_layers, 1)[0]
         triton = place.type == "cuda" or "triton" in (kernels, attention)
         _require_possible(layout, own, rank_group, own_memory=device != CPU, triton=triton)
+        if kernels == TRANSFORMERS or not config.has_own_kernels:
+            from moonserve.engine.kernels.transformers_model import load_over_transformers  # imports transformers
+
+            if own.size > 1 or rank_group is not None or device != CPU or kernels not in ("auto", TRANSFORMERS):
+                raise ConfigError(
+                    f"{config.architecture} is computed by transformers on one CPU worker: start with --kernels auto, "
+                    "--device cpu, without pipeline stages and tensor-parallel ranks; or with --engine vllm"
+                )
+            whole = load_over_transformers(model_path, config, layout, num_blocks, memory, dtype, load_format)
+            masks = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
+            return cls(config, whole, whole, whole.pool, whole.fingerprint, grammars=masks)
         shard = None if rank_group is None else rank_group.shard
         dtype = dtype or layout.dtype
         weights = load_weights(

@@ -19,8 +19,9 @@ from moonserve.engine.cuda.staging import InPlace, Staging
 from moonserve.engine.kv_cache.block_pool import FreeList
 from moonserve.engine.kv_cache.elastic_service import ElasticMemory, PageableMemory
 from moonserve.engine.kv_cache.pool_size import KvBudget, PoolPlan, gpu_kv_budget, plan_pool
-from moonserve.engine.model.config import ModelConfig, load_model_config
+from moonserve.engine.model.config import ModelConfig
 from moonserve.engine.model.model_folder import resolve_model
+from moonserve.engine.model.transformers_config import read_config
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.pb import common_pb2, conductor_pb2
 from moonserve.protocol.process.lifecycle import Lifecycle
@@ -154,7 +155,7 @@ async def load_replica(
     there are any. Raises ConfigError."""
     lifecycle.progress("reading configuration")
     path = await asyncio.to_thread(resolve_model, config.model)
-    model = load_model_config(path)
+    model = read_config(path)
     device = await asyncio.to_thread(_device, config)
     budget = await asyncio.to_thread(_kv_budget, config, model, device)
     plan = plan_pool(config, model, rank=rank, num_stages=num_stages, budget=budget)

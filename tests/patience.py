@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from moonserve.protocol.rpc.grpc_transport import Channels
 
 T = TypeVar("T")
 
@@ -46,3 +48,10 @@ async def came_true(holds: Callable[[], object]) -> None:
         return holds()
 
     await answered(ask)
+
+
+class PatientChannels(Channels):
+    """Channels whose calls wait long for a reply; a peer that is gone is still noticed at once."""
+
+    async def call(self, method: Callable[..., Awaitable[T]], request: Any, **options: Any) -> T:
+        return await super().call(method, request, **{**options, "timeout_s": PATIENCE_S})

@@ -23,6 +23,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
 
+OTHERS: dict[str, tuple[Any, Any]] = {"qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)}
+"""Models that only the layers of transformers compute."""
+
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 BOS, EOS, IM_START, IM_END = range(256, VOCAB_SIZE)
@@ -56,7 +59,7 @@ def make_model(
 ) -> transformers.PreTrainedModel:
     """Writes a checkpoint to `path` and returns the transformers model from which it was saved, in float32.
     `overrides` are fields of the transformers configuration."""
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = (FAMILIES | OTHERS)[family]
     config = config_class(**{**_DEFAULTS, **overrides})
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)

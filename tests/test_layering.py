@@ -1,4 +1,4 @@
-"""Imports point in one direction (ARCHITECTURE.md, code map), without circles, and modules that decide are pure."""
+"""Imports point in one direction (ARCHITECTURE.md, code map), in no circle; what decides is pure; few read the clock."""
 
 from __future__ import annotations
 
@@ -141,3 +141,32 @@ def test_processes_that_compute_nothing_import_neither_torch_nor_redis() -> None
     command = [sys.executable, "-c", f"{imports}; {show}"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.split() == []
+
+
+# A jump of the wall clock ends no lease or membership and ages no value: only this code reads the wall clock, so often.
+WALL_CLOCK = {
+    "kvstore/node/removal_store.py": 1,  # a node's absence, if the time since boot does not tell
+    "protocol/membership/heartbeats.py": 1,  # epochs of members of a conductor's cluster
+    "protocol/membership/kv_event_publisher.py": 1,  # the time of a batch in vLLM's format
+    "protocol/membership/embedded_registry.py": 1,  # epochs of an embedded registry's lives
+    "protocol/process/logs.py": 1,
+    "protocol/process/tracing.py": 1,
+}
+_WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
+
+
+@pytest.mark.parametrize("package", ["kvstore", "protocol", "transfer"])
+def test_only_listed_code_reads_the_wall_clock(package: str) -> None:
+    """Leases, generations and memberships use monotonic clocks and counts, except for `WALL_CLOCK` calls."""
+    found: dict[str, int] = {}
+    for path in (ROOT / package).rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                asks = node.value.id in {"time", "datetime"} and node.attr in _WALL
+                found[name] = found.get(name, 0) + asks
+            if isinstance(node, ast.ImportFrom) and node.module in {"time", "datetime"}:
+                names = {alias.name for alias in node.names}
+                assert not names & {*_WALL, "datetime"}, f"{name} may ask for the wall clock"
+    asking = {name: n for name, n in found.items() if n}
+    assert asking == {name: n for name, n in WALL_CLOCK.items() if name.startswith(package)}

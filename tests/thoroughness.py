@@ -7,6 +7,9 @@ draws new examples every time; an example that fails there becomes an `@example`
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 _FACTOR = float(os.environ.get("MOONSERVE_TEST_EXAMPLES", "0.1"))
 _FEWEST = 3
@@ -22,3 +25,12 @@ def examples(ordinary: int) -> int:
 def seconds(ordinary: float, thorough: float) -> float:
     """Returns the duration of an external condition, where it determines what a test sees."""
     return thorough if THOROUGH else ordinary
+
+
+# The public conversation trace, which is not part of this repository.
+_SHARED = Path(__file__).resolve().parents[2] / "shared/traces/conversation_trace.jsonl"
+TRACE = Path(os.environ.get("MOONSERVE_TRACE", _SHARED))
+
+needs_trace = pytest.mark.skipif(
+    not TRACE.exists(), reason="needs the public trace: moonserve traces fetch, and its path in MOONSERVE_TRACE"
+)

@@ -8,8 +8,9 @@ from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.engine.config import DEFAULT_KV_BYTES
 from moonserve.engine.cuda.device import CPU, STAGED, count_gpus
 from moonserve.engine.kv_cache.pool_size import weight_bytes
-from moonserve.engine.model.config import ModelConfig, load_model_config
+from moonserve.engine.model.config import ModelConfig
 from moonserve.engine.model.model_folder import resolve_model
+from moonserve.engine.model.transformers_config import read_config
 from moonserve.models import demo_model_path
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import DTYPE_BYTES
@@ -28,7 +29,7 @@ def model_folder(config: ServeConfig, *, is_one_host: bool = True) -> Path:
     def judge(folder: Path) -> None:
         if config.engine != "moonserve":
             return
-        model = load_model_config(folder)
+        model = read_config(folder)
         _require_length(config, model)
         if is_one_host and (config.device in (CPU, STAGED) or not count_gpus()):
             _require_memory(config, model, available_memory_bytes())

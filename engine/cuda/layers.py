@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from moonserve.engine.cuda.device import require_triton
 from moonserve.engine.cuda.streams import to_device
 from moonserve.engine.kernels import Heads, Step
+from moonserve.engine.kernels.rope import RopeTable
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.rope import RopeTable
 from moonserve.engine.model.weights import LayerWeights, Weights
 
 if TYPE_CHECKING:

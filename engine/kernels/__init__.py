@@ -40,8 +40,8 @@ class Span:
     by one or, after a loss, many at once."""
 
 
-class Attention(Protocol):
-    """Causal attention of a step's tokens over their own sequences."""
+class StepOrder(Protocol):
+    """What an engine needs to know of attention to lay out a step."""
 
     name: str
     reads_whole_blocks: bool
@@ -49,6 +49,10 @@ class Attention(Protocol):
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
         """Returns the order in which this backend needs the spans, given their (start, end)."""
+
+
+class Attention(StepOrder, Protocol):
+    """Causal attention of a step's tokens over their own sequences."""
 
     def plan(self, spans: Sequence[Span], window: int | None) -> Plan:
         """Prepares a step. A token attends to itself and the window - 1 tokens before it; None = all earlier tokens."""

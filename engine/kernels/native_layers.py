@@ -15,10 +15,10 @@ import torch
 
 from moonserve.engine.kernels import AllReduce, Heads, Step
 from moonserve.engine.kernels.native_library import CLayer, CModel, CStep, LayersLibrary
+from moonserve.engine.kernels.rope import RopeTable
 from moonserve.engine.kernels.weight_packing import LANES, Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.rope import RopeTable
 from moonserve.engine.model.weights import LayerWeights, Weights
 from moonserve.protocol.process.native_libraries import CompilerError
 

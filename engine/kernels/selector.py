@@ -21,6 +21,8 @@ from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.native_libraries import CompilerError
 
 ATTENTION_NAMES = KERNEL_NAMES = ("auto", "native", "torch", "triton")
+TRANSFORMERS = "transformers"
+"""Kernels of any decoder, which are no `Kernels`: the layers of transformers (`engine.kernels.transformers_model`)."""
 
 
 def make_attention(

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from moonserve.engine.kernels import AllReduce, Heads, Step
+from moonserve.engine.kernels.rope import RopeTable, apply_rope
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.rope import RopeTable, apply_rope
 from moonserve.engine.model.weights import LayerWeights, Weights
 
 Linear = Callable[[torch.Tensor], torch.Tensor]

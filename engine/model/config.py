@@ -23,7 +23,7 @@ _DEFAULT_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Configuration of the rotary position embedding; `engine.model.rope` computes it. Fields that a type does not
+    """Configuration of the rotary position embedding; `engine.kernels.rope` computes it. Fields that a type does not
     use keep their defaults."""
 
     rope_type: str = "default"
@@ -157,6 +157,12 @@ class ModelConfig:
     initializer_range: float
     dtype: str  # the checkpoint's, with float16 replaced by bfloat16
     eos_token_ids: tuple[int, ...]  # may be empty
+    # Digest of the config.json of a model that only transformers computes; empty for the own families.
+    transformers_config: str = ""
+
+    @property
+    def has_own_kernels(self) -> bool:
+        return not self.transformers_config
 
     def resolve_dtype(self, name: str) -> str:
         """Returns the compute dtype for a `--dtype` value; auto means the checkpoint's own. Raises ConfigError."""
@@ -169,7 +175,7 @@ class ModelConfig:
     @property
     def kv_identity(self) -> str:
         """Everything that KV depends on in addition to the weights and their shapes; part of the fingerprint."""
-        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|"
+        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|{self.transformers_config}"
 
     def of_layers(self, layers: range) -> ModelConfig:
         """Returns the configuration of a pipeline stage that has only these layers, renumbered from 0."""
@@ -267,12 +273,13 @@ SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """Reads `path`/config.json and generation_config.json. Raises ConfigError that names the file and the field."""
+    """Reads config.json and generation_config.json of a model of an own family (`engine.model.transformers_config`:
+    of any). Raises ConfigError that names the file and the field."""
     if not path.is_dir():
         raise ConfigError(f"model folder {path} does not exist or is not a folder")
     fields = JsonFields(read_json(path / "config.json"), source=str(path / "config.json"))
     architecture = _architecture(fields)
-    _require_plain_weights(fields)
+    require_plain_weights(fields)
     family = _FAMILIES[architecture]
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
@@ -303,8 +310,8 @@ def load_model_config(path: Path) -> ModelConfig:
         mlp_bias=mlp_bias,
         qk_norm=family.qk_norm,
         initializer_range=fields.number("initializer_range", default=0.02),
-        dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(path, fields, vocab_size),
+        dtype=stored_dtype(fields),
+        eos_token_ids=eos_token_ids(path, fields, vocab_size),
     )
 
 
@@ -314,13 +321,10 @@ def _architecture(fields: JsonFields) -> str:
         if name in _FAMILIES:
             return name
     found = ", ".join(names) or "none (the field `architectures` is missing)"
-    raise fields.error(
-        f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}; those that vLLM knows "
-        "are served with --engine vllm"
-    )
+    raise fields.error(f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
 
 
-def _require_plain_weights(fields: JsonFields) -> None:
+def require_plain_weights(fields: JsonFields) -> None:
     """Raises ConfigError for quantised weights."""
     for name in ("quantization_config", "compression_config"):
         quantised = fields.nested(name)
@@ -362,7 +366,7 @@ def _require_silu(fields: JsonFields) -> None:
         raise fields.error(f"hidden_act {activation!r} is not supported, only silu")
 
 
-def _dtype(fields: JsonFields) -> str:
+def stored_dtype(fields: JsonFields) -> str:
     """Returns the checkpoint's dtype. float16, which has no KV layout, is replaced by bfloat16."""
     name = fields.text("dtype", default=fields.text("torch_dtype", default="float32"))
     known = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
@@ -371,7 +375,7 @@ def _dtype(fields: JsonFields) -> str:
     return known[name]
 
 
-def _eos_token_ids(path: Path, fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
+def eos_token_ids(path: Path, fields: JsonFields, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids of both files, generation_config.json first: chat models often name their end-of-turn token only
     there. Ids outside the vocabulary are dropped: they cannot be sampled, and some files use -1 for "none"."""
     ids: list[int] = []

@@ -19,7 +19,7 @@ from tests.chaos.faults import Clock, Striking, schedule
 from tests.e2e.cluster import UNHURRIED, Cluster
 from tests.e2e.test_lifecycle import left_in_shm
 from tests.patience import PATIENCE_S
-from tests.public_trace import TRACE
+from tests.thoroughness import TRACE
 from tests.traces.made import write_small
 
 NUM_WISHES = 60

@@ -33,10 +33,9 @@ from moonserve.transfer import FaultPlan, ScatterTransfer, TransferEngine
 from moonserve.transfer.memory.scatter import LOCAL
 from moonserve.worker.process import KvMemory
 from moonserve.worker.service import PrefillServicer
-from tests.channels import PatientChannels
 from tests.decode_worker.world import prompt_of
 from tests.kvstore.node.nodes import exists
-from tests.patience import PATIENCE_S, answered
+from tests.patience import PATIENCE_S, PatientChannels, answered
 from tests.prefill_worker.builders import make_request
 from tests.services import serving
 from tests.worker import parts

@@ -16,7 +16,7 @@ from moonserve.traces.format import TOKENS_PER_HASH, TraceRecord, read_trace
 from moonserve.traces.simulator.cluster.run import simulate
 from moonserve.traces.simulator.model_profiles import LLAMA3_70B_8XA800
 from moonserve.traces.simulator.spec import ClusterSpec
-from tests.public_trace import TRACE, needs_trace
+from tests.thoroughness import TRACE, needs_trace
 
 NUM_PREFILLS = 8
 CACHE_AWARE = ["global-cache-aware", "local-cache-aware", "session-affinity"]

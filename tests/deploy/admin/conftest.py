@@ -21,11 +21,10 @@ from moonserve.kvstore.client.node_access.objects import PutObject
 from moonserve.protocol.kv_blocks import BlockKey, checksum
 from moonserve.protocol.membership.redis_registry import RedisRegistry
 from moonserve.protocol.membership.registry_client import connect_registry
-from tests.channels import PatientChannels
 from tests.kvstore.client.pools import store_of
 from tests.kvstore.directory.cluster import asking, running_directory
 from tests.kvstore.node.nodes import TOKEN, Node, connected, running_node
-from tests.patience import NEVER_S, PATIENCE_S, answered
+from tests.patience import NEVER_S, PATIENCE_S, PatientChannels, answered
 
 SEGMENT_BYTES = 8 * 2**20
 ENVIRON = {"MOONSERVE_CLUSTER_TOKEN": TOKEN}

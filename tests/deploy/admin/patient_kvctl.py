@@ -7,7 +7,7 @@ import sys
 from moonserve.__main__ import main
 from moonserve.deploy.admin import kvctl_cluster
 from moonserve.protocol.membership import registry_client
-from tests.channels import PatientChannels
+from tests.patience import PatientChannels
 
 if __name__ == "__main__":
     kvctl_cluster.Channels = registry_client.Channels = PatientChannels

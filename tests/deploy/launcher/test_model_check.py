@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from moonserve.models import demo_model_path
 from moonserve.protocol.errors import ConfigError
 
 REFUSED = [
-    ({"architectures": ["GptOssForCausalLM"]}, {}, r"GptOssForCausalLM; .*--engine vllm"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, {}, r"no decoder of transformers; .*--engine vllm"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, r"quantised by awq .*--engine vllm.*bfloat16"),
     ({"quantization_config": {"weight_block_size": [128, 128]}}, {}, "an unnamed method"),
     ({}, {"max_model_len": 1_000_000}, r"--max-model-len 1000000 exceeds the model's 8192 positions"),
@@ -46,11 +45,8 @@ def test_a_hub_model_is_refused_before_its_weights_are_downloaded(
         assert any("safetensors" in pattern for pattern in downloads[-1])
 
 
-def test_memory_of_other_hosts_and_unknown_memory_refuse_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(demo_model_path(), tmp_path, dirs_exist_ok=True)
-    config = ServeConfig(model=str(tmp_path), kv_cache_memory=2**50)
-    assert model_folder(config, is_one_host=False) == tmp_path
+def test_memory_of_other_hosts_and_unknown_memory_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServeConfig(kv_cache_memory=2**50)
+    assert model_folder(config, is_one_host=False) == demo_model_path()
     monkeypatch.setattr(model_check, "available_memory_bytes", lambda: None)
-    assert model_folder(config) == tmp_path
+    assert model_folder(config) == demo_model_path()

@@ -16,7 +16,7 @@ from benchmarks.gpu_check.attention_cases import TOLERANCES, AttentionCase, Atte
 from moonserve.engine.cuda.attention import TritonAttention
 from moonserve.engine.cuda.layer_kernels import Positions, add_norm, rotate_and_store, swiglu
 from moonserve.engine.kernels import Geometry
-from moonserve.engine.model.rope import apply_rope
+from moonserve.engine.kernels.rope import apply_rope
 from moonserve.protocol.errors import ConfigError
 from tests.engine.cuda.conftest import DEVICE
 from tests.engine.kernels.calls import random_tensor

@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from moonserve.engine.kernels.rope import RopeTable
 from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.model_folder import resolve_model
-from moonserve.engine.model.rope import RopeTable
 from moonserve.protocol.errors import ConfigError
 from tests.engine.conftest import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
 

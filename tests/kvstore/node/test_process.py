@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,6 +18,7 @@ from moonserve.conductor.placement.policies import PUBLISHED_POLICY, make_policy
 from moonserve.conductor.service import ConductorMetrics, ConductorService
 from moonserve.conductor.state import ConductorState
 from moonserve.kvstore.client.blocks import BlockStores
+from moonserve.kvstore.node.remove_pin_drain import DrainMark
 from moonserve.protocol.errors import DeadlineExceeded, PeerLost, StaleLease
 from moonserve.protocol.kv_blocks import checksum
 from moonserve.protocol.pb import conductor_pb2_grpc, kvstore_pb2
@@ -177,3 +181,30 @@ async def test_a_restarted_node_without_a_disk_announces_no_blocks() -> None:
     assert second.epoch > first.epoch
     assert second.transfer_address != first.transfer_address
     state.validate()
+
+
+async def test_requests_during_slow_write_are_queued_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, going_on = threading.Event(), threading.Event()
+    touch = Path.touch
+
+    def slow_touch(path: Path, *args: Any) -> None:
+        begun.set()
+        going_on.wait()
+        touch(path, *args)
+
+    monkeypatch.setattr(Path, "touch", slow_touch)
+    mark = DrainMark(tmp_path)
+    first = asyncio.create_task(mark.save(True))
+    await asyncio.to_thread(begun.wait)
+    second = asyncio.create_task(mark.save(False))
+    await asyncio.wait({second}, timeout=0.05)  # ends early if it wrongly does not wait
+    going_on.set()
+    await asyncio.gather(first, second)
+    assert not mark.is_set()
+
+
+async def test_drain_mark_that_cannot_be_saved_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await DrainMark(tmp_path / "gone").save(True)
+    assert "cannot be saved" in caplog.text
+    await DrainMark(None).save(True)
+    assert not DrainMark(None).is_set()

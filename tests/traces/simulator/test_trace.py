@@ -16,8 +16,7 @@ from moonserve.traces.experiments.testbed import effective_share, hit_ratio
 from moonserve.traces.format import TraceRecord, read_trace
 from moonserve.traces.simulator.results import SimulationResult
 from moonserve.traces.workload.prompts import ideal_cached_tokens
-from tests.public_trace import TRACE, needs_trace
-from tests.thoroughness import THOROUGH
+from tests.thoroughness import THOROUGH, TRACE, needs_trace
 
 pytestmark = [pytest.mark.trace, pytest.mark.slow, pytest.mark.timeout(900), needs_trace]
 

@@ -16,8 +16,7 @@ from moonserve.traces.workload.generator import ArrivalSpec, WorkloadSpec, reque
 from moonserve.traces.workload.likeness import FittedTrace, fit_trace, records_like
 from moonserve.traces.workload.prefix_reuse import BlockIds, Chain, Prompt, PromptHistory, ReuseTarget
 from moonserve.traces.workload.statistics import analyze
-from tests.public_trace import TRACE, needs_trace
-from tests.thoroughness import examples
+from tests.thoroughness import TRACE, examples, needs_trace
 from tests.traces.made import write_small
 from tests.traces.workload.test_generator import check_laws, specs
 
