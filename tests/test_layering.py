@@ -1,4 +1,4 @@
-"""Imports point in one direction (ARCHITECTURE.md, code map), in no circle; what decides is pure; few read the clock."""
+"""Imports point in one direction (ARCHITECTURE.md, code map), in no circle; what decides is pure; few know the time."""
 
 from __future__ import annotations
 
