@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from moonserve.deploy.launcher.config import ServeConfig
@@ -31,7 +32,10 @@ def model_folder(config: ServeConfig, *, is_one_host: bool = True) -> Path:
             return
         model = read_config(folder)
         _require_length(config, model)
-        if is_one_host and (config.device in (CPU, STAGED) or not count_gpus()):
+        if not model.has_own_kernels:
+            slow = f"transformers computes {model.architecture}, slower than the own families"
+            print(f"moonserve: {slow}; --engine vllm may be faster (docs/models.md)", file=sys.stderr)
+        elif is_one_host and (config.device in (CPU, STAGED) or not count_gpus()):
             _require_memory(config, model, available_memory_bytes())
 
     return resolve_model(config.model or str(demo_model_path()), judge)
