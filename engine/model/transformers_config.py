@@ -100,6 +100,6 @@ def _windows(config: Any, fields: JsonFields, num_layers: int) -> tuple[int | No
 def _unsupported(fields: JsonFields, why: str) -> ConfigError:
     names = ", ".join(fields.strings("architectures") or ()) or "none (the field `architectures` is missing)"
     return fields.error(
-        f"unsupported architecture: {names}: {why}; supported are {', '.join(SUPPORTED_ARCHITECTURES)} and other decoders "
-        "of transformers (docs/models.md); architectures that vLLM knows are served with --engine vllm"
+        f"unsupported architecture: {names}: {why}; supported are {', '.join(SUPPORTED_ARCHITECTURES)} and other "
+        "decoders of transformers (docs/models.md); architectures that vLLM knows are served with --engine vllm"
     )
