@@ -13,6 +13,7 @@ from moonserve.deploy.ray.config import parse_cluster
 from moonserve.deploy.ray.events import RemoveCluster
 from tests.deploy.ray.test_ray import SERVE, TOKEN, Deployed, document, ray_cluster
 from tests.patience import until
+from tests.thoroughness import examples
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -22,8 +23,8 @@ PROMPT = [7 * number % 4_000 for number in range(300)]
 
 def test_workers_serve_and_one_that_died_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = os.environ.get("MOONSERVE_VLLM_PYTHON")
-    if python is None:
-        pytest.skip("needs vLLM: make test-vllm")
+    if python is None or examples(100) < 100:
+        pytest.skip("takes a minute: MOONSERVE_TEST_EXAMPLES=1 make test-vllm")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     one = {kind: {"count": 1} for kind in ("prefill", "decode", "gateways")}
     values = document(tmp_path)
