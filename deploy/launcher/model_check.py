@@ -8,7 +8,7 @@ from pathlib import Path
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.engine.config import DEFAULT_KV_BYTES
 from moonserve.engine.cuda.device import CPU, STAGED, count_gpus
-from moonserve.engine.kv_cache.pool_size import weight_bytes
+from moonserve.engine.kv_cache.pool_size import require_positions, weight_bytes
 from moonserve.engine.model.config import ModelConfig
 from moonserve.engine.model.model_folder import resolve_model
 from moonserve.engine.model.transformers_config import read_config
@@ -31,7 +31,7 @@ def model_folder(config: ServeConfig, *, is_one_host: bool = True) -> Path:
         if config.engine != "moonserve":
             return
         model = read_config(folder)
-        _require_length(config, model)
+        require_positions(model, config.max_model_len)
         if not model.has_own_kernels:
             slow = f"transformers computes {model.architecture}, slower than the own families"
             print(f"moonserve: {slow}; --engine vllm may be faster (docs/models.md)", file=sys.stderr)
@@ -39,12 +39,6 @@ def model_folder(config: ServeConfig, *, is_one_host: bool = True) -> Path:
             _require_memory(config, model, available_memory_bytes())
 
     return resolve_model(config.model or str(demo_model_path()), judge)
-
-
-def _require_length(config: ServeConfig, model: ModelConfig) -> None:
-    most = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > most:
-        raise ConfigError(f"--max-model-len {config.max_model_len} exceeds the model's {most} positions")
 
 
 def _require_memory(config: ServeConfig, model: ModelConfig, available: int | None) -> None:

@@ -54,7 +54,7 @@ _current: ContextVar[_Pass] = ContextVar("pass")
 
 
 class TransformersModel:
-    """`ForwardPass` of a model of transformers, and the order that it needs (`Attention.order`)."""
+    """`ForwardPass` of a model of transformers, and the order that it needs (`StepOrder`)."""
 
     kernels_name = name = "transformers"
     reads_whole_blocks = False

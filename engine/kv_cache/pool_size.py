@@ -89,13 +89,19 @@ def plan_pool(
 
 def _max_model_len(config: ReplicaConfig, model: ModelConfig, pool_tokens: int, budget: KvBudget) -> int:
     requested = config.max_model_len
+    require_positions(model, requested)
     if requested is None:
         return min(model.max_position_embeddings, pool_tokens)
-    if requested > model.max_position_embeddings:
-        raise ConfigError(f"--max-model-len {requested} exceeds the model's {model.max_position_embeddings} positions")
     if requested > pool_tokens:
         raise ConfigError(f"--max-model-len {requested} exceeds the {pool_tokens} tokens that {budget.option} holds")
     return requested
+
+
+def require_positions(model: ModelConfig, max_model_len: int | None) -> None:
+    """Raises ConfigError if sequences of the requested length have more positions than the model."""
+    most = model.max_position_embeddings
+    if max_model_len is not None and max_model_len > most:
+        raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {most} positions")
 
 
 def gpu_kv_budget(config: ReplicaConfig, model: ModelConfig) -> KvBudget:

@@ -321,7 +321,10 @@ def _architecture(fields: JsonFields) -> str:
         if name in _FAMILIES:
             return name
     found = ", ".join(names) or "none (the field `architectures` is missing)"
-    raise fields.error(f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+    raise fields.error(
+        f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}; those that vLLM knows "
+        "are served with --engine vllm"
+    )
 
 
 def require_plain_weights(fields: JsonFields) -> None:

@@ -79,7 +79,7 @@ def _text_config(path: Path, fields: JsonFields) -> Any:
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # unknown types, missing fields, code of the hub
-        raise _unsupported(fields, str(error).splitlines()[0]) from error
+        raise _unsupported(fields, next(iter(str(error).splitlines()), type(error).__name__)) from error
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, ())
     names = {known} if isinstance(known, str) else set(known)
     if names.isdisjoint(fields.strings("architectures") or ()) or config.is_encoder_decoder:
