@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from moonserve.kvstore.client.blocks import BlockStores
@@ -38,7 +38,8 @@ RENEW_EVERY_S = 1.0
 
 
 class Copier:
-    """Makes the replicas of one node."""
+    """Makes the replicas of one node. `stored` is called with the keys of objects as they become visible, also when the
+    caller is lost by then."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Copier:
         removal_store: RemovalStore,
         segment: Segment,
         clock: Callable[[], float],
+        stored: Callable[[Iterable[BlockKey]], None],
     ) -> None:
         self._client = client
         self._state = state
@@ -54,6 +56,7 @@ class Copier:
         self._removals = removal_store.removals
         self._segment = segment
         self._clock = clock
+        self._stored = stored
 
     async def copy(self, request: kvstore_pb2.StoreCopyRequest) -> kvstore_pb2.StoreCopyReply:
         """Copies the leading run of keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
@@ -158,6 +161,7 @@ class Copier:
         if checksums:
             writers.commit(reservation_id, checksums, now)
             writers.verified(reservation_id, (), now)
+            self._stored(checksums)
         else:
             writers.abort(reservation_id, now)
             writers.window_closed(reservation_id, now)

@@ -90,7 +90,7 @@ class StoreService(DurableCalls):
         self.draining = self._drain_mark.is_set()
         removals = RemovalLog(secrets.randbits(63), clock(), kept_s=config.removals_kept_s)
         self.removal_store = RemovalStore(state, self.mover, removals, folder, clock, self._on_change)
-        self._copier = Copier(self._client, state, self.removal_store, segment, clock)
+        self._copier = Copier(self._client, state, self.removal_store, segment, clock, self.mover.enqueue_copies)
         self._landings = PutVerifier(transfer, segment)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
@@ -243,11 +243,9 @@ class StoreService(DurableCalls):
     async def Copy(self, request: kvstore_pb2.StoreCopyRequest, context: Context) -> kvstore_pb2.StoreCopyReply:
         self._admit_writer()
         try:
-            reply = await self._copier.copy(request)
-            self.mover.enqueue_copies(wire.keys_from_wire(request.keys))
+            return await self._copier.copy(request)
         finally:
             self._writer_has_ended()
-        return reply
 
     async def Subscribe(
         self, request: kvstore_pb2.StoreSubscribeRequest, context: Context

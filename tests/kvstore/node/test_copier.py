@@ -16,6 +16,7 @@ from moonserve.kvstore.node.event_log import EventLog
 from moonserve.kvstore.node.service import Context, StoreService
 from moonserve.kvstore.published_index import IndexSegments
 from moonserve.kvstore.state.state import StoreState
+from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.heartbeats import own_endpoint
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.request import Endpoint
@@ -115,3 +116,20 @@ async def test_a_writer_that_waits_for_a_copy_of_its_key_is_answered_when_that_h
         assert (await target.copy()).copied == 1
         [slot] = (await asyncio.wait_for(waiting[0], PATIENCE_S)).slots
         assert slot.outcome == kvstore_pb2.StoreReserveReply.Slot.OUTCOME_PRESENT
+
+
+async def test_a_copy_whose_caller_is_lost_at_its_end_is_written_to_the_disk_too(
+    source: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with target_beside(source) as target:
+        queued: list[BlockKey] = []
+        monkeypatch.setattr(target.service._copier, "_stored", queued.extend)
+        copying = asyncio.create_task(target.copy())
+
+        async def is_lost() -> None:
+            copying.cancel()
+
+        after(monkeypatch, target, "read_leased", is_lost)
+        with pytest.raises(asyncio.CancelledError):
+            await copying
+        assert (queued, target.state.catalog.present([key(0)])) == ([key(0)], [True])
