@@ -141,7 +141,7 @@ $(VLLM)/.installed: tests/vllm/requirements.txt pyproject.toml
 TRACE ?= $(or $(MOONSERVE_TRACE),../shared/traces/conversation_trace.jsonl)
 
 reproduce: $(DEV) ## Mooncake's published figures from its public trace
-	$(BIN)/moonserve reproduce --trace "$(TRACE)" $(ARGS)
+	$(BIN)/python -m benchmarks.reproduction --trace "$(TRACE)" $(ARGS)
 
 # Generates pages from the code, then the site in site/index.html. Search needs `python -m http.server -d site`.
 docs: $(DEV) ## generated pages, and the site in site/

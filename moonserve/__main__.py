@@ -38,7 +38,6 @@ VERBS: dict[str, tuple[str, str]] = {
     "replay": ("moonserve.traces.replay:main", "send a trace to an endpoint on its own clock"),
     "simulate": ("moonserve.traces.experiments.simulate:main", "a cluster in virtual time: simulate TRACE"),
     "plan": ("moonserve.traces.experiments.plan:main", "the cluster that a trace needs: plan TRACE"),
-    "reproduce": ("moonserve.traces.experiments.reproduce:main", "published figures: reproduce TRACE"),
     "traces": ("", "traces of requests: traces fetch | analyze | synthesize"),
 }
 

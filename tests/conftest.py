@@ -38,7 +38,6 @@ SLOW = (
     "rdma/",
     "simulation/",
     "traces/reports/test_page.py",
-    "traces/experiments/test_reproduce.py",
     "traces/simulator/test_fairness.py",
     "traces/simulator/test_trace.py",
     "transfer/fuzz/",

@@ -32,9 +32,9 @@ class Table:
 
 
 @cache
-def templates() -> jinja2.Environment:
-    """Returns the template environment. It escapes all inserted text."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+def templates(*folders: Path) -> jinja2.Environment:
+    """Returns the environment of our templates and those in `folders`. It escapes all inserted text."""
+    loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", *folders])
     return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
 
 

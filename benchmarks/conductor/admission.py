@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.conductor.simulated_runs import PUBLISHED, Traces, argument_parser, run_simulations
 from benchmarks.harness.measure import table, write_json
-from moonserve.traces.experiments.parallel_runs import ClusterRun
-from moonserve.traces.experiments.testbed import (
+from benchmarks.reproduction.testbed import (
     MOONCAKE,
     costly_decoding,
     effective_share,
@@ -27,6 +26,7 @@ from moonserve.traces.experiments.testbed import (
     rejected_share,
     wasted_device_s,
 )
+from moonserve.traces.experiments.parallel_runs import ClusterRun
 from moonserve.traces.simulator.results import SimulationResult
 from moonserve.traces.simulator.spec import LATE
 

@@ -24,7 +24,6 @@ from moonserve.prefill_worker.config import PrefillConfig
 from moonserve.protocol.process.config import Option, options_of
 from moonserve.protocol.process.lifecycle import ProcessConfig
 from moonserve.traces.experiments.plan import PlanConfig
-from moonserve.traces.experiments.reproduce import ReproduceConfig
 from moonserve.traces.experiments.simulate import SimulateConfig
 from moonserve.traces.replay import ReplayConfig
 from moonserve.traces.workload.analyze import AnalyzeConfig
@@ -50,7 +49,6 @@ PAGES: list[tuple[str, type]] = [
     ("moonserve replay", ReplayConfig),
     ("moonserve simulate", SimulateConfig),
     ("moonserve plan", PlanConfig),
-    ("moonserve reproduce", ReproduceConfig),
     ("moonserve traces fetch", FetchConfig),
     ("moonserve traces analyze", AnalyzeConfig),
     ("moonserve traces synthesize", SynthesizeConfig),

@@ -84,13 +84,6 @@ WRONG = {
         ("--out binary/out", "binary/out"),
         ("--trace absent.jsonl", "absent.jsonl"),
     ],
-    "reproduce t.jsonl --only table-2": [
-        ("--only figure-6", "did you mean figure-"),
-        ("--only lunch", "table-2"),
-        ("--processes 0", "--processes"),
-        ("--out binary/out", "binary/out"),
-        ("--trace absent.jsonl", "moonserve traces fetch"),
-    ],
     "replay t.jsonl": [
         ("--limit -1", "--limit must be at least 1"),
         ("--speedup nan", "--speedup must be above 0"),

@@ -16,7 +16,8 @@ The cost of a batch is not published. Compared with the roofline of eight A800 (
   cost nothing in addition to the weights, so this is an overestimate.
 
 So a sequence of 12,000 tokens adds 0.6 ms, and 120 of them make steps of 100 ms. 3.65 times that, as figure 15 requires
-(`traces.experiments.figures_13_14_15`), would mean reading KV at 13 % of the bandwidth: no published figure says that.
+(`benchmarks.reproduction.figures_13_14_15`), would mean reading KV at 13 % of the bandwidth: no published figure says
+that.
 """
 
 from __future__ import annotations

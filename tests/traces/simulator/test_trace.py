@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.reproduction import figures_1_5_8, table_2_figures_9_10_11
+from benchmarks.reproduction.published_figure import CONVERSATION, PublicTrace
+from benchmarks.reproduction.testbed import effective_share, hit_ratio
 from moonserve.protocol.latency import mean
-from moonserve.traces.experiments import figures_1_5_8, table_2_figures_9_10_11
-from moonserve.traces.experiments.published_figure import CONVERSATION, PublicTrace
-from moonserve.traces.experiments.testbed import effective_share, hit_ratio
 from moonserve.traces.format import TraceRecord, read_trace
 from moonserve.traces.simulator.results import SimulationResult
 from moonserve.traces.workload.prompts import ideal_cached_tokens

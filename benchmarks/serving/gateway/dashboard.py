@@ -1,6 +1,6 @@
 """Measures the cost of one open dashboard: CPU time of the whole cluster with and without a request per second.
 
-Run `python -m benchmarks.gateway.dashboard` on an idle machine; it takes about a minute. Bar: 1 % of a core.
+Run `python -m benchmarks.serving.gateway.dashboard` on an idle machine; it takes about a minute. Bar: 1 % of a core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`moonserve reproduce`: every published figure that a trace allows, as one page and as JSON.
+"""`python -m benchmarks.reproduction TRACE`: every published figure that a trace allows, as one page and as JSON.
 
 Each simulation is kept in the folder's `runs/`, so that an interrupted run continues and a repeated one is quick.
 """
@@ -14,16 +14,17 @@ from typing import Any
 
 import pydantic_core
 
-from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.process.config import option, run_command
-from moonserve.protocol.process.progress_bars import ProgressBars
-from moonserve.traces import plots
-from moonserve.traces.experiments import (
+from benchmarks.reproduction import (
     arxiv_cache_policies_overload,
     figures_1_5_8,
     figures_13_14_15,
     table_2_figures_9_10_11,
 )
+from benchmarks.reproduction.published_figure import KINDS, Figure, FigureResult, Plot, PublicTrace, Row
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.config import option, run_command
+from moonserve.protocol.process.progress_bars import ProgressBars
+from moonserve.traces import plots
 from moonserve.traces.experiments.parallel_runs import (
     INTERRUPTED,
     Job,
@@ -32,13 +33,12 @@ from moonserve.traces.experiments.parallel_runs import (
     TraceFile,
     run_missing,
 )
-from moonserve.traces.experiments.published_figure import KINDS, Figure, FigureResult, Plot, PublicTrace, Row
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.output import NO_VALUE, write_text
 from moonserve.traces.plots import Image
 from moonserve.traces.simulation_report import NO_PLOTS, Table, templates
 
-# Reproduced figures as one self-contained HTML page (`traces/templates/reproduction.html`) and as JSON.
+# Reproduced figures as one self-contained HTML page (page.html) and as JSON.
 #
 # Equal findings give equal pages and JSON, so dates and durations are left out.
 
@@ -65,7 +65,7 @@ class _FigureSection:
 def figures_page(subject: PublicTrace, found: Sequence[tuple[Figure, FigureResult]], *, quick: bool) -> str:
     """Returns the HTML document. Without matplotlib it has no plots."""
     parts = [_section(subject, figure, finding) for figure, finding in found]
-    template = templates().get_template("reproduction.html")
+    template = templates(Path(__file__).parent).get_template("page.html")
     return template.render(subject=subject, quick=quick, parts=parts)
 
 
@@ -165,14 +165,14 @@ FIGURES: tuple[Figure, ...] = (
 )
 
 
-PROG = "moonserve reproduce"
+PROG = "python -m benchmarks.reproduction"
 PAGE, RESULTS, RUNS = "index.html", "results.json", "runs"
 _QUICK = 10  # one of this many requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceConfig:
-    """Options of `moonserve reproduce`."""
+    """Options of the command."""
 
     trace: str = option(help="trace file, JSON lines; also as the first argument")
     out: str = option("out/reproduce", help="folder for index.html, results.json and the runs")
@@ -182,7 +182,7 @@ class ReproduceConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command with `argv`, the arguments after `reproduce`. The first one may be the trace."""
+    """Runs the command. The first argument may be the trace."""
     return run_command(ReproduceConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED)
 
 
@@ -283,3 +283,7 @@ def _conclude(found: Sequence[tuple[Figure, FigureResult]], num_simulated: int) 
     print(f"{num_simulated} simulated now; {held} of {len(claims)} claims hold")
     for text in failed:
         print(f"does not hold: {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -9,8 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from moonserve.traces.experiments.parallel_runs import ClusterRun, Job
-from moonserve.traces.experiments.published_figure import (
+from benchmarks.reproduction.published_figure import (
     CONVERSATION,
     Figure,
     FigureResult,
@@ -20,7 +19,7 @@ from moonserve.traces.experiments.published_figure import (
     Results,
     Row,
 )
-from moonserve.traces.experiments.testbed import (
+from benchmarks.reproduction.testbed import (
     VLLM,
     VLLM_CACHING,
     VLLM_CHUNKED,
@@ -30,6 +29,7 @@ from moonserve.traces.experiments.testbed import (
     mean_ttft_s,
     mooncake_run,
 )
+from moonserve.traces.experiments.parallel_runs import ClusterRun, Job
 
 TBT_SLOS_S = (0.1, 0.2, 0.3)
 _PUBLISHED_GAINS = {0.1: 4.98, 0.2: 1.57, 0.3: 0.59}

@@ -1,4 +1,4 @@
-"""Tests of `moonserve reproduce`: the findings of its figures for invented results, and the files that it writes."""
+"""`benchmarks.reproduction`: the findings of its figures for invented results, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from moonserve.__main__ import main
-from moonserve.traces.experiments import arxiv_cache_policies_overload, figures_1_5_8
-from moonserve.traces.experiments.published_figure import CONVERSATION, FigureResult, PublicTrace
-from moonserve.traces.experiments.reproduce import FIGURES, to_json
+from benchmarks.reproduction import arxiv_cache_policies_overload, figures_1_5_8
+from benchmarks.reproduction.__main__ import FIGURES, main, to_json
+from benchmarks.reproduction.published_figure import CONVERSATION, FigureResult, PublicTrace
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.results import End, SimulationResult
 from tests.traces.made import write_sessions
@@ -120,7 +119,7 @@ EASY = "table-2,figure-8,figure-9,figure-11,figure-14"
 
 
 def reproduce(trace: Path, out: Path, *arguments: str) -> int:
-    return main(["reproduce", str(trace), "--out", str(out), "--processes", "1", *arguments])
+    return main([str(trace), "--out", str(out), "--processes", "1", *arguments])
 
 
 def results(out: Path) -> dict[str, Any]:

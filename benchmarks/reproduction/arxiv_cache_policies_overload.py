@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moonserve.kvstore.state.eviction import POLICY_NAMES
-from moonserve.protocol.errors import ConfigError
-from moonserve.traces.experiments.parallel_runs import Job
-from moonserve.traces.experiments.published_figure import Figure, FigureResult, Line, Plot, PublicTrace, Results, Row
-from moonserve.traces.experiments.testbed import (
+from benchmarks.reproduction.published_figure import Figure, FigureResult, Line, Plot, PublicTrace, Results, Row
+from benchmarks.reproduction.testbed import (
     MOONCAKE,
     costly_decoding,
     effective_share,
@@ -20,6 +17,9 @@ from moonserve.traces.experiments.testbed import (
     rejected_share,
     wasted_device_s,
 )
+from moonserve.kvstore.state.eviction import POLICY_NAMES
+from moonserve.protocol.errors import ConfigError
+from moonserve.traces.experiments.parallel_runs import Job
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.cluster.heartbeats_and_samples import block_key_of
 from moonserve.traces.simulator.pool import Store

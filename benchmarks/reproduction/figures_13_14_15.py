@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from moonserve.traces.experiments.parallel_runs import Job
-from moonserve.traces.experiments.published_figure import (
+from benchmarks.reproduction.published_figure import (
     CONVERSATION,
     Figure,
     FigureResult,
@@ -20,7 +19,7 @@ from moonserve.traces.experiments.published_figure import (
     Results,
     Row,
 )
-from moonserve.traces.experiments.testbed import (
+from benchmarks.reproduction.testbed import (
     MOONCAKE,
     NUM_MACHINES,
     costly_decoding,
@@ -29,6 +28,7 @@ from moonserve.traces.experiments.testbed import (
     mooncake_run,
     p90_tbt_s,
 )
+from moonserve.traces.experiments.parallel_runs import Job
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.cluster.run import simulate
 from moonserve.traces.simulator.results import RequestOutcome

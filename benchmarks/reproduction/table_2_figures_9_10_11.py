@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from moonserve.traces.experiments.parallel_runs import ClusterRun, Job
-from moonserve.traces.experiments.published_figure import (
+from benchmarks.reproduction.published_figure import (
     CONVERSATION,
     KINDS,
     SYNTHETIC,
@@ -22,7 +21,8 @@ from moonserve.traces.experiments.published_figure import (
     Results,
     Row,
 )
-from moonserve.traces.experiments.testbed import MOONCAKE, NUM_RANKS, hit_ratio, mean_device_s, mooncake_run
+from benchmarks.reproduction.testbed import MOONCAKE, NUM_RANKS, hit_ratio, mean_device_s, mooncake_run
+from moonserve.traces.experiments.parallel_runs import ClusterRun, Job
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.results import ReplicaSample
 from moonserve.traces.workload.prefix_tree import PrefixTree, prefix_tree

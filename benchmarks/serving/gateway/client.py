@@ -1,8 +1,9 @@
 """Client process of the gateway benchmark, which reads many streams with as little work as possible.
 
-`python -m benchmarks.gateway.client PORT STREAMS TEXT` opens streams and prints a line of JSON when all have ended: the
-arrival times (time.monotonic) of each token's TEXT by stream, and the number of events. A line on standard input ends
-it early. It reads bytes and does not parse HTTP: a token is an occurrence of TEXT, an event an occurrence of `data: {`.
+`python -m benchmarks.serving.gateway.client PORT STREAMS TEXT` opens streams and prints a line of JSON when all have
+ended: the arrival times (time.monotonic) of each token's TEXT by stream, and the number of events. A line on standard
+input ends it early. It reads bytes and does not parse HTTP: a token is an occurrence of TEXT, an event an occurrence of
+`data: {`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures the gateway's cost with a stub cluster: `python -m benchmarks.gateway --json out/gateway.json`.
+"""Measures the gateway's cost with a stub cluster: `python -m benchmarks.serving.gateway --json out/gateway.json`.
 
 The gateway runs as for users, bound to one core. The stub cluster and the clients share the other cores. *Added
 latency* lasts from just before a step's message is put on its worker's stream until a client has read the token. So it
@@ -27,8 +27,8 @@ import aiohttp
 import psutil
 import uvloop
 
-from benchmarks.gateway.stub import CLUSTER_TOKEN, StubCluster
 from benchmarks.harness.measure import medians, table, write_json
+from benchmarks.serving.gateway.stub import CLUSTER_TOKEN, StubCluster
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.gateway.tokenizer import load_tokenizer
 from moonserve.models import demo_model_path
@@ -91,7 +91,7 @@ class ClientProcess:
         self._process = process
 
     async def seen(self) -> dict[str, Any]:
-        """Returns the result of `benchmarks.gateway.client`, once the streams have ended."""
+        """Returns the result of `benchmarks.serving.gateway.client`, once the streams have ended."""
         assert self._process.stdout is not None
         found: dict[str, Any] = json.loads(await self._process.stdout.readline())
         return found
@@ -101,7 +101,7 @@ class ClientProcess:
 async def client_process(port: int, num_streams: int, text: str) -> AsyncIterator[ClientProcess]:
     """Starts a client process with `num_streams` streams and ends it with the block."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.gateway.client", str(port), str(num_streams), text),
+        *(sys.executable, "-m", "benchmarks.serving.gateway.client", str(port), str(num_streams), text),
         stdin=PIPE,
         stdout=PIPE,
         limit=2**30,
