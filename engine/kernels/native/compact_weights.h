@@ -16,7 +16,7 @@
 #define COMPACT 0
 #endif
 
-constexpr int64_t VECTOR = 2 * LANES;        /* weights of one vector */
+constexpr int64_t VECTOR = 32;               /* weights of one vector */
 constexpr int64_t CELL = 4 * VECTOR;         /* weights of two words of a panel */
 constexpr int64_t CELL_BYTES = CELL * 3 / 2;
 constexpr uint16_t NO_EXPONENT = 0x807f;     /* the other bits of a weight */

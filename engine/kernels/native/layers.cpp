@@ -212,7 +212,7 @@ extern "C" int32_t reads_compact(int32_t is_bfloat16) { return COMPACT && is_bfl
         product(*matrix, input, stride, rows, 0, matrix->num_panels, Store<T>{out, outputs, outputs});                 \
     }                                                                                                                  \
     extern "C" void gate_##NAME(const Matrix *matrix, const T *input, int64_t stride, int64_t rows, T *out) {          \
-        product(*matrix, input, stride, rows, 0, matrix->num_panels, Gate<T>{out, matrix->num_panels * LANES});        \
+        product(*matrix, input, stride, rows, 0, matrix->num_panels, Gate<T>{out, matrix->num_panels * PANEL / 2});        \
     }
 
 DEFINE_PARTS(float32, float)

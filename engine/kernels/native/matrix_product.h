@@ -11,17 +11,23 @@
 
 #include "compact_weights.h"
 
-constexpr int64_t PANEL = 2 * LANES;
+constexpr int64_t PANEL = 32;
+constexpr int64_t VECTORS = PANEL / LANES; /* of a panel's outputs */
 constexpr int64_t AHEAD = 64; /* words of the input: weights are prefetched this far ahead */
-#if defined(__AVX512F__)
-constexpr int64_t MOST_ROWS = 8; /* at once: their sums fill half of the registers and hide the latency of additions */
+/* The sums of a product fill half of the registers, and hide the latency of additions. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int64_t MOST_SUMS = 16;
 #else
-constexpr int64_t MOST_ROWS = 2;
+constexpr int64_t MOST_SUMS = 8;
 #endif
+constexpr int64_t MOST_ROWS = MOST_SUMS / 2;
+
+/* Sums of one row with a panel. */
+typedef Floats PanelSums[VECTORS];
 
 struct Matrix {
-    const void *panels; /* [panels, words, 32] words, or the same compressed into cells */
-    const float *bias;  /* [panels · 32], or null */
+    const void *panels; /* [panels, words, PANEL] words, or the same compressed into cells */
+    const float *bias;  /* [panels · PANEL], or null */
     int64_t words;      /* of one row of the input */
     int64_t num_panels;
     Compact compact;
@@ -33,31 +39,46 @@ INLINE uint32_t word_of(const void *row, int64_t k) {
     return word;
 }
 
-/* Adds the products of `words` words of the rows to the sums. */
-template <typename T, int ROWS>
-INLINE void multiply(const uint32_t *panel, int64_t words, const T *input, int64_t stride, Floats (&sums)[ROWS][2]) {
+/* Adds the products of `words` words of the rows to the sums of COUNT vectors of a panel, from vector `first` on. */
+template <int COUNT, typename T, int ROWS>
+INLINE void multiply_part(const uint32_t *panel, int64_t words, const T *input, int64_t stride, PanelSums (&sums)[ROWS], int64_t first) {
+    Floats own[ROWS][COUNT] = {};
+    panel += first * LANES;
     for (int64_t k = 0; k < words; k++, panel += PANEL) {
-        const Words left = *(const LooseWords *)panel, right = *(const LooseWords *)(panel + LANES);
-        __builtin_prefetch(panel + AHEAD * PANEL);
-        __builtin_prefetch(panel + AHEAD * PANEL + LANES);
+        Words weights[COUNT];
+#pragma GCC unroll 8
+        for (int n = 0; n < COUNT; n++) weights[n] = *(const LooseWords *)(panel + n * LANES);
+#pragma GCC unroll 2
+        for (int64_t line = 0; line < COUNT * LANES; line += 16) __builtin_prefetch(panel + AHEAD * PANEL + line);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++) {
             const uint32_t word = word_of(input + row * stride, k);
-            sums[row][0] = accumulate(input, sums[row][0], left, word);
-            sums[row][1] = accumulate(input, sums[row][1], right, word);
+#pragma GCC unroll 8
+            for (int n = 0; n < COUNT; n++) own[row][n] = accumulate(input, own[row][n], weights[n], word);
         }
     }
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; row++) memcpy(sums[row] + first, own[row], sizeof own[row]);
+}
+
+/* Computes the products of `words` words of the rows with a panel: as many vectors at a time as registers allow. */
+template <typename T, int ROWS>
+INLINE void multiply(const uint32_t *panel, int64_t words, const T *input, int64_t stride, PanelSums (&sums)[ROWS]) {
+    constexpr int COUNT = least(VECTORS, MOST_SUMS / (ROWS > 2 ? MOST_ROWS : ROWS));
+    for (int64_t first = 0; first < VECTORS; first += COUNT)
+        multiply_part<COUNT>(panel, words, input, stride, sums, first);
 }
 
 #if COMPACT
 /* Multiplies a whole panel of cells, otherwise like `multiply`. */
 template <int ROWS>
 INLINE void multiply_cells(const Matrix &matrix, int64_t panel, const Bfloat16 *input, int64_t stride,
-                           Floats (&sums)[ROWS][2]) {
+                           PanelSums (&sums)[ROWS]) {
     const int64_t num_cells = matrix.words / 2;
     const char *cell = (const char *)matrix.panels + panel * num_cells * CELL_BYTES;
     const __m512i exponents = _mm512_loadu_si512(matrix.compact.exponents);
     Outliers outliers(matrix.compact, panel);
+    Floats totals[ROWS][VECTORS] = {};
     for (int64_t n = 0; n < num_cells; n++, cell += CELL_BYTES) {
         Words own[4];
         expand(cell, exponents, own);
@@ -68,15 +89,16 @@ INLINE void multiply_cells(const Matrix &matrix, int64_t panel, const Bfloat16 *
 #pragma GCC unroll 2
             for (int k = 0; k < 2; k++) {
                 const uint32_t word = word_of(input + row * stride, 2 * n + k);
-                sums[row][0] = accumulate(input, sums[row][0], own[2 * k], word);
-                sums[row][1] = accumulate(input, sums[row][1], own[2 * k + 1], word);
+                totals[row][0] = accumulate(input, totals[row][0], own[2 * k], word);
+                totals[row][1] = accumulate(input, totals[row][1], own[2 * k + 1], word);
             }
     }
+    memcpy(sums, totals, sizeof totals);
 }
 #endif
 
 template <typename T, int ROWS>
-INLINE void multiply_panel(const Matrix &matrix, int64_t panel, const T *input, int64_t stride, Floats (&sums)[ROWS][2]) {
+INLINE void multiply_panel(const Matrix &matrix, int64_t panel, const T *input, int64_t stride, PanelSums (&sums)[ROWS]) {
 #if COMPACT
     if constexpr (std::is_same_v<T, Bfloat16>)
         if (matrix.compact.exponents != nullptr) return multiply_cells<ROWS>(matrix, panel, input, stride, sums);
@@ -87,18 +109,16 @@ INLINE void multiply_panel(const Matrix &matrix, int64_t panel, const T *input, 
 template <typename T, int ROWS, typename Finish>
 INLINE void multiply_rows(const Matrix &matrix, int64_t panel, const T *input, int64_t stride, int64_t first,
                           const Finish &finish) {
-    Floats sums[ROWS][2] = {};
+    PanelSums sums[ROWS];
     multiply_panel<T, ROWS>(matrix, panel, input + first * stride, stride, sums);
     for (int row = 0; row < ROWS; row++) {
-        if (matrix.bias != nullptr) {
-            sums[row][0] += load(matrix.bias + panel * PANEL);
-            sums[row][1] += load(matrix.bias + panel * PANEL + LANES);
-        }
-        finish(first + row, panel, sums[row][0], sums[row][1]);
+        if (matrix.bias != nullptr)
+            for (int n = 0; n < VECTORS; n++) sums[row][n] += load(matrix.bias + panel * PANEL + n * LANES);
+        finish(first + row, panel, sums[row]);
     }
 }
 
-/* Calls finish(row, panel, left 16 sums, right 16 sums) for each row of `input` and panels [from, to). */
+/* Calls finish(row, panel, sums) for each row of `input` and panels [from, to). */
 template <typename T, typename Finish>
 static void product(const Matrix &matrix, const T *input, int64_t stride, int64_t rows, int64_t from, int64_t to,
                     const Finish &finish) {
@@ -109,9 +129,9 @@ static void product(const Matrix &matrix, const T *input, int64_t stride, int64_
 #define REST(COUNT) \
     case COUNT: multiply_rows<T, COUNT>(matrix, panel, input, stride, row, finish); break;
         switch (rows - row) {
-            REST(1)
-#if defined(__AVX512F__)
-            REST(2) REST(3) REST(4) REST(5) REST(6) REST(7)
+            REST(1) REST(2) REST(3)
+#if defined(__AVX512F__) || defined(__aarch64__)
+            REST(4) REST(5) REST(6) REST(7)
 #endif
         }
 #undef REST
@@ -124,11 +144,9 @@ template <typename T> struct Store {
     T *out;
     int64_t stride, outputs;
     INLINE void put(T *to, Floats value, int64_t room) { if (room > 0) store_some(to, value, room); }
-    void operator()(int64_t row, int64_t panel, Floats left, Floats right) const {
-        const int64_t first = panel * PANEL;
-        T *to = out + row * stride + first;
-        put(to, left, outputs - first);
-        put(to + LANES, right, outputs - first - LANES);
+    void operator()(int64_t row, int64_t panel, const PanelSums &sums) const {
+        for (int64_t n = 0, first = panel * PANEL; n < VECTORS; n++, first += LANES)
+            put(out + row * stride + first, sums[n], outputs - first);
     }
 };
 
@@ -136,9 +154,10 @@ template <typename T> struct Store {
 template <typename T> struct Widen {
     float *out;
     int64_t stride, outputs;
-    void operator()(int64_t row, int64_t panel, Floats left, Floats right) const {
-        const Store<float> wide = {out, stride, outputs};
-        wide(row, panel, rounded((const T *)nullptr, left), rounded((const T *)nullptr, right));
+    void operator()(int64_t row, int64_t panel, const PanelSums &sums) const {
+        PanelSums wide;
+        for (int n = 0; n < VECTORS; n++) wide[n] = rounded((const T *)nullptr, sums[n]);
+        Store<float>{out, stride, outputs}(row, panel, wide);
     }
 };
 
@@ -148,11 +167,9 @@ template <typename T> struct Add {
     INLINE void put(T *to, Floats value, int64_t room) {
         if (room > 0) store_some(to, load_some(to, room) + rounded(to, value), room);
     }
-    void operator()(int64_t row, int64_t panel, Floats left, Floats right) const {
-        const int64_t first = panel * PANEL;
-        T *to = out + row * stride + first;
-        put(to, left, outputs - first);
-        put(to + LANES, right, outputs - first - LANES);
+    void operator()(int64_t row, int64_t panel, const PanelSums &sums) const {
+        for (int64_t n = 0, first = panel * PANEL; n < VECTORS; n++, first += LANES)
+            put(out + row * stride + first, sums[n], outputs - first);
     }
 };
 
@@ -160,8 +177,9 @@ template <typename T> struct Add {
 template <typename T> struct Gate {
     T *out;
     int64_t stride;
-    void operator()(int64_t row, int64_t panel, Floats gate, Floats up) const {
-        T *to = out + row * stride + panel * LANES;
-        store(to, rounded(to, silu(rounded(to, gate))) * rounded(to, up));
+    void operator()(int64_t row, int64_t panel, const PanelSums &sums) const {
+        T *to = out + row * stride + panel * PANEL / 2;
+        for (int n = 0; n < VECTORS / 2; n++, to += LANES)
+            store(to, rounded(to, silu(rounded(to, sums[n]))) * rounded(to, sums[n + VECTORS / 2]));
     }
 };

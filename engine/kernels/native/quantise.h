@@ -19,8 +19,8 @@ struct Fp8 { /* E4M3: a sign, 4 bits of exponent (bias 7), 3 of mantissa; no inf
     uint8_t bits;
 };
 
-typedef int8_t Bytes __attribute__((vector_size(16)));
-typedef int8_t LooseBytes __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef int8_t LooseBytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 template <typename S> constexpr float HIGHEST_CODE = 0.0f;
 template <> constexpr float HIGHEST_CODE<Int8> = 127.0f;
@@ -37,7 +37,7 @@ INLINE Floats widen(const Fp8 *, Bytes codes) { /* moved to float32's sign and m
     return (Floats)(wide << 20 & 0x87f00000u) * splat(0x1p120f);
 }
 
-/* Loads `count` bytes, at most 16; the others are 0. */
+/* Loads `count` bytes, at most LANES; the others are 0. */
 INLINE Bytes some_bytes(const void *from, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
     const __mmask16 there = (__mmask16)(count >= LANES ? 0xffff : (1u << count) - 1);

@@ -10,7 +10,7 @@
 
 #include "plan.h"
 
-constexpr int64_t DECODE_TILE = 16; /* tokens at a time, within one block */
+constexpr int64_t DECODE_TILE = LANES; /* tokens at a time, within one block */
 constexpr int64_t MAX_SUMS = (MAX_HEAD_DIM + LANES - 1) / LANES;
 constexpr int64_t SINGLES_AT_ONCE = 4; /* a thread merges at least this many: fewer cost less than waking it */
 constexpr float NOTHING = -1e30f; /* a score whose weight is 0 */
@@ -69,7 +69,7 @@ template <typename S, int64_t DIM> INLINE Floats scales_of(const Plan &plan, con
     return scales;
 }
 
-/* scores[g][b]: dot products of 16 tokens with query head g. Places behind the last token repeat the last one. */
+/* scores[g][b]: dot products of DECODE_TILE tokens with query head g. Places behind the last token repeat the last one. */
 template <typename S, int64_t DIM, int HEADS>
 INLINE void score(const Plan &plan, const Words *queries, const S *keys, int64_t count,
                   Floats (&scores)[HEADS][DECODE_TILE / LANES]) {
@@ -110,7 +110,8 @@ template <int HEADS>
 INLINE void weigh(Floats scales, Floats value_scales, int64_t count, float *highest, Floats *totals,
                   Floats (&scores)[HEADS][DECODE_TILE / LANES], float (&weights)[HEADS][DECODE_TILE],
                   Floats (&rescale)[HEADS]) {
-    const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Integers lanes = {};
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
     for (int g = 0; g < HEADS; g++) {
         Floats best = splat(NOTHING);
         for (int64_t b = 0; b * LANES < count; b++) {

@@ -15,10 +15,10 @@ constexpr int64_t KEY_TILE = 64;
 #if defined(__AVX512F__)
 constexpr int64_t WIDTH = 3, HEIGHT = 8; /* of the small kernel: sums take 24 of 32 registers */
 #else
-constexpr int64_t WIDTH = 1, HEIGHT = 4;
+constexpr int64_t WIDTH = 2, HEIGHT = 4;
 #endif
-constexpr int64_t MAX_VECTORS = 12; /* vectors of rows in a tile */
-constexpr int64_t MAX_ROWS = MAX_VECTORS * LANES;
+constexpr int64_t MAX_ROWS = 192; /* of a tile */
+constexpr int64_t MAX_VECTORS = MAX_ROWS / LANES;
 /* A hidden score. It is not lower because, in a tile that is all hidden, the rounding error of score · scale - highest
  * must stay small: the tile then adds finite values, whose factor becomes 0 once a token is seen. */
 constexpr float HIDDEN = -1e9f;
