@@ -277,6 +277,7 @@ def _measure_alone(config: ProfileConfig, path: Path) -> _Timed:
         num_blocks=plan.num_blocks,
         num_threads=config.num_threads,
         load_format=config.load_format,
+        quantise=config.quantize,
         kernels=config.kernels,
         cache_folder=folder if config.cache_dir is None else Path(config.cache_dir),
     )

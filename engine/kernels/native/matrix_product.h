@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "compact_weights.h"
+#include "quantised_product.h"
 
 constexpr int64_t PANEL = 2 * LANES;
 constexpr int64_t AHEAD = 64; /* words of the input: weights are prefetched this far ahead */
@@ -20,11 +21,12 @@ constexpr int64_t MOST_ROWS = 2;
 #endif
 
 struct Matrix {
-    const void *panels; /* [panels, words, 32] words, or the same compressed into cells */
+    const void *panels; /* [panels, words, 32] words, the same compressed into cells, or codes (quantised_product.h) */
     const float *bias;  /* [panels · 32], or null */
     int64_t words;      /* of one row of the input */
     int64_t num_panels;
     Compact compact;
+    Quantised quantised;
 };
 
 INLINE uint32_t word_of(const void *row, int64_t k) {
