@@ -103,8 +103,8 @@ class FormatConfig:
     )
     quantize: str = option(
         "auto",
-        help="format of weights: auto = as in the checkpoint; int8 and int4 round its matrices to integers with a scale "
-        "per group while loading; on CPUs only (docs/models.md)",
+        help="format of weights: auto = as in the checkpoint; int8 and int4 round matrices to integers while loading; "
+        "on CPUs only (docs/models.md)",
         choices=("auto", "int8", "int4"),
     )
     load_format: str = option("auto", help="dummy = random weights, for measuring", choices=("auto", "dummy"))

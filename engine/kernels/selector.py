@@ -107,8 +107,8 @@ def make_kernels(
     """Creates the implementation called `name`. auto means triton on a GPU; otherwise native, mixed with torch if that
     is faster for prompts and weights are plain; or torch without a `cache_folder`. Native kernels run in `num_threads`
     own threads, torch's in the process's. `compiling` is called before a compilation, which takes seconds.
-    `collectives`: for a rank with a share of the model. Raises ConfigError for an unknown name, or if the implementation
-    is not available."""
+    `collectives`: for a rank with a share of the model. Raises ConfigError for an unknown name, or if the
+    implementation is not available."""
     if name not in KERNEL_NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(KERNEL_NAMES)}")
     if name == "triton" or pool.device.type == "cuda":

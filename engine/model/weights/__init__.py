@@ -161,8 +161,8 @@ def load_weights(
     keeps_integers: bool = False,
 ) -> Weights:
     """Loads the weights of the model, or of one stage or rank, in `dtype` on `device` (None = CPU). Raises ConfigError
-    that lists missing, unexpected and misshapen tensors. `quantise`: a `--quantize` value. `keeps_integers`: a quantised
-    matrix is a `QuantisedMatrix`; otherwise its rounded weights are in `dtype`."""
+    that lists missing, unexpected and misshapen tensors. `quantise`: a `--quantize` value. `keeps_integers`: each
+    quantised matrix is a `QuantisedMatrix`; otherwise its rounded weights are in `dtype`."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if quantise not in ("auto", *QUANTISED_FORMATS):
