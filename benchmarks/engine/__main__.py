@@ -102,7 +102,7 @@ def bars(runs: Sequence[Mapping[str, Any]]) -> list[Bar]:
     }
     claims = [(model, label, NATIVE, peer, least) for model, label, peer, least in _BARS]
     claims += [(model, label, own, NATIVE, least) for model, label, own, least in _QUANTISED_BARS]
-    return [_bar(found.get(model, {}), model, *claim) for model, *claim in claims]
+    return [_bar(found.get(claim[0], {}), *claim) for claim in claims]
 
 
 def _bar(figures: Figures, model: str, label: str, own: str, peer: str, least: float) -> Bar:

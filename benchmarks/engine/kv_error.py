@@ -2,8 +2,8 @@
 
 *Error*: the demo model in float32 reads files of this repository, on which it was not trained: the first half of each
 text as a prompt, the rest token by token as in decode. Its logits are compared with the logits over a float32 cache,
-for each dtype, block size and granularity of scales; also with quantised weights. Then each variant continues the prompts greedily. *Speed*: native
-kernels in bfloat16 on one core, in turns; medians of processor time.
+for each dtype, block size and granularity of scales; also with quantised weights. Then each variant continues the
+prompts greedily. *Speed*: native kernels in bfloat16 on one core, in turns; medians of processor time.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
  * order. It is multiplied by both scales and added to the output's running sum, group by group: a row's result does not
  * depend on the other rows, the threads or the width of the vectors.
  *
- * Panels have 32 outputs like matrix_product.h: for each word of inputs (8 of 4 bits, 4 of 8 bits), the words of these
- * outputs. The two halves of a word hold inputs of even and odd number, so that pairs of consecutive inputs are in
- * 16-bit lanes after a shift.
+ * Panels have 32 outputs like matrix_product.h: for each word of inputs (8 of 4 bits, 4 of 8 bits, the first one in the
+ * lowest bits), the words of these outputs. A shift brings one input from each half of a word into 16-bit lanes, so the
+ * codes of a row are stored in this order of pairs.
  */
 #pragma once
 
@@ -51,7 +51,7 @@ struct Quantised {
 
 /* Rows of the input as integers. */
 struct Inputs {
-    int16_t *codes; /* [rows, groups · group] */
+    int16_t *codes; /* [rows, groups · group]; in the order of pairs */
     float *scales;  /* [rows, groups] */
     int32_t *sums;  /* [rows, groups]: of the codes */
     int64_t groups, group;
@@ -69,26 +69,33 @@ struct Inputs {
     }
 };
 
+/* Reorders the inputs of words with codes of `bits`: those that are in the same place of both halves become pairs. */
+INLINE Halves in_pairs(Halves inputs, int64_t bits) {
+    if (bits == 4) return __builtin_shufflevector(inputs, inputs, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    return __builtin_shufflevector(inputs, inputs, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+}
+
 /* Stores `count` values, at most a group, as codes with their scale. A value that is not finite makes the scale so. */
-template <typename T> INLINE void store_group(const T *from, int64_t count, int16_t *codes, int64_t group, float *scale, int32_t *sum) {
+template <typename T>
+INLINE void store_group(const T *from, int64_t count, int64_t bits, int16_t *codes, int64_t group, float *scale, int32_t *sum) {
     Words highest = {};
     for (int64_t i = 0; i < count; i += LANES) {
         const Words magnitude = (Words)load_some(from + i, count - i) & 0x7fffffffu;
         highest = magnitude > highest ? magnitude : highest;
     }
-    uint32_t bits = 0;
-    for (int64_t lane = 0; lane < LANES; lane++) bits = highest[lane] > bits ? highest[lane] : bits;
+    uint32_t pattern = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) pattern = highest[lane] > pattern ? highest[lane] : pattern;
     float most;
-    memcpy(&most, &bits, sizeof most);
+    memcpy(&most, &pattern, sizeof most);
     *scale = most / 32767.0f;
-    const float inverse = most > 1e-30f && bits < 0x7f800000u ? 32767.0f / most : 0.0f;
+    const float inverse = most > 1e-30f && pattern < 0x7f800000u ? 32767.0f / most : 0.0f;
     const Floats shift = splat(12582912.0f); /* 1.5 · 2²³: adding it rounds to an integer */
     Integers total = {};
     for (int64_t i = 0; i < group; i += LANES) {
         const Floats value = i < count ? load_some(from + i, count - i) : Floats{};
         const Integers code = (Integers)(value * inverse + shift) - (Integers)shift;
         total += code;
-        *(LooseHalves *)(codes + i) = (Halves)__builtin_convertvector(code, Halves);
+        *(LooseHalves *)(codes + i) = in_pairs(__builtin_convertvector(code, Halves), bits);
     }
     int32_t added = 0;
     for (int64_t lane = 0; lane < LANES; lane++) added += total[lane];
@@ -98,7 +105,7 @@ template <typename T> INLINE void store_group(const T *from, int64_t count, int1
 template <typename T> static void store_row(const Quantised &matrix, const T *from, const Inputs &inputs, int64_t row) {
     for (int64_t n = 0; n < inputs.groups; n++) {
         const int64_t at = n * inputs.group, to = row * inputs.groups + n;
-        store_group(from + at, least(inputs.group, matrix.inputs - at), inputs.codes + to * inputs.group, inputs.group,
+        store_group(from + at, least(inputs.group, matrix.inputs - at), matrix.bits, inputs.codes + to * inputs.group, inputs.group,
                     inputs.scales + to, inputs.sums + to);
     }
 }
@@ -117,7 +124,7 @@ INLINE Sums add_pairs(Sums sums, Pairs weights, Pairs inputs) {
 #endif
 }
 
-/* Returns a pair of consecutive inputs in every lane. */
+/* Returns a pair of inputs in every lane. */
 INLINE Pairs pair_of(const int16_t *inputs) {
     int32_t pair;
     memcpy(&pair, inputs, sizeof pair);
