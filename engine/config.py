@@ -101,6 +101,12 @@ class FormatConfig:
         "with some loss (docs/kv-dtypes.md)",
         choices=("auto", *KV_DTYPES),
     )
+    quantize: str = option(
+        "auto",
+        help="format of weights: auto = as in the checkpoint; int8 and int4 round matrices to integers while loading; "
+        "on CPUs only (docs/models.md)",
+        choices=("auto", "int8", "int4"),
+    )
     load_format: str = option("auto", help="dummy = random weights, for measuring", choices=("auto", "dummy"))
     block_size: int = option(32, help="tokens per KV block")
     kernels: str = option(
@@ -187,6 +193,7 @@ class ReplicaConfig(ProcessConfig, FormatConfig, ElasticMemoryConfig, TracingCon
                     device == CUDA and self.kv_cache_dtype in ("fp8", "int8"),
                 ),
                 (f"--kernels {self.kernels}", device == CUDA and self.kernels != "auto"),
+                (f"--quantize {self.quantize}", device == CUDA and self.quantize != "auto"),
             )
             if is_given
         ]

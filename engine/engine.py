@@ -23,7 +23,13 @@ from moonserve.engine.cuda.device import CPU, STAGED, find_device
 from moonserve.engine.cuda.graphs import with_graphs
 from moonserve.engine.cuda.staging import InPlace, Staging, StagingThread, run_uninterrupted
 from moonserve.engine.kernels import Geometry, Step, StepOrder
-from moonserve.engine.kernels.selector import TRANSFORMERS, make_attention, make_kernels, thread_pool_of
+from moonserve.engine.kernels.selector import (
+    TRANSFORMERS,
+    keeps_integers,
+    make_attention,
+    make_kernels,
+    thread_pool_of,
+)
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.batch import HiddenStates, Sampled, Slice
 from moonserve.engine.model.config import ModelConfig
@@ -106,6 +112,7 @@ class Engine:
         device: str = "cpu",
         num_threads: int = 1,
         load_format: str = "auto",
+        quantise: str = "auto",
         kernels: str = "auto",
         attention: str = "auto",
         cache_folder: Path | None = None,
@@ -129,13 +136,16 @@ class Engine:
         own = stage or split_into_stages(config.num_layers, 1)[0]
         triton = place.type == "cuda" or "triton" in (kernels, attention)
         _require_possible(layout, own, rank_group, own_memory=device != CPU, triton=triton)
+        if triton and quantise != "auto":
+            raise ConfigError(f"--quantize {quantise} is for CPUs only: the Triton kernels read plain weights")
         if kernels == TRANSFORMERS or not config.has_own_kernels:
             from moonserve.engine.kernels.transformers_model import load_over_transformers  # imports transformers
 
-            if own.size > 1 or rank_group is not None or device != CPU or kernels not in ("auto", TRANSFORMERS):
+            possible = own.size == 1 and rank_group is None and device == CPU and quantise == "auto"
+            if not possible or kernels not in ("auto", TRANSFORMERS):
                 raise ConfigError(
                     f"{config.architecture} is computed by transformers on one CPU worker: start with --kernels auto, "
-                    "--device cpu, without pipeline stages and tensor-parallel ranks; or with --engine vllm"
+                    "--device cpu, without --quantize, pipeline stages and tensor-parallel ranks; or with --engine vllm"
                 )
             whole = load_over_transformers(model_path, config, layout, num_blocks, memory, dtype, load_format)
             masks = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
@@ -151,6 +161,8 @@ class Engine:
             device=place,
             stage=own,
             shard=shard,
+            quantise=quantise,
+            keeps_integers=keeps_integers(kernels, place, cache_folder),
         )
         config = config.of_layers(own.layers)
         part, heads = (config, None) if shard is None else (shard.shard_config(config), shard.kv_heads)

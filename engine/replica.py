@@ -245,6 +245,7 @@ def _load(
         kernels=config.kernels,
         attention=config.kernels,
         load_format=config.load_format,
+        quantise=config.quantize,
         cache_folder=cache_folder_of(config),
         progress=progress,
     )

@@ -19,7 +19,16 @@ from typing import Any
 from benchmarks.engine.roofline import decode_step_bytes, read_bytes_per_s
 from benchmarks.engine.shapes import BATCHES, CONTEXTS, DEMO_FOLDER, DTYPES, MODELS, SHAPES, Shape, prompt_tokens
 from benchmarks.engine.speed.contest import ContestantProcess, is_installed, measure_shape
-from benchmarks.engine.speed.contestant import CONTESTANTS, LLAMA_CPP, NATIVE, TRANSFORMERS, VLLM, ContestantConfig
+from benchmarks.engine.speed.contestant import (
+    CONTESTANTS,
+    INT4,
+    INT8,
+    LLAMA_CPP,
+    NATIVE,
+    TRANSFORMERS,
+    VLLM,
+    ContestantConfig,
+)
 from benchmarks.harness.measure import table, write_json
 
 # Formats the figures of `speed` as a table per run, and compares them with the bars.
@@ -41,6 +50,17 @@ _BARS = (
     ("110M", "prefill 2048", VLLM, 1.3),
     ("demo", "B1 C512", TRANSFORMERS, 10.0),
     ("demo", "B1 C2048", TRANSFORMERS, 10.0),
+)
+_QUANTISED_BARS = tuple(
+    # model, shape, contestant, least speed-up over bfloat16: issue 21, point 2
+    (model, label, name, least)
+    for model in ("110M", "1B")
+    for label, name, least in (
+        ("B1 C512", INT4, 2.2),
+        ("B1 C512", INT8, 1.6),
+        ("B8 C512", INT4, 1.3),
+        ("B8 C512", INT8, 1.2),
+    )
 )
 
 
@@ -80,13 +100,15 @@ def bars(runs: Sequence[Mapping[str, Any]]) -> list[Bar]:
     found: dict[str, Figures] = {
         run["model"]: run["figures"] for run in runs if run["cores"] == 1 and run["dtype"] == "bfloat16"
     }
-    return [_bar(found.get(model, {}), model, label, peer, least) for model, label, peer, least in _BARS]
+    claims = [(model, label, NATIVE, peer, least) for model, label, peer, least in _BARS]
+    claims += [(model, label, own, NATIVE, least) for model, label, own, least in _QUANTISED_BARS]
+    return [_bar(found.get(claim[0], {}), *claim) for claim in claims]
 
 
-def _bar(figures: Figures, model: str, label: str, peer: str, least: float) -> Bar:
-    wall, processor = (_times_faster(figures, label, peer, clock) for clock in ("wall_s", "processor_s"))
+def _bar(figures: Figures, model: str, label: str, own: str, peer: str, least: float) -> Bar:
+    wall, processor = (_times_faster(figures, label, own, peer, clock) for clock in ("wall_s", "processor_s"))
     return {
-        "claim": f"{model} {label}, times {peer}",
+        "claim": f"{model} {label}{'' if own == NATIVE else f', {own}'}, times {peer}",
         "measured": wall,
         "of_processor": processor,
         "bar": least,
@@ -94,9 +116,9 @@ def _bar(figures: Figures, model: str, label: str, peer: str, least: float) -> B
     }
 
 
-def _times_faster(figures: Figures, label: str, peer: str, clock: str) -> float | None:
-    own, others = (figures.get(name, {}).get(label) for name in (NATIVE, peer))
-    return None if own is None or others is None else others[clock] / own[clock]
+def _times_faster(figures: Figures, label: str, own: str, peer: str, clock: str) -> float | None:
+    mine, others = (figures.get(name, {}).get(label) for name in (own, peer))
+    return None if mine is None or others is None else others[clock] / mine[clock]
 
 
 # Compares decode and prefill of this engine with other engines and with the limit of memory bandwidth.
@@ -156,12 +178,12 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def model_folder(name: str, scratch: Path) -> Path:
-    """Returns the folder of model "demo" or "110M"; writes the latter if it is missing."""
+    """Returns the folder of a model; writes one with random weights if it is missing."""
     if name == "demo":
         return DEMO_FOLDER
     folder = scratch.absolute() / name
     if not (folder / "config.json").exists():
-        command = [sys.executable, "-m", "benchmarks.engine.random_model", str(folder)]
+        command = [sys.executable, "-m", "benchmarks.engine.random_model", str(folder), name]
         subprocess.run(command, check=True)
     return folder
 
@@ -267,7 +289,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS[:2])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--batches", type=int, nargs="+", choices=BATCHES, default=BATCHES)

@@ -2,8 +2,8 @@
 
 *Error*: the demo model in float32 reads files of this repository, on which it was not trained: the first half of each
 text as a prompt, the rest token by token as in decode. Its logits are compared with the logits over a float32 cache,
-for each dtype, block size and granularity of scales. Then each variant continues the prompts greedily. *Speed*: native
-kernels in bfloat16 on one core, in turns; medians of processor time.
+for each dtype, block size and granularity of scales; also with quantised weights. Then each variant continues the
+prompts greedily. *Speed*: native kernels in bfloat16 on one core, in turns; medians of processor time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moonserve.engine.kv_cache.tensors import QUANTISATIONS, TORCH_DTYPES, KvTen
 from moonserve.engine.model.batch import Slice
 from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.forward_pass import Model
-from moonserve.engine.model.weights import load_weights
+from moonserve.engine.model.weights import QUANTISED_FORMATS, load_weights
 from moonserve.protocol.kv_blocks import QUANTISED_DTYPES, KvLayout
 from moonserve.protocol.process.machine import cache_folder
 
@@ -102,7 +102,7 @@ TEXTS = (
     "kvstore/state/catalog.py",
     "conductor/role_switching.py",
     "decode_worker/decisions/admission_and_preemption.py",
-    "engine/model/weights.py",
+    "engine/model/weights/__init__.py",
     "kvstore/state/state.py",
     "prefill_worker/state.py",
     "protocol/rpc/grpc_transport.py",
@@ -119,15 +119,18 @@ _PREFILL, _CHUNK = 2048, 512
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to store K and V. `kept`: quantised dtype; None = stored in `dtype`, as computed."""
+    """A way to store K and V, and weights. `kept`: quantised dtype of KV; None = stored in `dtype`, as computed."""
 
     dtype: str
     kept: str | None = None
     granularity: str = ""
     block_size: int = 32
+    quantise: str = "auto"  # a `--quantize` value
 
     @property
     def label(self) -> tuple[str, str, str]:
+        if self.quantise != "auto":
+            return f"{self.dtype}, weights {self.quantise}", "–", "any"
         size = str(self.block_size) if self.granularity == "block, head" else "any"
         return self.kept or self.dtype, self.granularity or "–", size
 
@@ -137,7 +140,7 @@ class Reader:
 
     def __init__(self, variant: Variant, num_texts: int) -> None:
         config = load_model_config(DEMO_FOLDER)
-        weights = load_weights(DEMO_FOLDER, config, TORCH_DTYPES[variant.dtype])
+        weights = load_weights(DEMO_FOLDER, config, TORCH_DTYPES[variant.dtype], quantise=variant.quantise)
         layout = config.kv_layout(variant.block_size, variant.dtype)
         self._size = variant.block_size
         self._per_text = layout.blocks_for(PROMPT + ANSWER)
@@ -189,6 +192,7 @@ def continued(variant: Variant, texts: torch.Tensor) -> torch.Tensor:
 
 def variants() -> Iterator[Variant]:
     yield Variant("bfloat16")
+    yield from (Variant("float32", quantise=format) for format in QUANTISED_FORMATS)
     for kept in QUANTISED_DTYPES[::-1]:
         for granularity in GRANULARITIES:
             for size in BLOCK_SIZES if granularity == "block, head" else (32,):

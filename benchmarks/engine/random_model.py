@@ -1,4 +1,4 @@
-"""Writes the 110M model with random weights: `python -m benchmarks.engine.random_model FOLDER`.
+"""Writes a model with random weights: `python -m benchmarks.engine.random_model FOLDER 110M`.
 
 The weights are the same every time. It is a separate program so that the measuring process need not import torch.
 """
@@ -9,23 +9,24 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.engine.shapes import SMALL
+from benchmarks.engine.shapes import RANDOM, SMALL
 
 _DEVIATION = 0.02  # as transformers initializes a Llama
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, config: dict[str, Any] = SMALL) -> None:
     """Writes the model. config.json is written last, so that its presence means a complete model."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
-    weights = {name: _weight(shape, generator).to(torch.bfloat16) for name, shape in _shapes().items()}
+    weights = {name: _weight(shape, generator).to(torch.bfloat16) for name, shape in _shapes(config).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     unfinished = folder / "config.unfinished"
-    unfinished.write_text(json.dumps(SMALL, indent=2))
+    unfinished.write_text(json.dumps(config, indent=2))
     os.replace(unfinished, folder / "config.json")
 
 
@@ -35,10 +36,10 @@ def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.empty(shape).normal_(std=_DEVIATION, generator=generator)
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocab = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["vocab_size"]
-    queries = SMALL["num_attention_heads"] * SMALL["head_dim"]
-    keys = SMALL["num_key_value_heads"] * SMALL["head_dim"]
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
     layer = {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (queries, hidden),
@@ -52,16 +53,17 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     }
     layers = {
         f"model.layers.{number}.{name}.weight": shape
-        for number in range(SMALL["num_hidden_layers"])
+        for number in range(config["num_hidden_layers"])
         for name, shape in layer.items()
     }
     ends: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
     }
+    if not config["tie_word_embeddings"]:
+        ends["lm_head.weight"] = (vocab, hidden)
     return {**ends, **layers}
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), RANDOM[sys.argv[2]])

@@ -1,6 +1,6 @@
 """Models, dtypes, batches, contexts and prompts to measure. Every contestant imports it: standard library only.
 
-The 110M model is the one of the published comparison: a Llama with random weights.
+The models beside the demo model are Llamas with random weights. 110M is the one of the published comparison.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DEMO_FOLDER = Path(__file__).parent.parent.parent / "models" / "demo"
-MODELS = ("demo", "110M")
+MODELS = ("demo", "110M", "1B")
 DTYPES = ("bfloat16", "float32")
 BATCHES = (1, 8, 32)
 CONTEXTS = (512, 2048)
@@ -35,7 +35,20 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
-"""The config.json of the 110M model."""
+RANDOM: dict[str, dict[str, Any]] = {
+    "110M": SMALL,
+    "1B": SMALL
+    | {
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+}
+"""The config.json of each model with random weights; 1B has the shapes of Llama 3.2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.batch import Slice
 from moonserve.engine.model.config import ModelConfig, load_model_config
 from moonserve.engine.model.forward_pass import Model
-from moonserve.engine.model.weights import LayerWeights, Weights
+from moonserve.engine.model.weights import LayerWeights, Weights, plain
 from moonserve.protocol.request import RequestId, SamplingParams
 
 _LLAMA: dict[str, Any] = {
@@ -108,7 +108,7 @@ def assemble(config: ModelConfig, weights: Weights, num_blocks: int, dtype: str)
     graphed = with_graphs(model, config, pool)
     engine = Engine(config, graphed, attention, pool, weights.digest)
     matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    return Loaded(engine, model, pool, sum(one.numel() for one in (*matrices, weights.lm_head)))
+    return Loaded(engine, model, pool, sum(plain(one).numel() for one in (*matrices, weights.lm_head)))
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:

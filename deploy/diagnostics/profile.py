@@ -149,7 +149,7 @@ class ProfileConfig(FormatConfig):
 # Options that are passed to the cluster: by both engines' names, by those of the own engine, and of vLLM.
 _OF_CLUSTER = ("dtype", "kv_cache_memory", "dram")
 _OF_ENGINES = ("load_format", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype")
-_OF_OWN_ENGINE = ("kernels",)
+_OF_OWN_ENGINE = ("kernels", "quantize")
 
 # `cpu` excludes the time in which other programs had the processor.
 _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -277,6 +277,7 @@ def _measure_alone(config: ProfileConfig, path: Path) -> _Timed:
         num_blocks=plan.num_blocks,
         num_threads=config.num_threads,
         load_format=config.load_format,
+        quantise=config.quantize,
         kernels=config.kernels,
         cache_folder=folder if config.cache_dir is None else Path(config.cache_dir),
     )

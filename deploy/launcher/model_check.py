@@ -44,7 +44,8 @@ def model_folder(config: ServeConfig, *, is_one_host: bool = True) -> Path:
 def _require_memory(config: ServeConfig, model: ModelConfig, available: int | None) -> None:
     """Raises ConfigError if the weights and KV of all workers certainly exceed the available bytes."""
     dtype = model.resolve_dtype(config.dtype)
-    weights = weight_bytes(model, DTYPE_BYTES[dtype]) * (_LEAST_SHARE if dtype == "bfloat16" else 1.0)
+    format = dtype if config.quantize == "auto" else config.quantize
+    weights = weight_bytes(model, DTYPE_BYTES[dtype], config.quantize) * (_LEAST_SHARE if format == "bfloat16" else 1.0)
     kv = config.kv_cache_memory or DEFAULT_KV_BYTES
     if config.is_elastic:
         kv = config.memory_floor
@@ -52,6 +53,6 @@ def _require_memory(config: ServeConfig, model: ModelConfig, available: int | No
     if available is not None and needed > available:
         raise ConfigError(
             f"{config.num_workers} workers need {needed / _GIB:.1f} GiB, each at least {weights / _GIB:.1f} GiB for "
-            f"weights in {dtype} and {kv / _GIB:.1f} GiB for KV, and {available / _GIB:.1f} GiB are left on this "
+            f"weights in {format} and {kv / _GIB:.1f} GiB for KV, and {available / _GIB:.1f} GiB are left on this "
             "machine: choose a smaller model, fewer workers or less --kv-cache-memory"
         )

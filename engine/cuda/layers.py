@@ -17,7 +17,7 @@ from moonserve.engine.kernels import Heads, Step
 from moonserve.engine.kernels.rope import RopeTable
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.weights import LayerWeights, Weights
+from moonserve.engine.model.weights import LayerWeights, Weights, plain
 
 if TYPE_CHECKING:
     from moonserve.engine.cuda.layer_kernels import Positions
@@ -68,7 +68,7 @@ class TritonKernels:
         own = self._weights.layers[layer]
         normed = self._add_norm(work, own.input_norm)
         config = self._config
-        heads = F.linear(normed, own.qkv, own.qkv_bias).view(normed.shape[0], -1, config.head_dim)
+        heads = F.linear(normed, plain(own.qkv), own.qkv_bias).view(normed.shape[0], -1, config.head_dim)
         self._fused.rotate_and_store(
             heads,
             config.num_heads,
@@ -87,12 +87,12 @@ class TritonKernels:
 
     def finish(self, layer: int, work: _Pass, attended: torch.Tensor) -> None:
         own = self._weights.layers[layer]
-        work.pending = F.linear(attended, own.o, own.o_bias)
+        work.pending = F.linear(attended, plain(own.o), own.o_bias)
         work.pending = self._mlp(self._add_norm(work, own.post_norm), own)
 
     def _mlp(self, normed: torch.Tensor, own: LayerWeights) -> torch.Tensor:
-        inner = self._fused.swiglu(F.linear(normed, own.gate_up, own.gate_up_bias))
-        return F.linear(inner, own.down, own.down_bias)
+        inner = self._fused.swiglu(F.linear(normed, plain(own.gate_up), own.gate_up_bias))
+        return F.linear(inner, plain(own.down), own.down_bias)
 
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden if work.pending is None else work.hidden + work.pending
@@ -104,7 +104,7 @@ class TritonKernels:
 
     def logits(self, work: _Pass) -> torch.Tensor:
         normed = self._add_norm(work, self._weights.norm)
-        return F.linear(normed, self._weights.lm_head).float()
+        return F.linear(normed, plain(self._weights.lm_head)).float()
 
     def _add_norm(self, work: _Pass, weight: torch.Tensor) -> torch.Tensor:
         normed = self._fused.add_norm(work.hidden, work.pending, weight, self._config.rms_norm_eps)

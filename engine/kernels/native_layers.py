@@ -16,10 +16,11 @@ import torch
 from moonserve.engine.kernels import AllReduce, Heads, Step
 from moonserve.engine.kernels.native_library import CLayer, CModel, CStep, LayersLibrary
 from moonserve.engine.kernels.rope import RopeTable
-from moonserve.engine.kernels.weight_packing import LANES, Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
+from moonserve.engine.kernels.weight_packing import Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.weights import LayerWeights, Weights
+from moonserve.engine.model.weights import LayerWeights, Projection, Weights
+from moonserve.engine.model.weights.quantised_matrix import LANES, QuantisedMatrix
 from moonserve.protocol.process.native_libraries import CompilerError
 
 _GROUP_ROWS = 256  # GROUP of layers.cpp
@@ -96,6 +97,7 @@ class NativeKernels:
         inner_size = self._layers[0].matrices[2].num_panels * LANES
         self._normed = torch.empty(_GROUP_ROWS, config.hidden_size, dtype=self._dtype)
         self._inner = torch.empty(_GROUP_ROWS, inner_size, dtype=self._dtype)
+        self._codes = torch.empty(_GROUP_ROWS * _row_bytes(weights), dtype=torch.uint8)
         self._structure = self._make_structure(inner_size)
         self._address = ctypes.addressof(self._structure)
 
@@ -123,6 +125,7 @@ class NativeKernels:
             self.thread_pool.address,
             self._normed.data_ptr(),
             self._inner.data_ptr(),
+            self._codes.data_ptr(),
             config.rms_norm_eps,
         )
 
@@ -184,9 +187,15 @@ def _floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().contiguous()
 
 
-def _matrices(weights: Weights) -> list[torch.Tensor]:
+def _matrices(weights: Weights) -> list[Projection]:
     layers = [(one.qkv, one.o, one.gate_up, one.down) for one in weights.layers]
     return [*(matrix for layer in layers for matrix in layer), weights.lm_head]
+
+
+def _row_bytes(weights: Weights) -> int:
+    """Returns the most bytes of one row of input as integers (`Inputs` of quantised_product.h)."""
+    quantised = [matrix for matrix in _matrices(weights) if isinstance(matrix, QuantisedMatrix)]
+    return max((matrix.scales.shape[1] * (2 * matrix.format.group + 8) for matrix in quantised), default=0)
 
 
 def _check_limits(config: ModelConfig, weights: Weights) -> None:

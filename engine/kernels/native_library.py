@@ -58,6 +58,11 @@ class CMatrix(ctypes.Structure):
         ("exponents", ctypes.c_void_p),
         ("outliers", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("bits", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
     )
 
 
@@ -96,6 +101,7 @@ class CModel(ctypes.Structure):
         ("thread_pool", ctypes.c_void_p),
         ("normed", ctypes.c_void_p),
         ("inner", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
     )
 

@@ -88,6 +88,11 @@ class MixedKernels:
         return work.kernels.logits(work.work)
 
 
+def keeps_integers(name: str, device: torch.device, cache_folder: Path | None) -> bool:
+    """True if the kernels called `name` multiply quantised weights as they are."""
+    return device.type == "cpu" and (name == "native" or (name == "auto" and cache_folder is not None))
+
+
 def make_kernels(
     name: str,
     config: ModelConfig,
@@ -100,9 +105,10 @@ def make_kernels(
     collectives: AllReduce | None = None,
 ) -> Kernels:
     """Creates the implementation called `name`. auto means triton on a GPU; otherwise native, mixed with torch if that
-    is faster for prompts; or torch without a `cache_folder`. Native kernels run in `num_threads` own threads, torch's
-    in the process's. `compiling` is called before a compilation, which takes seconds. `collectives`: for a rank with a
-    share of the model. Raises ConfigError for an unknown name, or if the implementation is not available."""
+    is faster for prompts and weights are plain; or torch without a `cache_folder`. Native kernels run in `num_threads`
+    own threads, torch's in the process's. `compiling` is called before a compilation, which takes seconds.
+    `collectives`: for a rank with a share of the model. Raises ConfigError for an unknown name, or if the
+    implementation is not available."""
     if name not in KERNEL_NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(KERNEL_NAMES)}")
     if name == "triton" or pool.device.type == "cuda":
@@ -113,7 +119,7 @@ def make_kernels(
         native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, collectives)
     except CompilerError as error:
         raise ConfigError(f"native kernels are not available: {error}; or start with --kernels torch") from error
-    if name == "native" or native.suits_many_rows:
+    if name == "native" or native.suits_many_rows or weights.is_quantised:
         return native
     return MixedKernels(native, TorchKernels(config, weights, pool, collectives))
 

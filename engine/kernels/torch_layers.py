@@ -19,7 +19,7 @@ from moonserve.engine.kernels import AllReduce, Heads, Step
 from moonserve.engine.kernels.rope import RopeTable, apply_rope
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.weights import LayerWeights, Weights
+from moonserve.engine.model.weights import LayerWeights, Weights, plain
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Computes x [rows, in] → x · weightᵀ + bias [rows, out]."""
@@ -77,12 +77,12 @@ class _Layer:
     def make(cls, weights: LayerWeights) -> _Layer:
         return cls(
             input_norm=weights.input_norm,
-            qkv=make_linear(weights.qkv, weights.qkv_bias),
+            qkv=make_linear(plain(weights.qkv), weights.qkv_bias),
             qk_norm=weights.qk_norm,
-            o=make_linear(weights.o, weights.o_bias),
+            o=make_linear(plain(weights.o), weights.o_bias),
             post_norm=weights.post_norm,
-            gate_up=make_linear(weights.gate_up, weights.gate_up_bias),
-            down=make_linear(weights.down, weights.down_bias),
+            gate_up=make_linear(plain(weights.gate_up), weights.gate_up_bias),
+            down=make_linear(plain(weights.down), weights.down_bias),
         )
 
 
@@ -106,7 +106,7 @@ class TorchKernels:
         self._collectives = collectives
         self._embedding = weights.embedding
         self._final_norm = weights.norm
-        self._lm_head = make_linear(weights.lm_head, None)
+        self._lm_head = make_linear(plain(weights.lm_head), None)
         self._layers = [_Layer.make(layer) for layer in weights.layers]
         self._pool = pool
         self._rope = RopeTable(config.rope, config.head_dim, weights.embedding.dtype)

@@ -1,8 +1,8 @@
 """Weight layout of the native products (`engine/kernels/native/matrix_product.h`): panels of 32 outputs, word by word
 of input.
 
-A word is one float32 or two bfloat16. Owns the layout and its memory, which is in huge pages if the system has them,
-since a step reads all of it once. Knows no model.
+A word is one float32 or two bfloat16. Quantised matrices are in panels already
+(`engine.model.weights.quantised_matrix`). Knows no model.
 
 Panels of bfloat16 may be *compact*: lossless in three quarters of the bytes
 (`engine/kernels/native/compact_weights.h`), on processors that read compact panels faster than plain ones. 4 bits
@@ -11,21 +11,16 @@ select one of 16 exponents; weights with other exponents are stored separately, 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from moonserve.engine.kernels.native_library import CMatrix, LayersLibrary
+from moonserve.engine.model.weights import Projection
+from moonserve.engine.model.weights.quantised_matrix import LANES, PANEL, HugePages, QuantisedMatrix
 
-LANES = 16
-PANEL = 2 * LANES
 _WORD_BYTES = 4
-_HUGE_PAGE = 2 << 20
-
-
 _CELL_WORDS = 48  # CELL_BYTES of compact_weights.h
 _NUM_EXPONENTS = 256
 _NAMED = 16
@@ -97,7 +92,7 @@ class Matrix:
 
     num_panels: int
     words: int  # of a row of the input
-    panels: torch.Tensor | Compact  # [panels, words, 32] int32, or its compact form
+    panels: torch.Tensor | Compact | QuantisedMatrix  # [panels, words, 32] int32, or fewer bytes
     bias: torch.Tensor | None  # [panels · 32] float32
 
     def structure(self) -> CMatrix:
@@ -105,34 +100,28 @@ class Matrix:
         bias = None if self.bias is None else self.bias.data_ptr()
         own = self.panels
         if isinstance(own, torch.Tensor):
-            return CMatrix(own.data_ptr(), bias, self.words, self.num_panels, None, None, None)
+            return CMatrix(own.data_ptr(), bias, self.words, self.num_panels)
+        if isinstance(own, QuantisedMatrix):
+            zeros = None if own.zeros is None else own.zeros.data_ptr()
+            quantised = (own.scales.data_ptr(), zeros, own.format.bits, own.format.group, own.inputs)
+            compact = (None, None, None)
+            return CMatrix(own.codes.data_ptr(), bias, self.words, self.num_panels, *compact, *quantised)
         tables = (own.exponents, own.outliers, own.starts)
         addresses = [table.data_ptr() for table in tables]
         return CMatrix(own.cells.data_ptr(), bias, self.words, self.num_panels, *addresses)
 
 
 class Arena:
-    """Memory for all matrices of a model, allocated from front to back so that they lie in the order of reading. Memory
-    that stays unused because matrices are compact only costs addresses."""
+    """Memory for all plain matrices of a model. Some stays unused if matrices are compact."""
 
     def __init__(self, nbytes: int, compactor: Compactor | None = None) -> None:
         """`compactor`: for bfloat16 matrices; None = all panels stay plain."""
         self._compactor = compactor
-        # Two more huge pages, since mapped memory may begin anywhere in a huge page.
-        memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
-        with suppress(OSError, AttributeError):  # a kernel or a platform without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = torch.frombuffer(memory, dtype=torch.int32)
-        skipped = -flat.data_ptr() % _HUGE_PAGE // _WORD_BYTES
-        self._rest = flat[skipped:]
+        self._memory = HugePages(nbytes)
 
     def take(self, *shape: int) -> torch.Tensor:
         """Allocates an int32 tensor of this shape."""
-        count = 1
-        for size in shape:
-            count *= size
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken.view(shape)
+        return self._memory.take(torch.int32, *shape)
 
     def store(self, panels: torch.Tensor) -> torch.Tensor | Compact:
         """Stores panels [panels, words, 32] int32, of any strides, in compact form if that is better."""
@@ -143,28 +132,37 @@ class Arena:
         return self.take(*panels.shape).copy_(panels)
 
 
-def packed_bytes(weights: Iterable[torch.Tensor]) -> int:
-    """Returns an upper bound of the arena bytes that these weights need."""
-    return sum((weight.shape[0] + 2 * PANEL) * weight.shape[1] * weight.element_size() for weight in weights)
+def packed_bytes(weights: Iterable[Projection]) -> int:
+    """Returns an upper bound of the arena bytes that these weights need, without those that are quantised."""
+    plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    return sum((weight.shape[0] + 2 * PANEL) * weight.shape[1] * weight.element_size() for weight in plain)
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
+def pack(weight: Projection, bias: torch.Tensor | None, arena: Arena) -> Matrix:
     """Packs a projection [out, in]."""
+    if isinstance(weight, QuantisedMatrix):
+        return Matrix(weight.num_panels, weight.words, weight, _padded(_bias(bias)))
     padded = _pad(weight, PANEL)
     panels = padded.view(len(padded) // PANEL, PANEL, weight.shape[1])  # no panels for no rows
     return _pack(panels, _bias(bias), arena)
 
 
-def pack_gates(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
+def pack_gates(weight: Projection, bias: torch.Tensor | None, arena: Arena) -> Matrix:
     """Packs gates above ups [2 · inner, in]. A panel has 16 gates, then the 16 ups that they multiply."""
-    return _pack(_pair(weight), None if bias is None else _pair(bias.float()[:, None])[..., 0], arena)
+    paired = None if bias is None else _pair(bias.float()[:, None])[..., 0]
+    if isinstance(weight, QuantisedMatrix):
+        return Matrix(weight.num_panels, weight.words, weight, _padded(paired))
+    return _pack(_pair(weight), paired, arena)
 
 
 def _pack(panels: torch.Tensor, bias: torch.Tensor | None, arena: Arena) -> Matrix:
     """Packs panels [panels, 32, in], with a bias of any shape in the same order."""
     words = panels.contiguous().view(torch.int32).transpose(1, 2)
-    padded = None if bias is None else _pad(bias.reshape(-1, 1), PANEL).flatten()
-    return Matrix(words.shape[0], words.shape[1], arena.store(words), padded)
+    return Matrix(words.shape[0], words.shape[1], arena.store(words), _padded(bias))
+
+
+def _padded(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else _pad(bias.reshape(-1, 1), PANEL).flatten()
 
 
 def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:

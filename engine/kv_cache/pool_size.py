@@ -127,16 +127,24 @@ def gpu_kv_budget(config: ReplicaConfig, model: ModelConfig) -> KvBudget:
     return KvBudget(left, flag)
 
 
-def weight_bytes(model: ModelConfig, dtype_bytes: int) -> int:
-    """Returns the bytes of all weights as the engine holds them."""
+BITS_PER_WEIGHT = {"int4": 4.5, "int8": 8.125}
+"""Of a `--quantize` value, with scales."""
+
+
+def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -> int:
+    """Returns the bytes of all weights as the engine holds them. `quantise`: a `--quantize` value."""
     hidden, heads = model.hidden_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attention = hidden * heads + model.num_heads * model.head_dim * hidden
     mlp = 3 * hidden * model.intermediate_size
     biases = heads + 2 * model.intermediate_size + 2 * hidden  # counted for every family
     norms = 2 * hidden + 2 * model.head_dim
-    vocabulary = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    layers = model.num_layers * (attention + mlp + biases + norms)
-    return (layers + vocabulary + hidden) * dtype_bytes
+    vectors = hidden + model.num_layers * (biases + norms)
+    matrices, vocabulary = model.num_layers * (attention + mlp), model.vocab_size * hidden
+    if quantise in BITS_PER_WEIGHT:
+        head = vocabulary * BITS_PER_WEIGHT["int8"]
+        return (vectors + vocabulary) * dtype_bytes + int(matrices * BITS_PER_WEIGHT[quantise] + head) // 8
+    heads = 0 if model.tie_word_embeddings else vocabulary
+    return (vectors + matrices + vocabulary + heads) * dtype_bytes
 
 
 def step_bytes(config: ReplicaConfig, model: ModelConfig, dtype_bytes: int) -> int:

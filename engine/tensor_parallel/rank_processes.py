@@ -129,6 +129,7 @@ def _load(config: RankConfig, path: Path, connection: socket.socket, lifecycle: 
         kernels=config.kernels,
         attention=config.kernels,
         load_format=config.load_format,
+        quantise=config.quantize,
         cache_folder=folder,
         progress=lifecycle.progress,
     )

@@ -75,13 +75,18 @@ def _continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int
 
 
 def one_engines(
-    model: Path, prompts: Sequence[list[int]], num_tokens: int, block_size: int, kept: str = "auto"
+    model: Path,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    block_size: int,
+    kept: str = "auto",
+    quantise: str = "auto",
 ) -> list[list[int]]:
     """Returns the continuation of each prompt by native kernels in one process."""
     config = load_model_config(model)
     layout = config.kv_layout(block_size, "float32", kept)
     own = {"dtype": "float32", "num_blocks": 8192 // block_size, "cache_folder": kernels_folder()}
-    engine = Engine.load(model, config=config, layout=layout, **own)
+    engine = Engine.load(model, config=config, layout=layout, quantise=quantise, **own)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
     return [generation.token_ids for generation in generate(engine, prompts, sampling)]
 

@@ -1,5 +1,5 @@
 """A cluster's greedy tokens equal those of a reference: transformers with its log-probabilities, on the same weights in
-float32, or a single engine for quantised KV and for a device with its own memory.
+float32, or a single engine for quantised KV and weights and for a device with its own memory.
 
 Prompts of 1 to 3,000 tokens go from gateway to prefill worker to decode worker, in chunks and blocks that may or may
 not divide them: computed, reused, loaded from the store, and sent again, while other requests run.
@@ -53,6 +53,7 @@ class Case:
     chunk: int
     flags: tuple[str, ...]
     kept: str = ""  # dtype of the stored KV, for one engine as the reference; empty = transformers is the reference
+    quantise: str = "auto"  # format of weights
     lengths: tuple[int, ...] = ()  # of the prompts; empty = around every border
     num_workers: int = 1  # of each kind
 
@@ -62,7 +63,7 @@ class Case:
         return (
             *("--dtype", "float32", "--num-threads", "1", "--store-reads", "always"),
             *("--block-size", str(self.block_size), "--max-num-batched-tokens", str(self.chunk)),
-            *("--prefill-workers", workers, "--decode-workers", workers, *self.flags),
+            *("--prefill-workers", workers, "--decode-workers", workers, "--quantize", self.quantise, *self.flags),
         )
 
     def names(self, role: str) -> list[str]:
@@ -98,6 +99,15 @@ CASES = {
         flags=("--kv-cache-dtype", "int8"),
         kept="int8",
         lengths=(5, 100, 512, 513, 1_100),
+    ),
+    "weights of 4 bits": Case(
+        family="qwen2",
+        block_size=16,
+        chunk=100,
+        flags=("--transports", "tcp"),
+        kept="auto",
+        quantise="int4",
+        lengths=(1, 5, 16, 17, 100, 101, 513),
     ),
     # As on a GPU: nothing is computed before its input is loaded or sent before it is stored, and decode steps start
     # before earlier steps have ended. Only the device is simulated.
@@ -142,7 +152,7 @@ def test_computed_cached_stored_and_resent_tokens_equal_the_reference(name: str,
     make_model(case.family, model, seed=1, max_position_embeddings=4_096, **FAMILIES[case.family])
     prompts = case.prompts()
     if case.kept:
-        exam = Exam(prompts, one_engines(model, prompts, NUM_TOKENS, case.block_size, case.kept))
+        exam = Exam(prompts, one_engines(model, prompts, NUM_TOKENS, case.block_size, case.kept, case.quantise))
     else:
         exam = Exam(prompts, continuations(load_reference(model), prompts, NUM_TOKENS))
     reusable = case.reusable(prompts)

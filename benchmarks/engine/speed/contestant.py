@@ -61,10 +61,13 @@ def _waited_s() -> float:
 
 
 NATIVE, TORCH = "moonserve native", "moonserve torch"
+INT8, INT4 = "moonserve int8", "moonserve int4"
 TRANSFORMERS, VLLM, LLAMA_CPP = "transformers", "vLLM", "llama.cpp"
-CONTESTANTS = (NATIVE, TORCH, TRANSFORMERS, VLLM, LLAMA_CPP)
+CONTESTANTS = (NATIVE, INT8, INT4, TORCH, TRANSFORMERS, VLLM, LLAMA_CPP)
 _MODULES = {
     NATIVE: "benchmarks.engine.speed.moonserve",
+    INT8: "benchmarks.engine.speed.moonserve",
+    INT4: "benchmarks.engine.speed.moonserve",
     TORCH: "benchmarks.engine.speed.moonserve",
     TRANSFORMERS: "benchmarks.engine.speed.transformers",
     VLLM: "benchmarks.engine.speed.vllm",

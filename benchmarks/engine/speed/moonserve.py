@@ -1,4 +1,4 @@
-"""This project's engine as a contestant, with native kernels and attention or with torch's.
+"""This project's engine as a contestant, with native kernels and attention, with quantised weights or with torch's.
 
 The KV of contexts is never computed, because the time of a step does not depend on its values.
 """
@@ -29,7 +29,8 @@ class Moonserve:
         self._engine = self._load(8)
 
     def _load(self, num_blocks: int) -> Engine:
-        kernels = self._config.name.removeprefix("moonserve ")
+        kind = self._config.name.removeprefix("moonserve ")
+        kernels, quantise = ("native", kind) if kind.startswith("int") else (kind, "auto")
         return Engine.load(
             Path(self._config.folder),
             config=self._model_config,
@@ -38,6 +39,7 @@ class Moonserve:
             num_threads=len(self._config.cores),
             kernels=kernels,
             attention=kernels,
+            quantise=quantise,
             cache_folder=cache_folder(os.environ, Path.home()),
         )
 

@@ -173,7 +173,7 @@ def handoffs(model: Path, folder: Path, rounds: int) -> dict[str, float]:
 
 def _write_model(folder: Path) -> None:
     """Writes the 110M model, and a tokenizer whose tokens are the ids in decimal: prompts are lists of ids."""
-    subprocess.run([sys.executable, "-m", "benchmarks.engine.random_model", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.engine.random_model", str(folder), "110M"], check=True)
     tokenizer = Tokenizer(WordLevel({str(n): n for n in range(SMALL["vocab_size"])}, unk_token="0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))

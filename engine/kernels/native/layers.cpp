@@ -29,6 +29,7 @@ struct Model {
     const void *embedding;
     ThreadPool *thread_pool;
     void *normed, *inner; /* scratch of GROUP rows: [hidden_size] and [inner_size] */
+    void *codes;          /* the same of `Inputs` for the largest quantised matrix */
     float epsilon;
 };
 
@@ -43,6 +44,15 @@ struct Step {
 template <typename T, typename Finish>
 static void shared_product(const Model *model, const Matrix &matrix, const T *input, int64_t stride, int64_t rows,
                            const Finish &finish) {
+    if (matrix.quantised.bits != 0) {
+        const Inputs inputs(matrix.quantised, rows, model->codes);
+        parallel_for(model->thread_pool, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+            for (int64_t row = from; row < to; row++) store_row(matrix.quantised, input + row * stride, inputs, row);
+        });
+        return parallel_for(model->thread_pool, matrix.num_panels, 1, [&](int64_t from, int64_t to) {
+            quantised_product(matrix.quantised, matrix.panels, matrix.bias, inputs, rows, from, to, finish);
+        });
+    }
     parallel_for(model->thread_pool, matrix.num_panels, 1,
           [&](int64_t from, int64_t to) { product(matrix, input, stride, rows, from, to, finish); });
 }
@@ -196,6 +206,16 @@ extern "C" int32_t reads_compact(int32_t is_bfloat16) { return COMPACT && is_bfl
 
 /* -- single operations, for tests */
 
+template <typename T, typename Finish>
+static void whole_product(const Matrix &matrix, const T *input, int64_t stride, int64_t rows, const Finish &finish) {
+    if (matrix.quantised.bits == 0) return product(matrix, input, stride, rows, 0, matrix.num_panels, finish);
+    char *memory = new char[Inputs::bytes(matrix.quantised, rows)];
+    const Inputs inputs(matrix.quantised, rows, memory);
+    for (int64_t row = 0; row < rows; row++) store_row(matrix.quantised, input + row * stride, inputs, row);
+    quantised_product(matrix.quantised, matrix.panels, matrix.bias, inputs, rows, 0, matrix.num_panels, finish);
+    delete[] memory;
+}
+
 #define DEFINE_PARTS(NAME, T)                                                                                          \
     extern "C" void normalize_##NAME(const T *x, const float *weight, T *out, int64_t count, float epsilon) {          \
         normalize(x, weight, out, count, epsilon);                                                                     \
@@ -209,10 +229,10 @@ extern "C" int32_t reads_compact(int32_t is_bfloat16) { return COMPACT && is_bfl
     }                                                                                                                  \
     extern "C" void product_##NAME(const Matrix *matrix, const T *input, int64_t stride, int64_t rows, T *out,         \
                                    int64_t outputs) {                                                                  \
-        product(*matrix, input, stride, rows, 0, matrix->num_panels, Store<T>{out, outputs, outputs});                 \
+        whole_product(*matrix, input, stride, rows, Store<T>{out, outputs, outputs});                                  \
     }                                                                                                                  \
     extern "C" void gate_##NAME(const Matrix *matrix, const T *input, int64_t stride, int64_t rows, T *out) {          \
-        product(*matrix, input, stride, rows, 0, matrix->num_panels, Gate<T>{out, matrix->num_panels * PANEL / 2});        \
+        whole_product(*matrix, input, stride, rows, Gate<T>{out, matrix->num_panels * PANEL / 2});                     \
     }
 
 DEFINE_PARTS(float32, float)

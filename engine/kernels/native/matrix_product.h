@@ -10,9 +10,8 @@
 #include <type_traits>
 
 #include "compact_weights.h"
+#include "quantised_product.h"
 
-constexpr int64_t PANEL = 32;
-constexpr int64_t VECTORS = PANEL / LANES; /* of a panel's outputs */
 constexpr int64_t AHEAD = 64; /* words of the input: weights are prefetched this far ahead */
 /* The sums of a product fill half of the registers, and hide the latency of additions. */
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -22,15 +21,13 @@ constexpr int64_t MOST_SUMS = 8;
 #endif
 constexpr int64_t MOST_ROWS = MOST_SUMS / 2;
 
-/* Sums of one row with a panel. */
-typedef Floats PanelSums[VECTORS];
-
 struct Matrix {
-    const void *panels; /* [panels, words, PANEL] words, or the same compressed into cells */
-    const float *bias;  /* [panels · PANEL], or null */
+    const void *panels; /* [panels, words, 32] words, the same compressed into cells, or codes (quantised_product.h) */
+    const float *bias;  /* [panels · 32], or null */
     int64_t words;      /* of one row of the input */
     int64_t num_panels;
     Compact compact;
+    Quantised quantised;
 };
 
 INLINE uint32_t word_of(const void *row, int64_t k) {

@@ -36,6 +36,10 @@ typedef int32_t Integers __attribute__((vector_size(REGISTER)));
 typedef uint16_t Halves __attribute__((vector_size(REGISTER / 2)));
 typedef uint16_t LooseHalves __attribute__((vector_size(REGISTER / 2), aligned(2), may_alias));
 
+constexpr int64_t PANEL = 32; /* outputs whose weights lie together */
+constexpr int64_t VECTORS = PANEL / LANES;
+typedef Floats PanelSums[VECTORS]; /* of one row with a panel */
+
 struct Bfloat16 {
     uint16_t bits;
 };

@@ -21,6 +21,7 @@ REFUSED = [
     ({}, {"max_model_len": 1_000_000}, r"--max-model-len 1000000 exceeds the model's 8192 positions"),
     ({"num_hidden_layers": 10**7}, {}, r"2 workers need \d+\.\d GiB, each at least .*: choose a smaller model"),
     ({}, {"kv_cache_memory": 2**50}, "1048576.0 GiB for KV"),
+    ({"num_hidden_layers": 10**7}, {"quantize": "int4"}, "for weights in int4"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 Owns tensor names and shapes, and the digest of the stored bytes and of the configuration that determines KV. Names and
 shapes are checked against the file headers before any tensor is read, so a wrong folder is refused at once with a list
-of problems. Does not know how weights are used.
+of problems. Matrices may be quantised (`quantised_matrix`), tensor by tensor. Does not know how weights are used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ from safetensors import SafetensorError, safe_open
 
 from moonserve.engine.model.config import ModelConfig
 from moonserve.engine.model.partition import Shard, Stage, split_into_shards, split_into_stages
+from moonserve.engine.model.weights.quantised_matrix import (
+    HugePages,
+    QuantisedMatrix,
+    WeightFormat,
+    rounded,
+)
 from moonserve.protocol.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -28,6 +35,21 @@ _SINGLE = "model.safetensors"
 _NAMES_SHOWN = 5
 _DUMMY_SEED = 0
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # stored by old exporters, but computed here
+
+QUANTISED_FORMATS = {"int4": WeightFormat(4, 32), "int8": WeightFormat(8, 128)}
+"""Formats of `--quantize`."""
+_HEAD_FORMAT = WeightFormat(8, 128)
+"""Format of a quantised head, whatever the format of the layers."""
+
+Projection = torch.Tensor | QuantisedMatrix
+"""Weights [out, in] of a product."""
+
+
+def plain(matrix: Projection) -> torch.Tensor:
+    """Returns weights that were loaded without `keeps_integers`."""
+    assert isinstance(matrix, torch.Tensor)
+    return matrix
+
 
 Progress = Callable[[str, float], None]
 """Progress callback: name of the current activity and the fraction done."""
@@ -38,43 +60,91 @@ class LayerWeights:
     """Weights of one decoder layer; matrices are [out, in]."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor  # q rows, then k, then v
+    qkv: Projection  # q rows, then k, then v
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: norms of q and k, repeated per head
-    o: torch.Tensor
+    o: Projection
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor
-    gate_up: torch.Tensor  # gate rows, then up
+    gate_up: Projection  # gate rows, then up
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Projection
     down_bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights of a model, or of one stage or rank. With tied embeddings a whole model's `lm_head` is `embedding`."""
+    """Weights of a model, or of one stage or rank. With tied embeddings, the `lm_head` of a whole model is `embedding`
+    unless it is quantised."""
 
     embedding: torch.Tensor  # [vocab, hidden]; no rows except at the first stage
     layers: Sequence[LayerWeights]  # of the stage
     norm: torch.Tensor
-    lm_head: torch.Tensor  # [vocab, hidden], a rank has its rows only; no rows except at the last stage
-    # Hash of `kv_identity` and all stored tensors (names, dtypes, shapes, bytes), whatever the share.
+    lm_head: Projection  # [vocab, hidden], a rank has its rows only; no rows except at the last stage
+    # Hash of `kv_identity`, all stored tensors (names, dtypes, shapes, bytes) and the format to which they were rounded
+    # while loading, whatever the share.
     digest: str
+
+    @property
+    def is_quantised(self) -> bool:
+        matrices = [self.lm_head, *(layer.qkv for layer in self.layers)]
+        return any(isinstance(matrix, QuantisedMatrix) for matrix in matrices)
 
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
     """Destination of a stored tensor of `shape`, or of a part of it."""
 
-    own: torch.Tensor
+    own: Projection
     shape: list[int]
     part: tuple[slice, ...] = ()
+    first: int = 0  # row of a quantised matrix
+    format: WeightFormat | None = None  # to which weights are rounded
 
     def fill(self, stored: torch.Tensor) -> None:
-        self.own.copy_(stored[self.part])
+        part = stored[self.part]
+        if isinstance(self.own, QuantisedMatrix):
+            self.own.round_and_store(self.first, part)
+        elif not self.own.is_meta:  # of another stage
+            self.own.copy_(part if self.format is None else rounded(part, self.format))
 
 
 _Places = dict[str, list[_Destination]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """Format of a model's weights in memory."""
+
+    dtype: torch.dtype
+    quantise: str  # a `--quantize` value
+    memory: HugePages | None  # of quantised matrices; None: their weights are rounded and then kept in `dtype`
+
+    @property
+    def layer_format(self) -> WeightFormat | None:
+        return QUANTISED_FORMATS.get(self.quantise)
+
+    @property
+    def head_format(self) -> WeightFormat | None:
+        return None if self.layer_format is None else _HEAD_FORMAT
+
+    def vector(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
+    def matrix(self, outputs: int, inputs: int, format: WeightFormat | None, *, pairs: bool = False) -> Projection:
+        if format is None or self.memory is None:
+            return torch.empty(outputs, inputs, dtype=self.dtype)
+        return QuantisedMatrix(outputs, inputs, format, self.memory, pairs=pairs)
+
+    @property
+    def identity(self) -> str:
+        """Everything about the rounding that KV depends on; empty if there is none."""
+        return "" if self.layer_format is None else f"|{self.layer_format}|{self.head_format}"
+
+
+def _rows_of(matrix: Projection, first: int, count: int) -> Projection:
+    """Returns the rows of a plain matrix, or the whole quantised one, which is filled by row numbers."""
+    return matrix if isinstance(matrix, QuantisedMatrix) else matrix[first : first + count]
 
 
 def load_weights(
@@ -87,58 +157,66 @@ def load_weights(
     device: torch.device | None = None,
     stage: Stage | None = None,
     shard: Shard | None = None,
+    quantise: str = "auto",
+    keeps_integers: bool = False,
 ) -> Weights:
     """Loads the weights of the model, or of one stage or rank, in `dtype` on `device` (None = CPU). Raises ConfigError
-    that lists missing, unexpected and misshapen tensors."""
+    that lists missing, unexpected and misshapen tensors. `quantise`: a `--quantize` value. `keeps_integers`: each
+    quantised matrix is a `QuantisedMatrix`; otherwise its rounded weights are in `dtype`."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    if quantise not in ("auto", *QUANTISED_FORMATS):
+        raise ConfigError(f"weights in {quantise!r} are not one of auto, {', '.join(QUANTISED_FORMATS)}")
+    storage = _Storage(dtype, quantise, HugePages() if keeps_integers else None)
     with device or torch.device("cpu"):
-        places, build = _allocate(config, dtype, stage, shard or split_into_shards(config, 1)[0])
+        places, build = _allocate(config, storage, stage, shard or split_into_shards(config, 1)[0])
     if load_format == "dummy":
-        return build(_fill_randomly(config, places))
-    return build(_fill_from_files(path, config, places, progress or (lambda _stage, _done: None)))
+        digest = _fill_randomly(config, places)
+    else:
+        digest = _fill_from_files(path, config, places, progress or (lambda _stage, _done: None))
+    return build(xxhash.xxh3_128_hexdigest(f"{digest}{storage.identity}".encode()) if storage.identity else digest)
 
 
 # -- destinations of stored tensors
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, stage: Stage | None, shard: Shard
+    config: ModelConfig, storage: _Storage, stage: Stage | None, shard: Shard
 ) -> tuple[_Places, Callable[[str], Weights]]:
     """Allocates empty weights. Returns the destinations of each stored tensor by name, and a function from the digest
     to the weights. Tensors of other stages are also read, for the digest, into tensors without memory."""
     places: _Places = {}
     whole = stage or split_into_stages(config.num_layers, 1)[0]
 
-    def vocabulary(name: str, is_own: bool, tokens: range) -> torch.Tensor:
-        with _elsewhere(not is_own):
-            tensor = torch.empty(len(tokens), config.hidden_size, dtype=dtype)
-        stored = [config.vocab_size, config.hidden_size]
-        places[name] = [_Destination(tensor, stored, (slice(tokens.start, tokens.stop),))]
-        return tensor if is_own else torch.empty(0, config.hidden_size, dtype=dtype)
-
-    tied, tokens = config.tie_word_embeddings, range(config.vocab_size)
-    is_own = whole.is_first or (tied and whole.is_last)
-    embedding = vocabulary("model.embed_tokens.weight", is_own, tokens)
+    size, tokens, hidden = config.vocab_size, shard.vocabulary, config.hidden_size
+    tied, head_format = config.tie_word_embeddings, storage.head_format
+    shares_rows = tied and head_format is None
+    with _elsewhere(not (whole.is_first or (shares_rows and whole.is_last))):
+        embedding = storage.vector(size, hidden)
+    places["model.embed_tokens.weight"] = [_Destination(embedding, [size, hidden])]
     layers = []
     for layer in range(config.num_layers):
         with _elsewhere(layer not in whole.layers):
-            layers.append(_allocate_layer(config, dtype, layer, places, shard))
-    norm = torch.empty(config.hidden_size, dtype=dtype)
+            layers.append(_allocate_layer(config, storage, layer, places, shard))
+    norm = storage.vector(hidden)
     places["model.norm.weight"] = [_Destination(norm, list(norm.shape))]
-    if not tied:
-        lm_head = vocabulary("lm_head.weight", whole.is_last, shard.vocabulary)
-    elif shard.size == 1:
-        lm_head = embedding
+    lm_head: Projection
+    if shares_rows:
+        lm_head = embedding if shard.size == 1 else embedding[tokens.start : tokens.stop]
     else:
-        lm_head = embedding[shard.vocabulary.start : shard.vocabulary.stop]
+        with _elsewhere(not whole.is_last):
+            lm_head = storage.matrix(len(tokens), hidden, head_format)
+        part = (slice(tokens.start, tokens.stop),)
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        places.setdefault(name, []).append(_Destination(lm_head, [size, hidden], part, format=head_format))
 
     def build(digest: str) -> Weights:
+        nothing = torch.empty(0, hidden, dtype=storage.dtype)
         return Weights(
-            embedding=embedding if whole.is_first else embedding[:0],
+            embedding=embedding if whole.is_first else nothing,
             layers=layers[whole.layers.start : whole.layers.stop],
             norm=norm,
-            lm_head=lm_head if whole.is_last else lm_head[:0],
+            lm_head=lm_head if whole.is_last else nothing,
             digest=digest,
         )
 
@@ -162,23 +240,42 @@ class _Part:
         return slice(self.own.start, self.own.stop)
 
 
-def _allocate_layer(config: ModelConfig, dtype: torch.dtype, layer: int, places: _Places, shard: Shard) -> LayerWeights:
-    def plain(name: str, size: int, columns: _Part | None = None) -> torch.Tensor:
-        shape = [size] if columns is None else [size, len(columns.own)]
-        tensor = torch.empty(shape, dtype=dtype)
-        place = _Destination(tensor, [size])
-        if columns is not None:
-            place = _Destination(tensor, [size, columns.size], (slice(None), columns.slice))
-        places[f"model.layers.{layer}.{name}"] = [place]
+def _allocate_layer(config: ModelConfig, storage: _Storage, layer: int, places: _Places, shard: Shard) -> LayerWeights:
+    format = storage.layer_format
+
+    def vector(name: str, size: int) -> torch.Tensor:
+        tensor = storage.vector(size)
+        places[f"model.layers.{layer}.{name}"] = [_Destination(tensor, [size])]
         return tensor
 
-    def fused(module: str, names: Sequence[str], kind: str, rows: Sequence[_Part], *columns: int) -> torch.Tensor:
+    def cut(name: str, outputs: int, columns: _Part) -> Projection:
+        if format is not None and any(
+            end % format.group for end in (columns.own.start, columns.own.stop % columns.size)
+        ):
+            raise ConfigError(
+                f"groups of {format.group} weights do not divide the {len(columns.own)} columns of {name} that each of "
+                f"{shard.size} ranks has: choose fewer ranks"
+            )
+        matrix = storage.matrix(outputs, len(columns.own), format)
+        part = (slice(None), columns.slice)
+        places[f"model.layers.{layer}.{name}"] = [_Destination(matrix, [outputs, columns.size], part, format=format)]
+        return matrix
+
+    def fused_bias(module: str, names: Sequence[str], rows: Sequence[_Part]) -> torch.Tensor:
         sizes = [len(part.own) for part in rows]
-        tensor = torch.empty((sum(sizes), *columns), dtype=dtype)
+        tensor = storage.vector(sum(sizes))
         for name, part, view in zip(names, rows, torch.split(tensor, sizes), strict=True):
-            place = _Destination(view, [part.size, *columns], (part.slice,))
-            places[f"model.layers.{layer}.{module}.{name}.{kind}"] = [place]
+            places[f"model.layers.{layer}.{module}.{name}.bias"] = [_Destination(view, [part.size], (part.slice,))]
         return tensor
+
+    def fused(module: str, names: Sequence[str], rows: Sequence[_Part], inputs: int) -> Projection:
+        sizes = [len(part.own) for part in rows]
+        matrix = storage.matrix(sum(sizes), inputs, format, pairs=module == "mlp")
+        for name, part, first in zip(names, rows, (0, *accumulate(sizes)), strict=False):
+            own = _rows_of(matrix, first, len(part.own))
+            place = _Destination(own, [part.size, inputs], (part.slice,), first, format)
+            places[f"model.layers.{layer}.{module}.{name}.weight"] = [place]
+        return matrix
 
     def once(bias: torch.Tensor) -> torch.Tensor | None:
         # The product is summed over ranks, so only one of them may add the bias.
@@ -191,17 +288,17 @@ def _allocate_layer(config: ModelConfig, dtype: torch.dtype, layer: int, places:
     qkv_rows = (q_rows, kv_rows, kv_rows)
     gate_up = ("mlp", ("gate_proj", "up_proj"))
     return LayerWeights(
-        input_norm=plain("input_layernorm.weight", hidden),
-        qkv=fused(*qkv, "weight", qkv_rows, hidden),
-        qkv_bias=fused(*qkv, "bias", qkv_rows) if config.qkv_bias else None,
-        qk_norm=_allocate_qk_norm(config, dtype, layer, places, shard) if config.qk_norm else None,
-        o=plain("self_attn.o_proj.weight", hidden, q_rows),
-        o_bias=once(plain("self_attn.o_proj.bias", hidden)) if config.o_bias else None,
-        post_norm=plain("post_attention_layernorm.weight", hidden),
-        gate_up=fused(*gate_up, "weight", (inner, inner), hidden),
-        gate_up_bias=fused(*gate_up, "bias", (inner, inner)) if config.mlp_bias else None,
-        down=plain("mlp.down_proj.weight", hidden, inner),
-        down_bias=once(plain("mlp.down_proj.bias", hidden)) if config.mlp_bias else None,
+        input_norm=vector("input_layernorm.weight", hidden),
+        qkv=fused(*qkv, qkv_rows, hidden),
+        qkv_bias=fused_bias(*qkv, qkv_rows) if config.qkv_bias else None,
+        qk_norm=_allocate_qk_norm(config, storage.dtype, layer, places, shard) if config.qk_norm else None,
+        o=cut("self_attn.o_proj.weight", hidden, q_rows),
+        o_bias=once(vector("self_attn.o_proj.bias", hidden)) if config.o_bias else None,
+        post_norm=vector("post_attention_layernorm.weight", hidden),
+        gate_up=fused(*gate_up, (inner, inner), hidden),
+        gate_up_bias=fused_bias(*gate_up, (inner, inner)) if config.mlp_bias else None,
+        down=cut("mlp.down_proj.weight", hidden, inner),
+        down_bias=once(vector("mlp.down_proj.bias", hidden)) if config.mlp_bias else None,
     )
 
 

@@ -1,0 +1,214 @@
+"""Weights as integers of 4 or 8 bits with a scale per output and group of inputs: rounding, and the layout in memory.
+
+weight = (code - zero) · scale. `QuantisedRows` are rows as a checkpoint or a rounding gives them. A `QuantisedMatrix`
+has them in the panels that the native products read (`engine/kernels/native/quantised_product.h`); it is filled row by
+row, so that no matrix is in memory twice. Knows neither names of tensors nor files.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from moonserve.protocol.errors import ConfigError
+
+LANES = 16
+PANEL = 2 * LANES
+GROUPS = (32, 64, 128)
+_WORD_BITS = 32
+_HUGE_PAGE = 2 << 20
+_CHUNK_BYTES = 64 << 20
+_AT_ONCE = 1 << 18
+"""Weights that are converted at once, so that their copies stay in the cache: three times as fast as 2²⁴."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Format of one quantised matrix."""
+
+    bits: int  # 4 or 8
+    group: int  # inputs that share a scale
+    has_zeros: bool = False  # True: each group also has a zero point; False: the zero is 0 in codes with sign
+
+    @property
+    def implied_zero(self) -> int:
+        """Zero of the codes as they are stored: codes of 4 bits have no sign."""
+        return 8 if self.bits == 4 else 0
+
+    @property
+    def inputs_per_word(self) -> int:
+        return _WORD_BITS // self.bits
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Rows of a quantised matrix [n, in], with ceil(in / group) groups each."""
+
+    codes: torch.Tensor  # [n, in] int8: 0..15 for 4 bits, -128..127 for 8 bits
+    scales: torch.Tensor  # [n, groups] float16
+    zeros: torch.Tensor | None  # [n, groups] int16; None: the format's implied zero
+    format: WeightFormat
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.codes.shape)
+
+    def part(self, rows: slice, columns: slice) -> QuantisedRows:
+        """Returns a part of the matrix. Raises ConfigError if it cuts a group."""
+        start, stop, _ = columns.indices(self.codes.shape[1])
+        group = self.format.group
+        if start % group or (stop % group and stop != self.codes.shape[1]):
+            raise ConfigError(f"groups of {group} weights cannot be cut at {start} and {stop}; use fewer ranks")
+        groups = slice(start // group, -(-stop // group))
+        zeros = None if self.zeros is None else self.zeros[rows, groups]
+        return replace(self, codes=self.codes[rows, columns], scales=self.scales[rows, groups], zeros=zeros)
+
+    def chunks(self) -> Iterator[tuple[int, QuantisedRows]]:
+        """Yields (first row, some rows) for conversions that need much memory per row."""
+        for rows in _row_slices(self.codes):
+            yield rows.start, self.part(rows, slice(None))
+
+    def dequantised(self) -> torch.Tensor:
+        """Returns the weights [n, in] in float32."""
+        group = self.format.group
+        zeros = self.format.implied_zero if self.zeros is None else _spread(self.zeros, group, self.codes.shape[1])
+        return (self.codes.float() - zeros) * _spread(self.scales.float(), group, self.codes.shape[1])
+
+
+def quantise(weights: torch.Tensor, format: WeightFormat) -> QuantisedRows:
+    """Rounds weights [n, in] to the nearest codes of a format without zero points. With 4 bits, the weight of highest
+    magnitude in a group becomes -8, whatever its sign: so all 16 codes are used."""
+    rows, inputs = weights.shape
+    grouped = _pad(weights.float(), format.group).view(rows, -1, format.group)
+    least, most = grouped.amin(-1), grouped.amax(-1)
+    if format.bits == 4:
+        scales = torch.where(most >= -least, most, least) * -0.125
+    else:
+        scales = torch.maximum(most, -least) * (1.0 / 127.0)
+    scales = scales.half() + 0.0  # no negative zero
+    if not bool(scales.isfinite().all()):
+        raise ConfigError("weights that are not finite, or too high for a float16 scale, cannot be quantised")
+    inverse = torch.where(scales == 0, 0.0, 1.0 / scales.float())
+    lowest = -8 if format.bits == 4 else -128
+    codes = (grouped * inverse[..., None]).round_().clamp_(lowest, -lowest - 1).add_(format.implied_zero)
+    return QuantisedRows(codes.to(torch.int8).view(rows, -1)[:, :inputs], scales, None, format)
+
+
+def rounded(weights: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Returns the weights [n, in] that `format` stands for after rounding, in the dtype of `weights`."""
+    result = torch.empty_like(weights)
+    for rows in _row_slices(weights):
+        result[rows] = quantise(weights[rows], format).dequantised()
+    return result
+
+
+class QuantisedMatrix:
+    """Weights [out, in] in panels of 32 outputs. A panel of pairs has 16 gates, then the 16 ups that they multiply."""
+
+    def __init__(
+        self, outputs: int, inputs: int, format: WeightFormat, memory: HugePages, *, pairs: bool = False
+    ) -> None:
+        """All weights are 0 at first. `pairs`: the matrix is gates above ups."""
+        self.format = format
+        self.inputs = inputs
+        self.outputs = outputs
+        self._pairs = pairs
+        self.num_panels = -(-outputs // 2 // LANES) if pairs else -(-outputs // PANEL)
+        groups = -(-inputs // format.group)
+        self.words = groups * format.group // format.inputs_per_word  # of a row
+        self.codes = memory.take(torch.int32, self.num_panels, self.words, PANEL)
+        self.scales = memory.take(torch.float16, self.num_panels, groups, PANEL)
+        self.zeros = memory.take(torch.int16, self.num_panels, groups, PANEL) if format.has_zeros else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.codes, self.scales, self.zeros) if each is not None)
+
+    def store(self, first: int, rows: QuantisedRows) -> None:
+        """Stores rows from row `first` on."""
+        if self.codes.is_meta:  # of another stage
+            return
+        for start, some in rows.chunks():
+            panels, lanes = self._places(first + start, len(some.codes))
+            self.codes[panels, :, lanes] = _words(_pad(some.codes, self.format.group), self.format)
+            self.scales[panels, :, lanes] = some.scales
+            if self.zeros is not None:
+                self.zeros[panels, :, lanes] = _zeros(some)
+
+    def round_and_store(self, first: int, weights: torch.Tensor) -> None:
+        """Stores weights [n, in] from row `first` on, rounded to this matrix's format."""
+        if not self.codes.is_meta:
+            for rows in _row_slices(weights):
+                self.store(first + rows.start, quantise(weights[rows], self.format))
+
+    def _places(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the panel and the lane of each row."""
+        rows = torch.arange(first, first + count)
+        if not self._pairs:
+            return rows // PANEL, rows % PANEL
+        inner = self.outputs // 2
+        row = rows % inner
+        return row // LANES, row % LANES + LANES * (rows // inner)
+
+
+class HugePages:
+    """Memory for the matrices of a model, in huge pages if the system has them, since a step reads all of it once.
+    Allocated from front to back, so that matrices lie in the order of reading; memory that stays unused only costs
+    addresses. Zero at first."""
+
+    def __init__(self, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Allocates a tensor of this shape, which starts at a cache line; on the meta device none."""
+        if torch.empty(0).is_meta:
+            return torch.empty(shape, dtype=dtype)
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        if len(self._rest) < count:
+            self._rest = self._map(max(count, self._chunk_bytes))
+        taken, self._rest = self._rest[:count], self._rest[-(-count // 64) * 64 :]
+        return taken.view(dtype).view(shape)
+
+    @staticmethod
+    def _map(nbytes: int) -> torch.Tensor:
+        # Two more huge pages, since mapped memory may begin anywhere in a huge page.
+        memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+        with suppress(OSError, AttributeError):  # a kernel or a platform without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        return flat[-flat.data_ptr() % _HUGE_PAGE :]
+
+
+def _words(codes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Packs codes [n, whole groups] into words [n, words], the first input in the lowest bits."""
+    if format.bits == 4:
+        two = codes.view(torch.int16)
+        codes = (two | two >> 4).to(torch.uint8)
+    return codes.contiguous().view(torch.int32)
+
+
+def _zeros(rows: QuantisedRows) -> torch.Tensor | int:
+    return rows.format.implied_zero if rows.zeros is None else rows.zeros
+
+
+def _spread(values: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
+    """Repeats values [n, groups] for each input: [n, in]."""
+    return values.repeat_interleave(group, 1)[:, :inputs]
+
+
+def _pad(rows: torch.Tensor, group: int) -> torch.Tensor:
+    """Appends zeros up to a whole number of groups of inputs."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % group))
+
+
+def _row_slices(rows: torch.Tensor) -> Iterator[slice]:
+    step = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    for start in range(0, len(rows), step):
+        yield slice(start, min(start + step, len(rows)))
