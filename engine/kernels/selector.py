@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,16 @@ class MixedKernels:
 
     def logits(self, work: _Chosen) -> torch.Tensor:
         return work.kernels.logits(work.work)
+
+
+def exact_rows(kernels: str, attention: str) -> int:
+    """Returns the number of rows up to which a step with these implementations gives each output token the same bits,
+    whatever else is in the step. 0: bits may differ in every step."""
+    if attention != NativePagedAttention.name:
+        return 0
+    if kernels == NativeKernels.name:
+        return sys.maxsize
+    return FEW_TOKENS if kernels.startswith(f"{NativeKernels.name}+") else 0
 
 
 def make_kernels(
