@@ -1,0 +1,160 @@
+"""`python -m benchmarks.serving.speculative_decoding`: time between tokens with and without speculative decoding.
+
+Clusters with `--speculative off`, `adaptive` and `on` run at once and are measured one at a time, in turns, with the
+demo model and streams of one client or several. *Code*: each prompt is a piece of a file of this repository.
+*Random*: each prompt is random tokens. Greedy output of the demo model soon repeats itself; drawn output does so less.
+Prints the median of the requests' mean time per token, the longest gaps, and the ratio of each side to off, as the
+median over the rounds. Every side must give the same tokens, otherwise its row says so.
+
+Bars, of `adaptive`, for a single greedy stream of code, and for a drawn one after random tokens:
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from benchmarks.harness.measure import interleaved, latencies_ms, median, random_prompts, table, write_json
+from moonserve.deploy.launcher.local_cluster import running_cluster
+from moonserve.models import demo_model_path
+from moonserve.protocol.latency import Timeline
+from moonserve.traces.client import StreamClient
+
+OFF, SIDES = "off", ("off", "adaptive", "on")
+PROMPT_TOKENS, OUTPUT_TOKENS = 400, 200
+VOCAB = 4_000  # ids below it are ordinary tokens of the demo model
+PER_ROUND = 6  # prompts
+FOLDERS = ("engine", "gateway", "kvstore", "transfer", "conductor", "prefill_worker")
+FLAGS = ("--num-threads", "1", "--store-nodes", "0", "--kv-cache-memory", "128MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    text: str  # code or random
+    temperature: float
+    concurrency: int
+
+    def __str__(self) -> str:
+        how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        return f"{self.text}, {how}, {self.concurrency} at once"
+
+
+LOADS = tuple(Load(text, drawn, count) for text in ("code", "random") for drawn in (0.0, 0.8) for count in (1, 6))
+BARS = {LOADS[0]: 0.7, LOADS[6]: 1.05}
+__doc__ += "\n".join(f"{load}: at most {bar} of the time without." for load, bar in BARS.items())
+
+
+class Prompts:
+    """Prompts of both kinds; every round has new ones."""
+
+    def __init__(self) -> None:
+        root, tokenizer = Path(__file__).parents[2], Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+        files = [path for folder in FOLDERS for path in sorted((root / folder).glob("*/*.py"))]
+        pieces = (tokenizer.encode(path.read_text()).ids[100 : 100 + PROMPT_TOKENS] for path in files)
+        self._code = [piece for piece in pieces if len(piece) == PROMPT_TOKENS]
+
+    def of(self, text: str, number: int) -> list[list[int]]:
+        if text == "random":
+            return random_prompts(PER_ROUND, PROMPT_TOKENS, VOCAB, f"speculative {number}")
+        return [self._code[(number * PER_ROUND + at) % len(self._code)] for at in range(PER_ROUND)]
+
+
+async def ask(url: str, prompts: Sequence[list[int]], load: Load) -> tuple[list[Timeline], list[tuple[int, ...]]]:
+    """Returns the timelines and the tokens of one stream per prompt."""
+    free = asyncio.Semaphore(load.concurrency)
+    extra = {"temperature": load.temperature, "seed": 7, "ignore_eos": True, "return_token_ids": True}
+    async with StreamClient(url) as client:
+        model = (await client.model(None)).name
+
+        async def one(prompt: list[int]) -> tuple[Timeline, tuple[int, ...]]:
+            async with free:
+                outcome = await client.complete(model, prompt, max_tokens=OUTPUT_TOKENS, extra=extra)
+            if outcome.timeline is None or outcome.error:
+                raise RuntimeError(f"a request failed: {outcome.status} {outcome.error}")
+            return outcome.timeline, tuple(outcome.token_ids)
+
+        found = await asyncio.gather(*map(one, prompts))
+    return [timeline for timeline, _ in found], [tokens for _, tokens in found]
+
+
+def figures(timelines: Sequence[Timeline]) -> dict[str, float]:
+    per_token = median([timeline.tpot_s * 1000 for timeline in timelines])
+    return {"tpot_ms": per_token, "tbt_p99_ms": latencies_ms(timelines)["tbt_p99_ms"]}
+
+
+def measure(urls: Mapping[str, str], rounds: int) -> dict[str, Any]:
+    """Returns the figures of every side and round by load, and the loads under which a side gave other tokens."""
+    prompts, results = Prompts(), {str(load): defaultdict(list) for load in LOADS}
+    tokens: dict[tuple[Load, int], list[tuple[int, ...]]] = {}
+    different: list[str] = []
+    for side, load in interleaved(list(urls), LOADS, rounds + 1):
+        number = len(results[str(load)][side])
+        timelines, own = asyncio.run(ask(urls[side], prompts.of(load.text, number), load))
+        results[str(load)][side].append(figures(timelines))
+        if tokens.setdefault((load, number), own) != own:
+            different.append(f"{side}: {load}")
+    warm = {load: {side: found[1:] for side, found in sides.items()} for load, sides in results.items()}
+    return {"loads": warm, "different": different}
+
+
+def ratio(sides: Mapping[str, Sequence[Mapping[str, float]]], side: str) -> float:
+    pairs = zip(sides[side], sides[OFF], strict=True)
+    return median([own["tpot_ms"] / without["tpot_ms"] for own, without in pairs])
+
+
+def report(result: Mapping[str, Any]) -> int:
+    """Prints the table and the bars. Returns the exit code."""
+    rows: list[list[Any]] = []
+    for load, sides in result["loads"].items():
+        for side, found in sides.items():
+            per_token, longest = (median([each[name] for each in found]) for name in ("tpot_ms", "tbt_p99_ms"))
+            other = " (other tokens!)" if f"{side}: {load}" in result["different"] else ""
+            rows.append([load, side + other, f"{per_token:.2f}", f"{longest:.1f}", f"{ratio(sides, side):.2f}"])
+    print(table(["streams", "--speculative", "ms per token", "p99 gap, ms", "of off"], rows))
+    missed = [load for load, bar in BARS.items() if ratio(result["loads"][str(load)], "adaptive") > bar]
+    for load in missed:
+        print(f"above its bar: {load}")
+    return int(bool(missed or result["different"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="at least 5 for a claim")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--output", type=Path, default=Path("out/speculative-decoding.json"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        urls = {
+            side: stack.enter_context(
+                running_cluster(
+                    None,
+                    *FLAGS,
+                    "--dtype",
+                    arguments.dtype,
+                    "--speculative",
+                    side,
+                    log_dir=Path(folder) / side,
+                    environ={"MOONSERVE_CLUSTER_TOKEN": os.urandom(8).hex()},
+                )
+            ).url
+            for side in dict.fromkeys((OFF, *arguments.sides))
+        }
+        result = measure(urls, arguments.rounds)
+    write_json(arguments.output, result)
+    return report(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
