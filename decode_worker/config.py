@@ -42,7 +42,7 @@ class AllotmentConfig:
     speculative: str = option(
         "off",
         help="decode workers guess further tokens from repetitions in a sequence and verify them in the same step; "
-        "output stays the same: on = always, adaptive = where it pays (docs/speculative-decoding.md)",
+        "output stays the same: on = always, adaptive = where it pays (docs/engine-performance.md)",
         choices=("off", "on", "adaptive"),
     )
     num_speculative_tokens: int = option(8, help="most tokens that a sequence guesses in one step")

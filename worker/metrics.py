@@ -25,8 +25,8 @@ _ALLOCATION_BUCKETS = (
 )  # fmt: skip
 
 _DRAFTS = {
-    "draft_tokens": "Tokens guessed and computed by speculative decoding.",
-    "accepted_draft_tokens": "Of these, tokens that were right.",
+    "num_draft_tokens": "Tokens guessed by speculative decoding, and computed.",
+    "num_accepted_tokens": "Guessed tokens that were right.",
 }
 _TIERS = {"device": "device_hit_blocks", "store": "store_hit_blocks"}
 

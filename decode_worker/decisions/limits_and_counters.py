@@ -41,8 +41,8 @@ class Counters:
     steps: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
-    draft_tokens: int = 0  # guessed and computed beside the next token of a sequence
-    accepted_draft_tokens: int = 0  # of these, tokens that were right
+    num_draft_tokens: int = 0  # guessed and computed beside the next token of a sequence
+    num_accepted_tokens: int = 0  # of these, tokens that were right
     prompt_tokens: int = 0  # in chunks of two or more tokens, of prompts that were not prefilled elsewhere
     num_preemptions: int = 0
     preemptions_kept: int = 0  # preemptions that put blocks into the store
@@ -64,8 +64,8 @@ class Counters:
 
     def count_draft(self, num_tokens: int, num_accepted: int) -> None:
         """Counts the draft of one sequence in one step."""
-        self.draft_tokens += num_tokens
-        self.accepted_draft_tokens += num_accepted
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

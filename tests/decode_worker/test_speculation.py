@@ -111,7 +111,7 @@ def test_right_drafts_give_the_same_tokens_in_fewer_steps() -> None:
     assert drafting.tokens == plain.tokens
     counters = drafting.state.counters
     assert counters.steps < plain.state.counters.steps
-    assert counters.accepted_draft_tokens == plain.state.counters.steps - counters.steps > 0
+    assert counters.num_accepted_tokens == plain.state.counters.steps - counters.steps > 0
 
 
 def test_a_stop_token_within_a_draft_ends_the_sequence_there() -> None:

@@ -121,7 +121,7 @@ def test_tokens_logprobs_and_ends_are_those_without_drafts(engine: Engine) -> No
         found, driver = outputs(engine, wishes, drafts, num_blocks)
         assert found == plain
         counters = driver.state.counters
-        assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
         assert counters.steps < reference.state.counters.steps or counters.num_preemptions > 0
     assert counters.num_preemptions > 0, "of the small pool"
 
