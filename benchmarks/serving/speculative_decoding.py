@@ -4,8 +4,8 @@ Clusters with `--speculative off`, `adaptive` and `on` run at once and are measu
 demo model and streams of one client or several. *Code*: each prompt is a piece of a file of this repository.
 *Random*: each prompt is random tokens. Greedy output of the demo model soon repeats itself; drawn output does so less.
 Prints the median of the requests' mean time per token, the longest gaps, the decode worker's processor time per
-token, and the ratios of both times to those of off, as medians over the rounds. On a busy machine only the processor
-time means something. Every side must give the same tokens, otherwise its row says so.
+token, tokens and rows per step, and the ratios of both times to those of off, as medians over the rounds. On a busy
+machine the first two mean little. Every side must give the same tokens, otherwise its row says so.
 
 Bars, of `adaptive`, for a single greedy stream of code, and for a drawn one after random tokens:
 """
@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,11 @@ from moonserve.traces.client import StreamClient
 OFF, SIDES = "off", ("off", "adaptive", "on")
 PROMPT_TOKENS, OUTPUT_TOKENS = 400, 128
 VOCAB = 4_000  # ids below it are ordinary tokens of the demo model
-PER_ROUND = 6  # prompts
+PER_ROUND = 4  # prompts
 FOLDERS = ("engine", "gateway", "kvstore", "transfer", "conductor", "prefill_worker")
+DRAFTED, ACCEPTED = (f"moonserve_spec_decode_num_{what}_tokens_total" for what in ("draft", "accepted"))
+STEPS = 'moonserve_worker_events_total{event="steps"}'
+COUNTED = ("process_cpu_seconds_total", DRAFTED, ACCEPTED, STEPS)
 FLAGS = ("--num-threads", "1", "--store-nodes", "0", "--kv-cache-memory", "128MiB")
 
 
@@ -53,7 +56,7 @@ class Load:
 
 
 CODE, RANDOM = Load("code", 0.0, 1), Load("random", 0.8, 1)
-LOADS = (CODE, Load("code", 0.0, 6), Load("code", 0.8, 1), Load("random", 0.0, 1), RANDOM, Load("random", 0.8, 6))
+LOADS = (CODE, Load("code", 0.0, 4), Load("code", 0.8, 1), Load("random", 0.0, 1), RANDOM, Load("random", 0.8, 4))
 BARS = {CODE: 0.7, RANDOM: 1.05}
 __doc__ += "\n".join(f"{load}: at most {bar} of the time without." for load, bar in BARS.items())
 
@@ -91,30 +94,38 @@ async def ask(url: str, prompts: Sequence[list[int]], load: Load) -> tuple[list[
     return [timeline for timeline, _ in found], [tokens for _, tokens in found]
 
 
-def figures(timelines: Sequence[Timeline], cpu_s: float) -> dict[str, float]:
-    per_token = median([timeline.tpot_s * 1000 for timeline in timelines])
-    cpu_ms = cpu_s * 1000 / (len(timelines) * (OUTPUT_TOKENS - 1))
-    return {"tpot_ms": per_token, "cpu_ms": cpu_ms, "tbt_p99_ms": latencies_ms(timelines)["tbt_p99_ms"]}
+def figures(timelines: Sequence[Timeline], used: Counter[str]) -> dict[str, float]:
+    num_tokens = len(timelines) * (OUTPUT_TOKENS - 1)  # the prefill worker computes the first
+    return {
+        "tpot_ms": median([timeline.tpot_s * 1000 for timeline in timelines]),
+        "tbt_p99_ms": latencies_ms(timelines)["tbt_p99_ms"],
+        "cpu_ms": used["process_cpu_seconds_total"] * 1000 / num_tokens,
+        "rows_per_step": (num_tokens - used[ACCEPTED] + used[DRAFTED]) / used[STEPS],
+        "tokens_per_step": num_tokens / used[STEPS],
+    }
 
 
-def decode_cpu_s(url: str) -> float:
-    """Returns the processor time that the decode worker has used since its start."""
+def counted(url: str) -> Counter[str]:
+    """Returns the decode worker's counters."""
     with urllib.request.urlopen(f"{url}/metrics/cluster") as reply:
         lines = reply.read().decode().splitlines()
-    [line] = [each for each in lines if each.startswith("process_cpu_seconds_total") and "decode-0" in each]
-    return float(line.split()[-1])
+    own = (
+        line.replace('{process="decode-0"}', "").replace('process="decode-0",', "").rsplit(None, 1) for line in lines
+    )
+    return Counter({name: float(value) for name, value in own if name in COUNTED})
 
 
 def measure(urls: Mapping[str, str], rounds: int) -> dict[str, Any]:
     """Returns the figures of every side and round by load, and the loads under which a side gave other tokens."""
-    prompts, results = Prompts(), {str(load): defaultdict(list) for load in LOADS}
+    prompts = Prompts()
+    results: dict[str, dict[str, list[dict[str, float]]]] = {str(load): defaultdict(list) for load in LOADS}
     tokens: dict[tuple[Load, int], list[tuple[int, ...]]] = {}
     different: list[str] = []
     for side, load in interleaved(list(urls), LOADS, rounds + 1):
         number = len(results[str(load)][side])
-        used_s = decode_cpu_s(urls[side])
+        before = counted(urls[side])
         timelines, own = asyncio.run(ask(urls[side], prompts.of(load.text, number), load))
-        results[str(load)][side].append(figures(timelines, decode_cpu_s(urls[side]) - used_s))
+        results[str(load)][side].append(figures(timelines, counted(urls[side]) - before))
         if tokens.setdefault((load, number), own) != own:
             different.append(f"{side}: {load}")
     warm = {load: {side: found[1:] for side, found in sides.items()} for load, sides in results.items()}
@@ -133,8 +144,9 @@ def report(result: Mapping[str, Any]) -> int:
             own = medians(found)
             other = " (other tokens!)" if f"{side}: {load}" in result["different"] else ""
             ratios = [f"{ratio(sides, side, name):.2f}" for name in ("tpot_ms", "cpu_ms")]
-            rows.append([load, side + other, own["tpot_ms"], own["tbt_p99_ms"], f"{own['cpu_ms']:.2f}", *ratios])
-    headers = ["ms per token", "p99 gap, ms", "CPU ms per token", "of off", "CPU of off"]
+            decimals = [f"{own[name]:.2f}" for name in ("cpu_ms", "tokens_per_step", "rows_per_step")]
+            rows.append([load, side + other, own["tpot_ms"], own["tbt_p99_ms"], *decimals, *ratios])
+    headers = ["ms per token", "p99 gap, ms", "CPU ms per token", "tokens", "rows per step", "of off", "CPU of off"]
     print(table(["streams", "--speculative", *headers], rows))
     bars = BARS.items() if "adaptive" in result["loads"][str(CODE)] else ()
     missed = [load for load, bar in bars if ratio(result["loads"][str(load)], "adaptive", "tpot_ms") > bar]
