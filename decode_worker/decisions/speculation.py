@@ -20,6 +20,9 @@ from moonserve.protocol.step_time import DecodeProfile
 # Weight of one observation in `PromptLookup.rate`. Repetition begins and ends within a few tokens, so the last dozen
 # tokens count.
 RATE_WEIGHT = 0.2
+# Tokens between two lookups of a sequence that drafts nothing. Its last guesses are compared with all of them, so the
+# rate rises as fast, and lookups take less than 1 % of a step of the demo model.
+LOOKUP_EVERY = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +43,13 @@ class PromptLookup:
     compared with the tokens that follow, also where no row was spent on it. So the rate is known before a row is.
     """
 
-    __slots__ = ("_draft", "_tokens", "_used", "rate")
+    __slots__ = ("_draft", "_tokens", "num_seen", "rate")
 
     def __init__(self) -> None:
         self.rate = 0.0
         """Share of recently guessed tokens that were right, given that the tokens before them were."""
         self._tokens = np.empty(0, dtype=np.int32)  # with room for more
-        self._used = 0
+        self.num_seen = 0  # tokens at the last lookup
         self._draft: list[int] = []  # not compared yet
 
     def draft(self, token_ids: Sequence[int], settings: Speculation) -> list[int]:
@@ -54,14 +57,14 @@ class PromptLookup:
         tokens of the call before."""
         self._compare(token_ids)
         self._append(token_ids)
-        tokens = self._tokens[: self._used]
+        tokens = self._tokens[: self.num_seen]
         following = _after_latest_match(tokens, settings.lookup_max, settings.lookup_min)
         # A match that overlaps the end repeats with its distance, as in LZ77.
         self._draft = [] if following is None else np.resize(tokens[following:], settings.num_tokens).tolist()
         return self._draft
 
     def _compare(self, token_ids: Sequence[int]) -> None:
-        for guess, token in zip(self._draft, token_ids[self._used :], strict=False):
+        for guess, token in zip(self._draft, token_ids[self.num_seen :], strict=False):
             self.rate += RATE_WEIGHT * ((guess == token) - self.rate)
             if guess != token:
                 break
@@ -69,8 +72,8 @@ class PromptLookup:
     def _append(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) > len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * len(token_ids))
-        self._tokens[self._used : len(token_ids)] = token_ids[self._used :]
-        self._used = len(token_ids)
+        self._tokens[self.num_seen : len(token_ids)] = token_ids[self.num_seen :]
+        self.num_seen = len(token_ids)
 
 
 def _after_latest_match(tokens: npt.NDArray[np.int32], longest: int, shortest: int) -> int | None:
@@ -105,14 +108,18 @@ class StepTokens:
 
     def add(self, rate: float, context_tokens: int, most: int) -> int:
         """Adds the draft of a sequence and returns its length, at most `most`."""
-        if self._costs is None:
-            return most
-        row_s = self._costs.c1 + self._costs.c2 * context_tokens
         gain = rate
         for count in range(most):
-            if gain * self._seconds <= row_s * self._tokens:
+            if not self.pays(gain, context_tokens):
                 return count
             self._tokens += gain
-            self._seconds += row_s
+            self._seconds += self._row_s(context_tokens)
             gain *= rate
         return most
+
+    def pays(self, probability: float, context_tokens: int) -> bool:
+        """Returns True if a row that gives a token with this probability is worth its time."""
+        return self._costs is None or probability * self._seconds > self._row_s(context_tokens) * self._tokens
+
+    def _row_s(self, context_tokens: int) -> float:
+        return 0.0 if self._costs is None else self._costs.c1 + self._costs.c2 * context_tokens

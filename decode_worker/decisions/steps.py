@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from moonserve.decode_worker.decisions.limits_and_counters import Counters, Limits
 from moonserve.decode_worker.decisions.sequence import Sequence, SequencePhase, rank_of
-from moonserve.decode_worker.decisions.speculation import PromptLookup, Speculation, StepTokens
+from moonserve.decode_worker.decisions.speculation import LOOKUP_EVERY, PromptLookup, Speculation, StepTokens
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import MAX_SCORED_TOKENS, Slice
 
@@ -205,5 +205,8 @@ def _draft(sequence: Sequence, settings: Speculation, step: StepTokens, most: in
     """Returns the sequence's draft for a step, of at most `most` tokens, and adds it to the step's cost."""
     if sequence.lookup is None:
         sequence.lookup = PromptLookup()
-    draft = sequence.lookup.draft(sequence.token_ids, settings)
-    return draft[: step.add(sequence.lookup.rate, len(sequence.token_ids), min(most, len(draft)))]
+    lookup, num_tokens = sequence.lookup, len(sequence.token_ids)
+    if num_tokens - lookup.num_seen < LOOKUP_EVERY and not step.pays(lookup.rate, num_tokens):
+        return []
+    draft = lookup.draft(sequence.token_ids, settings)
+    return draft[: step.add(lookup.rate, num_tokens, min(most, len(draft)))]
