@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.decode_worker.config import DecodeConfig
+from moonserve.decode_worker.config import AllotmentConfig, DecodeConfig
 from moonserve.decode_worker.decisions.speculation import PromptLookup, Speculation, StepTokens
+from moonserve.engine.kernels.selector import FEW_TOKENS, exact_rows
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.request import FinishReason
 from moonserve.protocol.step_time import DecodeProfile
@@ -94,12 +98,6 @@ def test_drafts_are_longer_at_higher_rates_and_not_longer_in_larger_batches(
     assert among.add(low, 100, 1) <= StepTokens(profile, 1, 100).add(low, 100, 1)
 
 
-def test_a_lone_sequence_drafts_at_a_rate_at_which_a_batch_does_not() -> None:
-    profile = DecodeProfile(c0=0.9, c1=0.1, c2=0.0)
-    assert StepTokens(profile, 1, 100).add(0.5, 100, 8) > 0
-    assert StepTokens(profile, 64, 6_400).add(0.5, 100, 8) == 0
-
-
 # -- steps
 
 
@@ -168,3 +166,24 @@ def test_lengths_that_are_not_possible_are_refused() -> None:
         DecodeConfig(instance_id="w", model="m", prompt_lookup_min=5)
     with pytest.raises(ConfigError, match="--num-speculative-tokens must be at least 1"):
         DecodeConfig(instance_id="w", model="m", num_speculative_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "attention", "options", "max_rows"),
+    [
+        ("native", "native", {}, sys.maxsize),
+        ("native+torch", "native", {}, FEW_TOKENS),
+        ("torch", "native", {}, None),
+        ("native", "torch", {}, None),
+        ("triton", "triton", {}, None),
+        ("native", "native", {"async_scheduling": True}, None),
+        ("native", "native", {"speculative": "off"}, None),
+    ],
+)
+def test_a_worker_drafts_only_where_a_row_has_the_same_bits_in_every_step(
+    kernels: str, attention: str, options: dict[str, Any], max_rows: int | None
+) -> None:
+    engine = SimpleNamespace(exact_rows=exact_rows(kernels, attention))
+    replica: Any = SimpleNamespace(thread=SimpleNamespace(engine=engine), device="cpu", profiles=(None, None))
+    found = AllotmentConfig(**{"speculative": "on", **options}).speculation(replica)
+    assert (found and found.max_rows) == max_rows
