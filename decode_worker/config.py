@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import dataclass
 
 from moonserve.decode_worker.decisions.limits_and_counters import Limits
+from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.engine.admission_policy import AdmissionPolicy, OnDemandPolicy
 from moonserve.engine.cuda.device import CUDA
 from moonserve.engine.kv_cache.pool_size import PoolPlan
 from moonserve.engine.lookahead_policy import LookaheadPolicy, PreemptionCosts
-from moonserve.engine.replica import Profiles
+from moonserve.engine.replica import Profiles, Replica
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.process.config import option
+from moonserve.protocol.process.config import option, require_at_least_1
 from moonserve.protocol.rpc.wire import decode_profile_from_wire, prefill_profile_from_wire
 from moonserve.protocol.step_time import StepBudget
 from moonserve.worker.process import RoleConfig
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,45 @@ class AllotmentConfig:
         help="prepare a decode step while the previous one runs; unset = on GPUs only, since a CPU that "
         "prepares computes nothing meanwhile (docs/cuda.md)",
     )
+
+    speculative: str = option(
+        "off",
+        help="decode workers guess further tokens from repetitions in a sequence and verify them in the same step; "
+        "output stays the same: on = always, adaptive = where it pays (docs/engine-performance.md)",
+        choices=("off", "on", "adaptive"),
+    )
+    num_speculative_tokens: int = option(8, help="most tokens that a sequence guesses in one step")
+    prompt_lookup_max: int = option(4, help="longest end of a sequence, in tokens, that is looked up for a guess")
+    prompt_lookup_min: int = option(2, help="shortest end of a sequence, in tokens, that is looked up for a guess")
+
+    def speculation(self, replica: Replica) -> Speculation | None:
+        """Returns the settings of speculative decoding on this replica; None if it is off. Logs what limits it."""
+        if self.speculative == "off":
+            return None
+        max_rows = replica.thread.engine.exact_rows
+        if self.runs_ahead(replica.device) or not max_rows:
+            log.warning(
+                "speculative decoding is off: it needs native kernels, with which a token does not depend on the rest "
+                "of its step, and no --async-scheduling"
+            )
+            return None
+        if max_rows < sys.maxsize:
+            log.info("drafts are limited to decode steps of %d rows, above which other kernels compute", max_rows)
+        return Speculation(
+            num_tokens=self.num_speculative_tokens,
+            lookup_max=self.prompt_lookup_max,
+            lookup_min=self.prompt_lookup_min,
+            max_rows=max_rows,
+            costs=decode_profile_from_wire(replica.profiles[1]) if self.speculative == "adaptive" else None,
+        )
+
+    def check_speculation(self) -> None:
+        """Raises ConfigError for lengths that are not possible."""
+        require_at_least_1(self, "num_speculative_tokens", "prompt_lookup_min")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"--prompt-lookup-min {self.prompt_lookup_min} is above --prompt-lookup-max {self.prompt_lookup_max}"
+            )
 
     def runs_ahead(self, device: str) -> bool:
         """Returns True if a decode worker on this device prepares a step while the one before it runs."""
@@ -69,12 +113,20 @@ class DecodeConfig(RoleConfig, AllotmentConfig):
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each sequence of a step computes a token"
             )
+        self.check_speculation()
         if self.async_scheduling and self.is_elastic:
             raise ConfigError(
                 "--async-scheduling cannot be combined with elastic KV memory, which moves blocks between two steps"
             )
 
-    def limits(self, plan: PoolPlan, budget: StepBudget | None = None, *, runs_ahead: bool = False) -> Limits:
+    def limits(
+        self,
+        plan: PoolPlan,
+        budget: StepBudget | None = None,
+        *,
+        runs_ahead: bool = False,
+        speculation: Speculation | None = None,
+    ) -> Limits:
         """Returns the scheduling limits. `budget` bounds the time of steps that contain chunks of prompts."""
         return Limits(
             block_size=self.block_size,
@@ -83,4 +135,5 @@ class DecodeConfig(RoleConfig, AllotmentConfig):
             max_model_len=plan.max_model_len,
             budget=budget,
             runs_ahead=runs_ahead,
+            speculation=speculation,
         )

@@ -209,6 +209,8 @@ class DecodeService(PoolService):
             self._clock(),
             num_tokens=phase.num_tokens,
             times_preempted=phase.times_preempted,
+            num_draft_tokens=phase.num_draft_tokens,
+            num_accepted_tokens=phase.num_accepted_tokens,
         )
 
     async def _store_blocks(self, action: events.StoreBlocks) -> None:

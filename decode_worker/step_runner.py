@@ -117,7 +117,8 @@ class StepRunner:
         return sampled
 
     def _count(self, slices: Slices, began_at: float) -> None:
-        """Records a step's duration. Steps with chunks are not counted, since they are not pure decode steps."""
+        """Records a step's duration. Steps with chunks or drafts are not counted, since profiles and the conductor's
+        predictions are of steps with one token per sequence."""
         self._ended_at = self._clock()
         self._step_s = self._ended_at - began_at
         if all(each.num_tokens == 1 for each in slices):

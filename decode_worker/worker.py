@@ -38,7 +38,9 @@ class DecodeWorker(Worker):
 
     def _make_state(self) -> DecodeState:
         config, replica = self._options, self.resources.replica
-        limits = config.limits(replica.plan, runs_ahead=config.runs_ahead(replica.device))
+        limits = config.limits(
+            replica.plan, runs_ahead=config.runs_ahead(replica.device), speculation=config.speculation(replica)
+        )
         policy = config.policy(replica.profiles)
         return DecodeState(self.pool, limits, policy, self._offload_costs())
 

@@ -23,6 +23,7 @@ from moonserve.engine.cuda.device import CPU, STAGED, find_device
 from moonserve.engine.cuda.graphs import with_graphs
 from moonserve.engine.cuda.staging import InPlace, Staging, StagingThread, run_uninterrupted
 from moonserve.engine.kernels import Geometry, Step, StepOrder
+<<<<<<< HEAD
 from moonserve.engine.kernels.selector import (
     TRANSFORMERS,
     keeps_integers,
@@ -30,13 +31,16 @@ from moonserve.engine.kernels.selector import (
     make_kernels,
     thread_pool_of,
 )
+=======
+from moonserve.engine.kernels.selector import TRANSFORMERS, exact_rows, make_attention, make_kernels, thread_pool_of
+>>>>>>> lookup
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.batch import HiddenStates, Sampled, Slice
 from moonserve.engine.model.config import ModelConfig
 from moonserve.engine.model.forward_pass import ForwardPass, Model
 from moonserve.engine.model.grammar_masks import GrammarMasks
 from moonserve.engine.model.partition import Stage, split_into_stages
-from moonserve.engine.model.pending_step import PendingStep, sample_step, with_history
+from moonserve.engine.model.pending_step import PendingStep, sample_step, with_draft_rows, with_history
 from moonserve.engine.model.sampler import score_prompts
 from moonserve.engine.model.step_builder import StepBuilder
 from moonserve.engine.model.weights import Progress, load_weights
@@ -193,6 +197,11 @@ class Engine:
         """True if the engine computes from its own KV memory instead of the memory that it was given."""
         return self._host is not None
 
+    @property
+    def exact_rows(self) -> int:
+        """Number of rows up to which a step gives each output token the same bits, whatever else is in the step."""
+        return exact_rows(self.kernels_name, self.attention_name)
+
     def make_staging(self) -> BlockCopier:
         """Creates a copier between the pool and the memory given to `load`, for use by one caller."""
         assert self._host is not None, "the pool is in that memory"
@@ -212,6 +221,7 @@ class Engine:
     ) -> list[Sampled | None]:
         """Runs one forward pass over all slices and returns one entry per slice, None for a slice that does not sample.
         Raises InvalidRequest, before anything is computed, for a slice that does not fit its blocks or the vocabulary.
+        The entry of a slice with a draft has further tokens in `after_draft`.
 
         `on_layer(l)` is called when this step's K and V of layer l are in the memory given to `load`: right after they
         are computed, or slightly later if they have to be copied out of the pool. `before_attention(l)` is called after
@@ -241,6 +251,8 @@ class Engine:
         ordered = [slices[index] for index in order]
         places = [at for at in order if slices[at].samples] if self.stage.is_last else []
         sampling = [slices[at] for at in places]
+        if any(piece.num_draft for piece in sampling):
+            places, sampling = with_draft_rows(places, sampling)
         if any(piece.token_from_previous_step for piece in sampling) and self._builder.previous_step is not None:
             sampling = with_history(sampling, self._builder.previous_step)
         masks = None if self.grammars is None else self.grammars.begin(sampling)

@@ -24,6 +24,10 @@ _ALLOCATION_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 
+_DRAFTS = {
+    "num_draft_tokens": "Tokens guessed by speculative decoding, and computed.",
+    "num_accepted_tokens": "Guessed tokens that were right.",
+}
 _TIERS = {"device": "device_hit_blocks", "store": "store_hit_blocks"}
 
 
@@ -78,6 +82,8 @@ def worker_collector(
             yield _COUNTER("moonserve_decode_steps", "Decode steps.", steps.num_steps)
             yield _COUNTER("moonserve_decode_step_seconds", "Time in decode steps.", steps.seconds)
             yield _COUNTER("moonserve_decode_step_sequences", text, steps.sequences)
+            for name, text in _DRAFTS.items():
+                yield _COUNTER(f"moonserve_spec_decode_{name}", text, counters.get(name, 0))
         failures = counters.get("integrity_failures", 0)
         yield _COUNTER("moonserve_integrity_failures", "Blocks dropped for a checksum.", failures)
         hits = {tier: counters.get(counter, 0) for tier, counter in _TIERS.items()}

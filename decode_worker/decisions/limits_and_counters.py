@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.protocol.step_time import StepBudget
 
 
@@ -18,6 +19,7 @@ class Limits:
     budget: StepBudget | None = None
     """Time budget of steps that contain chunks of prompts; None: no limit."""
     runs_ahead: bool = False  # a step is prepared while the one before it runs
+    speculation: Speculation | None = None  # None: sequences draft nothing
 
     def blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that `num_tokens` tokens need."""
@@ -39,6 +41,8 @@ class Counters:
     steps: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
+    num_draft_tokens: int = 0  # guessed and computed beside the next token of a sequence
+    num_accepted_tokens: int = 0  # of these, tokens that were right
     prompt_tokens: int = 0  # in chunks of two or more tokens, of prompts that were not prefilled elsewhere
     num_preemptions: int = 0
     preemptions_kept: int = 0  # preemptions that put blocks into the store
@@ -57,6 +61,11 @@ class Counters:
             self.prompt_tokens += num_tokens
         else:
             self.recomputed_tokens += num_tokens
+
+    def count_draft(self, num_tokens: int, num_accepted: int) -> None:
+        """Counts the draft of one sequence in one step."""
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -29,7 +29,7 @@ from moonserve.engine.admission_policy import BlockHolder
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError
-from moonserve.protocol.request import BlockId, DecodeReport, FinishReason, GatewayId, Request, RequestId, Token
+from moonserve.protocol.request import BlockId, DecodeReport, FinishReason, GatewayId, Request, RequestId
 from moonserve.worker.alarms_and_tombstones import Alarms
 from moonserve.worker.events import Action, Fail
 
@@ -37,9 +37,9 @@ from moonserve.worker.events import Action, Fail
 MEMORY_WAIT_S = 1.0
 
 
-def _add_reports(sequence: Sequence, token: Token, sending: SendTokens, *, began_at: float) -> None:
-    """Adds the reports that `token` completes to `sending`: the first step's, and the traced phase at the last token.
-    `began_at`: when the token's step began."""
+def _add_reports(sequence: Sequence, reason: FinishReason | None, sending: SendTokens, *, began_at: float) -> None:
+    """Adds the reports that a step completes to `sending`: the first step's, and the traced phase at the last token,
+    which has a `reason`. `began_at`: when the step began."""
     landed, request = sequence.handoff_times, sequence.request
     if landed is None:  # the prompt was computed here: there was no handoff
         return
@@ -52,7 +52,7 @@ def _add_reports(sequence: Sequence, token: Token, sending: SendTokens, *, began
                 queue_s=began_at - landed.committed_at,
             )
         )
-    if request.traceparent and token.finish_reason is not None:
+    if request.traceparent and reason is not None:
         sending.ended.append(
             DecodePhase(
                 traceparent=request.traceparent,
@@ -60,6 +60,8 @@ def _add_reports(sequence: Sequence, token: Token, sending: SendTokens, *, began
                 began_at=landed.began_at,
                 num_tokens=len(sequence.token_ids) - len(request.token_ids),
                 times_preempted=sequence.times_preempted,
+                num_draft_tokens=sequence.num_drafted,
+                num_accepted_tokens=sequence.num_accepted,
             )
         )
 
@@ -179,7 +181,7 @@ class Scheduler:
                 gave_way |= self._extend_block_tables(now, out)
             batch = self._composition.compose(self._running)
             if batch or not gave_way:
-                return self._steps.begin([(each, each.slice) for each in batch], now)
+                return self._steps.begin(self._composition.slices_of(batch), now)
 
     def _next_ahead(self, now: float, out: list[Action]) -> list[Slice]:
         if not self._limits.runs_ahead or len(self._steps) > 1:
@@ -197,7 +199,7 @@ class Scheduler:
         step = self._steps.end()
         self._composition.observe(step, now)
         sent: dict[GatewayId, SendTokens] = {}
-        for sequence, result in zip(step.batch, sampled, strict=True):
+        for sequence, piece, result in zip(step.batch, step.slices, sampled, strict=True):
             if sequence.phase is SequencePhase.ENDED:
                 self._free_unless_used(sequence)
             elif result is None:
@@ -205,15 +207,17 @@ class Scheduler:
             elif result.failure is not None:
                 self._fail(sequence, InvalidRequest(result.failure), out)
             else:
-                token = sequence.append(result, self._limits.max_model_len)
+                tokens = sequence.accept(result, piece, self._limits.max_model_len)
+                self._counters.count_draft(piece.num_draft, len(tokens) - 1)
                 gateway_id = sequence.request.gateway_id
                 if (sending := sent.get(gateway_id)) is None:
                     sending = sent[gateway_id] = SendTokens(gateway_id=gateway_id, tokens=[])
-                sending.tokens.append(token)
-                _add_reports(sequence, token, sending, began_at=step.began_at)
-                if token.finish_reason is not None:
+                sending.tokens.extend(tokens)
+                reason = tokens[-1].finish_reason
+                _add_reports(sequence, reason, sending, began_at=step.began_at)
+                if reason is not None:
                     self._counters.requests_finished += 1
-                    stopped = token.finish_reason is FinishReason.LENGTH
+                    stopped = reason is FinishReason.LENGTH
                     self._admission.on_ended(sequence, stopped=stopped)
                     self._offloading.offload_answer(sequence, out)
                     self._end(sequence)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from moonserve.decode_worker.decisions.speculation import PromptLookup
 from moonserve.engine.model.batch import PromptScores, Sampled, Slice, scores_for
 from moonserve.protocol.kv_blocks import BlockKey, child_key, pack_tokens
 from moonserve.protocol.request import BlockId, FinishReason, Request, RequestId, Token, finish_reason
@@ -48,6 +49,9 @@ class Sequence:
     num_stored: int = 0  # leading blocks that the home store is known to have
     handoff_times: HandoffTimes | None = None  # set if the sequence came from a prefill worker
     move_id: int | None = None  # its blocks are being put into the store, or read back
+    lookup: PromptLookup | None = None  # set once it may draft
+    num_drafted: int = 0  # draft tokens that were computed
+    num_accepted: int = 0  # of these, tokens that were right
     slice: Slice = field(init=False)  # shares token_ids and block_table
     scores: PromptScores | None = field(init=False)  # set if the prompt is computed and scored here
 
@@ -141,9 +145,39 @@ class Sequence:
         num_generated = num_tokens - self.request.num_prompt_tokens
         return num_generated >= self.max_tokens or num_tokens >= max_model_len
 
+    def draft_room(self, block_size: int, max_model_len: int) -> int:
+        """Returns how many draft tokens the next step may compute: as many as fit into the blocks that the sequence has
+        anyway, if the step's tokens, one more than the draft, stay within the length limits. A draft follows at least
+        one output token. There is none if a grammar or prompt scores depend on the rows of a step."""
+        if self.num_missing > 1 or self.is_scored or self.request.sampling.grammar:
+            return 0
+        num_tokens, num_prompt_tokens = len(self.token_ids), self.request.num_prompt_tokens
+        if num_tokens == num_prompt_tokens:
+            return 0
+        longest = min(max_model_len, num_prompt_tokens + self.max_tokens)
+        return min(len(self.block_table) * block_size - num_tokens, longest - num_tokens - 1)
+
+    def with_draft(self, draft: list[int]) -> Slice:
+        """Returns the slice that also computes the draft. The sequence itself does not change."""
+        tokens = [*self.token_ids, *draft]
+        return replace(self.slice, token_ids=tokens, end=len(tokens), num_draft=len(draft))
+
     def skip_sampling(self) -> None:
         """Advances past a computed chunk that does not reach the end of the sequence."""
         self.rewind(self.slice.end)
+
+    def accept(self, sampled: Sampled, piece: Slice, max_model_len: int) -> list[Token]:
+        """Appends the tokens that a step sampled, up to the first one that ends the sequence or differs from the draft
+        in `piece`, the step's slice. Returns them."""
+        tokens = [self.append(sampled, max_model_len)]
+        for following in sampled.after_draft:
+            is_right = self.token_ids[-1] == piece.token_ids[len(self.token_ids) - 1]
+            if not is_right or tokens[-1].finish_reason is not None:
+                break
+            tokens.append(self.append(following, max_model_len))
+        self.num_drafted += piece.num_draft
+        self.num_accepted += len(tokens) - 1
+        return tokens
 
     def append(self, sampled: Sampled, max_model_len: int) -> Token:
         """Appends the sampled token, advances the slice to it and returns the token for the gateway."""

@@ -2,7 +2,7 @@
 
 Decoding sequences come first, with one token each. The rest of the budgets goes to sequences with more tokens to
 compute, by rank. A time budget is corrected by the ratio of recent step times to predicted ones. `StepComposer` neither
-allocates nor frees blocks.
+allocates nor frees blocks. In steps without chunks, sequences may compute drafts too (`speculation`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from moonserve.decode_worker.decisions.limits_and_counters import Counters, Limits
 from moonserve.decode_worker.decisions.sequence import Sequence, SequencePhase, rank_of
+from moonserve.decode_worker.decisions.speculation import LOOKUP_EVERY, PromptLookup, Speculation, StepTokens
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import MAX_SCORED_TOKENS, Slice
 
@@ -40,8 +41,9 @@ class StepsInFlight:
 
     A step that runs ahead makes no decisions. It has the sequences of the step before it, each one token further,
     without those that are certain to end, and new sequences that have all their KV. If a sequence needs more than a
-    free block, or more than one token computed, no step begins before the one in flight has ended. So no sequence loses
-    blocks that a step uses. A sequence that turns out to have ended is computed once more, which has no effect.
+    free block, or more than one token computed, or has a draft in flight, no step begins before the one in flight has
+    ended. So no sequence loses blocks that a step uses. A sequence that turns out to have ended is computed once more,
+    which has no effect.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class StepsInFlight:
         """Plans the step after the only step in flight, before its tokens are known, and allocates blocks for it.
         Returns an empty plan if no step can run ahead."""
         (step,) = self._steps
-        if not all(piece.samples for piece in step.slices):
+        if not all(piece.samples and not piece.num_draft for piece in step.slices):
             return []
         planned: Planned = []
         for sequence in running:
@@ -157,9 +159,26 @@ class StepComposer:
             batch.append(sequence)
         return batch
 
+    def slices_of(self, batch: Seq[Sequence]) -> Planned:
+        """Returns the sequences of a step with their slices, and with drafts where they pay. A draft needs no block and
+        no token of the step's budget that another sequence would get."""
+        if (settings := self._limits.speculation) is None or any(each.slice.num_tokens > 1 for each in batch):
+            return [(each, each.slice) for each in batch]
+        limits = self._limits
+        step = StepTokens(settings.costs, len(batch), sum(len(each.token_ids) for each in batch))
+        left = min(settings.max_rows, limits.max_num_batched_tokens) - len(batch)
+        planned: Planned = []
+        for sequence in batch:
+            most = min(left, sequence.draft_room(limits.block_size, limits.max_model_len))
+            draft = _draft(sequence, settings, step, most) if most > 0 else []
+            left -= len(draft)
+            planned.append((sequence, sequence.with_draft(draft) if draft else sequence.slice))
+        return planned
+
     def observe(self, step: StepInFlight, now: float) -> None:
-        """Updates the pace from a step that has just ended. Without a time budget it does nothing."""
-        if (budget := self._limits.budget) is None:
+        """Updates the pace from a step that has just ended. Does nothing without a time budget, and after a step with
+        drafts, whose time no profile predicts."""
+        if (budget := self._limits.budget) is None or any(piece.num_draft for piece in step.slices):
             return
         decoding = [piece for piece in step.slices if piece.num_tokens == 1]
         chunks = ((each.start, each.num_tokens) for each in step.slices if each.num_tokens > 1)
@@ -180,3 +199,14 @@ class StepComposer:
                 chunks.append(min(left, sequence.num_missing))
                 left -= chunks[-1]
         return chunks
+
+
+def _draft(sequence: Sequence, settings: Speculation, step: StepTokens, most: int) -> list[int]:
+    """Returns the sequence's draft for a step, of at most `most` tokens, and adds it to the step's cost."""
+    if sequence.lookup is None:
+        sequence.lookup = PromptLookup()
+    lookup, num_tokens = sequence.lookup, len(sequence.token_ids)
+    if num_tokens - lookup.num_seen < LOOKUP_EVERY and not step.pays(lookup.rate, num_tokens):
+        return []
+    draft = lookup.draft(sequence.token_ids, settings)
+    return draft[: step.add(lookup.rate, num_tokens, min(most, len(draft)))]

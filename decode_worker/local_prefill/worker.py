@@ -117,7 +117,8 @@ class LocalPrefillWorker(DecodeWorker):
     def _make_state(self) -> LocalPrefillState:
         replica, config = self.resources.replica, self._own
         publishing = BlockPublisher(self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts)
-        limits = config.limits(replica.plan, step_budget_of(replica, config.tbt_slo))
+        budget, speculation = step_budget_of(replica, config.tbt_slo), config.speculation(replica)
+        limits = config.limits(replica.plan, budget, speculation=speculation)
         policy = config.policy(replica.profiles)
         return LocalPrefillState(self.pool, limits, publishing, policy, self._offload_costs())
 

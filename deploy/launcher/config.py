@@ -187,6 +187,7 @@ class ServeConfig(
         self.transfer_options("127.0.0.1")
         self.tls()
         self.check_budget()
+        self.check_speculation()
         self.check_clients()
         require_share(self.gpu_memory_utilization)
         require_at_least_1(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,16 @@ class MixedKernels:
 def keeps_integers(name: str, device: torch.device, cache_folder: Path | None) -> bool:
     """True if the kernels called `name` multiply quantised weights as they are."""
     return device.type == "cpu" and (name == "native" or (name == "auto" and cache_folder is not None))
+
+
+def exact_rows(kernels: str, attention: str) -> int:
+    """Returns the number of rows up to which a step with these implementations gives each output token the same bits,
+    whatever else is in the step. 0: bits may differ in every step."""
+    if attention != NativePagedAttention.name:
+        return 0
+    if kernels == NativeKernels.name:
+        return sys.maxsize
+    return FEW_TOKENS if kernels.startswith(f"{NativeKernels.name}+") else 0
 
 
 def make_kernels(

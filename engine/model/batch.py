@@ -59,6 +59,8 @@ class Slice:
     scores: PromptScores | None = None
     """Receives the scores of the prompt tokens that follow each token of this slice. `token_ids` must then include the
     token at `end`."""
+    num_draft: int = 0
+    """How many of the slice's last tokens are guesses. A token is sampled after each of them, too."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +76,8 @@ class Sampled:
     token_id: int
     logprobs: Logprobs | None = None
     failure: str | None = None  # why the grammar cannot be followed; the other fields are then meaningless
+    after_draft: tuple[Sampled, ...] = ()
+    """Tokens sampled after each draft token of the slice. Each is valid only if the draft is right up to there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

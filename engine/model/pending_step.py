@@ -31,8 +31,8 @@ class PendingStep:
         following: Sequence[RequestId] = (),
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """`places`: index of the slice of each sampled token. `on_device`: greedy tokens [places] int64 that are still
-        on the device, for the requests in `following`; they replace `sampled`."""
+        """`places`: index of the slice of each sampled token, repeated for a slice with a draft. `on_device`: greedy
+        tokens [places] int64 that are still on the device, for the requests in `following`; they replace `sampled`."""
         self.on_device = on_device
         self._num_slices = num_slices
         self._places = places
@@ -50,7 +50,8 @@ class PendingStep:
         """Waits for the sampled tokens and returns the result of `Engine.execute`."""
         results: list[Sampled | None] = [None] * self._num_slices
         for place, sampled in zip(self._places, self._drawn(), strict=True):
-            results[place] = sampled
+            first = results[place]
+            results[place] = sampled if first is None else replace(first, after_draft=(*first.after_draft, sampled))
         return results
 
     def token_of(self, request_id: RequestId) -> int:
@@ -90,6 +91,17 @@ def sample_step(
         best = logits.argmax(dim=-1)
         return PendingStep(num_slices, places, following=names, on_device=best)
     return PendingStep(num_slices, places, sample(logits, sampling, allowed))
+
+
+def with_draft_rows(places: Sequence[int], sampling: Sequence[Slice]) -> tuple[list[int], list[Slice]]:
+    """Replaces each slice that has a draft by one slice per token that is sampled, with the history up to there, and
+    repeats its place."""
+    rows = [
+        (place, piece if end == piece.end else replace(piece, end=end))
+        for place, piece in zip(places, sampling, strict=True)
+        for end in range(piece.end - piece.num_draft, piece.end + 1)
+    ]
+    return [place for place, _ in rows], [piece for _, piece in rows]
 
 
 def with_history(slices: Sequence[Slice], before: PendingStep) -> list[Slice]:

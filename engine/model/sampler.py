@@ -285,7 +285,7 @@ def num_scored(piece: Slice) -> int:
 
 def score_prompts(logits: torch.Tensor, slices: Sequence[Slice]) -> torch.Tensor:
     """Adds prompt scores to each slice's `scores` and returns the rows of `logits` that are sampled from. `logits`
-    [rows, vocab] float32 holds, per slice, its scoring rows and then one more row if it samples."""
+    [rows, vocab] float32 holds, per slice, its scoring rows and then the rows after which it samples."""
     if all(piece.scores is None for piece in slices):
         return logits
     sampling: list[int] = []
@@ -297,8 +297,8 @@ def score_prompts(logits: torch.Tensor, slices: Sequence[Slice]) -> torch.Tensor
             piece.scores.put(piece.start, run)
         row += count
         if piece.samples:
-            sampling.append(row)
-            row += 1
+            sampling.extend(range(row, row + 1 + piece.num_draft))
+            row += 1 + piece.num_draft
     return logits[sampling]
 
 

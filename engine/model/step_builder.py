@@ -153,13 +153,13 @@ class StepBuilder:
 
 
 def _rows(slices: Sequence[Slice], num_tokens: int) -> torch.Tensor | None:
-    """Returns the rows whose logits are needed: prompt tokens to be scored and the last token of each sampling slice;
-    None if these are all rows."""
+    """Returns the rows whose logits are needed: prompt tokens to be scored, draft tokens, and the last other token of
+    each sampling slice; None if these are all rows."""
     rows: list[int] = []
     end = 0
     for piece in slices:
         rows.extend(range(end, end + num_scored(piece)))
         end += piece.num_tokens
         if piece.samples:
-            rows.append(end - 1)
+            rows.extend(range(end - 1 - piece.num_draft, end))
     return None if len(rows) == num_tokens else torch.tensor(rows, dtype=torch.int64)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.limits_and_counters import Limits
 from moonserve.decode_worker.decisions.offloading import OffloadCosts
+from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.decode_worker.state import DecodeState
 from moonserve.engine.admission_policy import AdmissionPolicy
 from moonserve.engine.kv_cache.block_pool import BlockPool, FreeList
@@ -30,8 +31,17 @@ CHEAP_STORE = OffloadCosts(prefill=PrefillProfile(c0=0.0, c1=1.0, c2=0.0), block
 A = TypeVar("A")
 
 
-def limits(**changes: int | bool) -> Limits:
-    usual = {"block_size": BLOCK_SIZE, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 1_000}
+ALWAYS = Speculation(num_tokens=3, lookup_max=3, lookup_min=1, max_rows=12, costs=None)
+"""Settings of a worker whose sequences draft whenever a repetition lets them."""
+
+
+def limits(**changes: Any) -> Limits:
+    usual: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 1_000,
+    }
     return Limits(**{**usual, **changes})
 
 
@@ -43,6 +53,21 @@ def pool(num_blocks: int, free_list: FreeList | None = None, **options: float) -
 def next_token(position: int) -> int:
     """Returns the token that the fake model generates after `position` tokens."""
     return 1_000 + position
+
+
+def foretelling(length: int, wrong: int | None = None) -> list[int]:
+    """Returns a prompt that contains what the fake model generates after it, with a wrong token at position `wrong`."""
+    return [0 if at == wrong else next_token(length + at) for at in range(length)]
+
+
+def sampled_after(piece: Slice) -> Sampled:
+    """Returns what the engine samples after a slice: garbage after a wrong draft token."""
+    first = piece.end - piece.num_draft
+    drawn = [next_token(first)]
+    for end in range(first + 1, piece.end + 1):
+        drawn.append(next_token(end) if drawn[-1] == piece.token_ids[end - 1] else -1)
+    token, *others = [Sampled(request_id=piece.request_id, token_id=token_id) for token_id in drawn]
+    return replace(token, after_draft=tuple(others))
 
 
 def request_of(
@@ -128,10 +153,11 @@ class Driver:
         policy: AdmissionPolicy | None = None,
         keeping: OffloadCosts | None = None,
         free_list: FreeList | None = None,
-        **changes: int | bool,
+        **changes: Any,
     ) -> None:
         self.pool = pool(num_blocks, free_list)
         bounds = limits(**changes)
+        self.limits = bounds
         self.most_ahead = int(bounds.runs_ahead)
         self.state = DecodeState(self.pool, bounds, policy, keeping)
         self.now = 0.0
@@ -187,6 +213,9 @@ class Driver:
             assert piece.end <= len(piece.block_table) * BLOCK_SIZE
             first, last = piece.start // BLOCK_SIZE, (piece.end - 1) // BLOCK_SIZE
             written += piece.block_table[first : last + 1]
+            assert not piece.num_draft or not piece.token_from_previous_step, "drafts behind an unknown token"
+        if any(piece.num_draft for piece in step.slices):
+            assert sum(piece.num_tokens for piece in step.slices) <= self.limits.max_num_batched_tokens
         assert len(written) == len(set(written)), "two slices write one block"
         assert all(self.pool.references_of(block) == 1 for block in written), "writes a shared one"
 
@@ -270,12 +299,7 @@ class Driver:
         """Ends the oldest step in flight."""
         step = self.steps.popleft()
         return self.handle(
-            events.StepDone(
-                sampled=[
-                    Sampled(request_id=piece.request_id, token_id=next_token(piece.end)) if piece.samples else None
-                    for piece in step.slices
-                ]
-            )
+            events.StepDone(sampled=[sampled_after(piece) if piece.samples else None for piece in step.slices])
         )
 
     @property

@@ -9,16 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.admission_and_preemption import Prospect
 from moonserve.decode_worker.decisions.offloading import OffloadCosts
+from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.engine.admission_policy import AdmissionPolicy, OnDemandPolicy
 from moonserve.engine.kv_cache.paged_free_list import PagedFreeList
 from moonserve.engine.lookahead_policy import LengthPredictor, LookaheadPolicy
 from moonserve.protocol.errors import PeerError
 from moonserve.protocol.request import GatewayId, LeaseId, RequestId
-from tests.decode_worker.driver import CHEAP_STORE, Driver, next_token, request_of
+from tests.decode_worker.driver import ALWAYS, CHEAP_STORE, Driver, foretelling, next_token, request_of
 from tests.thoroughness import examples
 
-prompts = st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(
-    lambda wish: [wish[0] + i for i in range(wish[1])]
+prompts = st.one_of(
+    st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(lambda wish: [wish[0] + i for i in range(wish[1])]),
+    st.builds(foretelling, st.integers(3, 14), wrong=st.integers(0, 20)),
 )
 wishes = st.fixed_dictionaries({"max_tokens": st.integers(2, 16), "priority": st.sampled_from([0, 0, 1])})
 
@@ -41,6 +43,7 @@ class DecodeWorker(RuleBasedStateMachine):
             max_num_batched_tokens=5,
             max_model_len=26,
             runs_ahead=self.runs_ahead,
+            speculation=self.speculation,
         )
         self.count = 0
         self.wishes: dict[str, list[int]] = {}  # request → prompt
@@ -50,6 +53,7 @@ class DecodeWorker(RuleBasedStateMachine):
     free_list: PagedFreeList | None = None
     keeping: OffloadCosts | None = None
     runs_ahead = False
+    speculation: Speculation | None = None
 
     def stops_after(self, name: str, max_tokens: int) -> int | None:
         """Returns the number of generated tokens after which a request stops; None for no stop token."""
@@ -232,7 +236,28 @@ class AheadDecodeWorker(KeepingDecodeWorker):
         return max(2, max_tokens // 2) if name[-1] in "0369" else None
 
 
-for machine in (DecodeWorker, ForeseeingDecodeWorker, KeepingDecodeWorker, AheadDecodeWorker):
+class DraftingDecodeWorker(AheadDecodeWorker):
+    """Decode worker whose sequences draft and may stop within a draft. No step runs ahead, which would leave few."""
+
+    runs_ahead = False
+    speculation = ALWAYS
+
+
+class AheadAndDraftingDecodeWorker(AheadDecodeWorker):
+    """Decode worker that does both: no step follows one with a draft before it has ended."""
+
+    speculation = ALWAYS
+
+
+MACHINES = (
+    DecodeWorker,
+    ForeseeingDecodeWorker,
+    KeepingDecodeWorker,
+    AheadDecodeWorker,
+    DraftingDecodeWorker,
+    AheadAndDraftingDecodeWorker,
+)
+for machine in MACHINES:
     machine.TestCase.settings = settings(
         max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
     )
@@ -240,3 +265,5 @@ TestDecodeWorker = DecodeWorker.TestCase
 TestForeseeingDecodeWorker = ForeseeingDecodeWorker.TestCase
 TestKeepingDecodeWorker = KeepingDecodeWorker.TestCase
 TestAheadDecodeWorker = AheadDecodeWorker.TestCase
+TestDraftingDecodeWorker = DraftingDecodeWorker.TestCase
+TestAheadAndDraftingDecodeWorker = AheadAndDraftingDecodeWorker.TestCase

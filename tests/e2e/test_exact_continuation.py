@@ -28,6 +28,7 @@ CONTEXT = 16_384
 FLAGS = (
     *(*UNHURRIED, "--prefill-workers", "2", "--decode-workers", "2", "--kv-cache-memory", "32MiB"),
     *("--tool-call-parser", "hermes", "--max-num-batched-tokens", "64", "--transfer-timeout-s", "5"),
+    *("--speculative", "on"),  # streams with a grammar have no drafts
 )
 
 ITEM: dict[str, Any] = {

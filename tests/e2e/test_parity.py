@@ -87,7 +87,7 @@ class Case:
 CASES = {
     "mistral over tcp": Case(family="mistral", block_size=32, chunk=100, flags=("--transports", "tcp")),
     "qwen2 over shm, two workers of each kind": Case(
-        family="qwen2", block_size=16, chunk=256, flags=("--transports", "shm"), num_workers=2
+        family="qwen2", block_size=16, chunk=256, flags=("--transports", "shm", "--speculative", "on"), num_workers=2
     ),
     "mixture of experts, by the layers of transformers": Case(
         family="qwen3_moe", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100)

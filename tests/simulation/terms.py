@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 
+from moonserve.decode_worker.decisions.speculation import Speculation
+
+DRAFTS = Speculation(num_tokens=4, lookup_max=3, lookup_min=1, max_rows=12, costs=None)
+
 
 class Terms:
     """Configuration of one world. Blocks have four tokens; times are virtual seconds."""
@@ -27,4 +31,5 @@ class Terms:
         self.prefill_tokens = rng.choice((4, 8, 16))  # max. tokens per step
         self.max_num_seqs = rng.choice((2, 4))
         self.runs_ahead = rng.random() < 0.3
+        self.speculation = DRAFTS if seed % 2 else None
         self.policy = rng.choice(("moonserve", "global-cache-aware", "random"))

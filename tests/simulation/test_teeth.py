@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from moonserve.decode_worker.block_verifier import BlockVerifier
+from moonserve.decode_worker.decisions.sequence import Sequence
 from moonserve.decode_worker.service import DecodeService
+from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.gateway.generation.ordered_tokens import OrderedTokens
 from moonserve.kvstore.node.event_log import EventLog
 from moonserve.kvstore.node.removal_store import RemovalStore
 from moonserve.kvstore.node.verification import PutVerifier
+from moonserve.protocol.request import Token
 from tests.simulation.terms import Terms
 from tests.simulation.transfer import SimulatedTransfer
 from tests.simulation.world import World
@@ -40,6 +43,10 @@ def first_problem(*, of_pools: bool) -> str:
     return ""
 
 
+def accept_all(self: Sequence, sampled: Sampled, piece: Slice, max_model_len: int) -> list[Token]:
+    return [self.append(each, max_model_len) for each in (sampled, *sampled.after_draft)]
+
+
 async def deaf(self: RemovalStore, heard: object) -> int:
     return 0
 
@@ -49,6 +56,7 @@ async def deaf(self: RemovalStore, heard: object) -> int:
     [
         (BlockVerifier, "corrupt", lambda self, blocks: (), "wrong KV", False),
         (OrderedTokens, "in_order", lambda self, tokens: list(tokens), "", False),
+        (Sequence, "accept", accept_all, "", False),
         (SimulatedTransfer, "close_window", lambda self, window_id: None, "", False),
         (DecodeService, "_send_failure", lambda self, action: None, "", False),
         (PutVerifier, "corrupt_keys", lambda self, landed: (), "has other bytes", True),
@@ -58,6 +66,7 @@ async def deaf(self: RemovalStore, heard: object) -> int:
     ids=[
         "blocks that nobody verifies",
         "a gateway that takes tokens as they come",
+        "drafts that are accepted though they are wrong",
         "windows that stay open",
         "a decode worker that forgets to say that a request failed",
         "a pool node that does not compare what it was sent",

@@ -195,6 +195,7 @@ class Decode(Worker):
             max_num_batched_tokens=16,
             max_model_len=terms.max_model_len,
             runs_ahead=terms.runs_ahead,
+            speculation=terms.speculation,
         )
         self.state = self.checked(DecodeState(self.pool, limits, None, costs))
         service = DecodeService(
