@@ -92,7 +92,7 @@ def rounded(numbers: torch.Tensor, highest: torch.Tensor, code: Quantisation) ->
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TEXTS = (
-    "engine/model/config.py",
+    "engine/model/config/__init__.py",
     "engine/model/sampler.py",
     "protocol/rpc/wire.py",
     "protocol/membership/heartbeats.py",

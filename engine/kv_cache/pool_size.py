@@ -141,10 +141,11 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -
     vectors = hidden + model.num_layers * (biases + norms)
     matrices, vocabulary = model.num_layers * (attention + mlp), model.vocab_size * hidden
     if quantise in BITS_PER_WEIGHT:
-        head = vocabulary * BITS_PER_WEIGHT["int8"]
-        return (vectors + vocabulary) * dtype_bytes + int(matrices * BITS_PER_WEIGHT[quantise] + head) // 8
-    heads = 0 if model.tie_word_embeddings else vocabulary
-    return (vectors + matrices + vocabulary + heads) * dtype_bytes
+        rounded = matrices * BITS_PER_WEIGHT[quantise] + vocabulary * BITS_PER_WEIGHT["int8"]
+        return (vectors + vocabulary) * dtype_bytes + int(rounded) // 8
+    head = 0 if model.tie_word_embeddings else vocabulary
+    bits = 8 * dtype_bytes if model.quantised is None else model.quantised.bits_per_weight
+    return (vectors + vocabulary + head) * dtype_bytes + int(matrices * bits) // 8
 
 
 def step_bytes(config: ReplicaConfig, model: ModelConfig, dtype_bytes: int) -> int:

@@ -12,9 +12,9 @@ from moonserve.engine.model.config import (
     RopeConfig,
     eos_token_ids,
     load_model_config,
-    require_plain_weights,
     stored_dtype,
 )
+from moonserve.engine.model.config.quantised_checkpoint import require_plain_weights
 from moonserve.engine.model.model_folder import JsonFields, read_json
 from moonserve.protocol.errors import ConfigError
 

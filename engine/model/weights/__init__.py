@@ -2,13 +2,13 @@
 
 Owns tensor names and shapes, and the digest of the stored bytes and of the configuration that determines KV. Names and
 shapes are checked against the file headers before any tensor is read, so a wrong folder is refused at once with a list
-of problems. Matrices may be quantised (`quantised_matrix`), tensor by tensor. Does not know how weights are used.
+of problems. Weights may be quantised in the checkpoint (`stored_tensors`) or while they are loaded, tensor by tensor
+(`quantised_matrix`). Does not know how weights are used.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,24 +17,22 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from moonserve.engine.model.config import ModelConfig
 from moonserve.engine.model.partition import Shard, Stage, split_into_shards, split_into_stages
+from moonserve.engine.model.weights.checkpoint_files import check_shapes, open_tensors
 from moonserve.engine.model.weights.quantised_matrix import (
     HugePages,
     QuantisedMatrix,
+    QuantisedRows,
     WeightFormat,
     rounded,
 )
+from moonserve.engine.model.weights.stored_tensors import StoredTensor, stored_tensors
 from moonserve.protocol.errors import ConfigError
 
 LOAD_FORMATS = ("auto", "dummy")
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_NAMES_SHOWN = 5
 _DUMMY_SEED = 0
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # stored by old exporters, but computed here
 
 QUANTISED_FORMATS = {"int4": WeightFormat(4, 32), "int8": WeightFormat(8, 128)}
 """Formats of `--quantize`."""
@@ -101,12 +99,24 @@ class _Destination:
     first: int = 0  # row of a quantised matrix
     format: WeightFormat | None = None  # to which weights are rounded
 
-    def fill(self, stored: torch.Tensor) -> None:
+    def fill(self, stored: torch.Tensor | QuantisedRows) -> None:
+        if isinstance(stored, QuantisedRows):
+            self._fill_from_codes(stored)
+            return
         part = stored[self.part]
         if isinstance(self.own, QuantisedMatrix):
             self.own.round_and_store(self.first, part)
         elif not self.own.is_meta:  # of another stage
             self.own.copy_(part if self.format is None else rounded(part, self.format))
+
+    def _fill_from_codes(self, stored: QuantisedRows) -> None:
+        rows, columns = (*self.part, slice(None), slice(None))[:2]
+        part = stored.part(rows, columns)
+        if isinstance(self.own, QuantisedMatrix):
+            self.own.store(self.first, part)
+        elif not self.own.is_meta:
+            for start, some in part.chunks():
+                self.own[start : start + len(some.codes)] = some.dequantised()
 
 
 _Places = dict[str, list[_Destination]]
@@ -119,14 +129,17 @@ class _Storage:
     dtype: torch.dtype
     quantise: str  # a `--quantize` value
     memory: HugePages | None  # of quantised matrices; None: their weights are rounded and then kept in `dtype`
+    stored: Mapping[str, StoredTensor]  # of the checkpoint
 
-    @property
-    def layer_format(self) -> WeightFormat | None:
-        return QUANTISED_FORMATS.get(self.quantise)
+    def format_of(self, *names: str) -> WeightFormat | None:
+        """Returns the format of a matrix in memory; a fused one is plain unless its parts are stored in one format."""
+        found = {self.stored[name].format if name in self.stored else None for name in names}
+        stored = found.pop() if len(found) == 1 else None
+        return stored or QUANTISED_FORMATS.get(self.quantise)
 
-    @property
-    def head_format(self) -> WeightFormat | None:
-        return None if self.layer_format is None else _HEAD_FORMAT
+    def head_format(self, name: str) -> WeightFormat | None:
+        stored = self.stored[name].format if name in self.stored else None
+        return stored or (_HEAD_FORMAT if self.quantise in QUANTISED_FORMATS else None)
 
     def vector(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype)
@@ -139,7 +152,8 @@ class _Storage:
     @property
     def identity(self) -> str:
         """Everything about the rounding that KV depends on; empty if there is none."""
-        return "" if self.layer_format is None else f"|{self.layer_format}|{self.head_format}"
+        format = QUANTISED_FORMATS.get(self.quantise)
+        return "" if format is None else f"|{format}|{_HEAD_FORMAT}"
 
 
 def _rows_of(matrix: Projection, first: int, count: int) -> Projection:
@@ -167,13 +181,25 @@ def load_weights(
         raise ConfigError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     if quantise not in ("auto", *QUANTISED_FORMATS):
         raise ConfigError(f"weights in {quantise!r} are not one of auto, {', '.join(QUANTISED_FORMATS)}")
-    storage = _Storage(dtype, quantise, HugePages() if keeps_integers else None)
-    with device or torch.device("cpu"):
-        places, build = _allocate(config, storage, stage, shard or split_into_shards(config, 1)[0])
-    if load_format == "dummy":
-        digest = _fill_randomly(config, places)
-    else:
-        digest = _fill_from_files(path, config, places, progress or (lambda _stage, _done: None))
+    checkpoint = config.quantised
+    if quantise != "auto" and checkpoint is not None and not checkpoint.is_float:
+        raise ConfigError(f"--quantize {quantise}: the weights are quantised by {checkpoint.method} already")
+    memory = HugePages() if keeps_integers else None
+    with ExitStack() as stack:
+        files = dict(sorted(open_tensors(path, stack))) if load_format == "auto" else {}
+        headers = {name: file.get_slice(name) for name, file in files.items()}
+        shapes = {name: header.get_shape() for name, header in headers.items()}
+        stored = stored_tensors(shapes, {name: header.get_dtype() for name, header in headers.items()}, checkpoint)
+        storage = _Storage(dtype, quantise, memory, stored)
+        with device or torch.device("cpu"):
+            places, build = _allocate(config, storage, stage, shard or split_into_shards(config, 1)[0])
+        if load_format == "dummy":
+            digest = _fill_randomly(config, places)
+        else:
+            given = {name: source.shape for name, source in stored.items()}
+            optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+            check_shapes(path, {name: own[0].shape for name, own in places.items()}, given, optional)
+            digest = _fill_from_files(config, files, stored, places, progress or (lambda _stage, _done: None))
     return build(xxhash.xxh3_128_hexdigest(f"{digest}{storage.identity}".encode()) if storage.identity else digest)
 
 
@@ -189,7 +215,9 @@ def _allocate(
     whole = stage or split_into_stages(config.num_layers, 1)[0]
 
     size, tokens, hidden = config.vocab_size, shard.vocabulary, config.hidden_size
-    tied, head_format = config.tie_word_embeddings, storage.head_format
+    tied = config.tie_word_embeddings
+    head_name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    head_format = storage.head_format(head_name)
     shares_rows = tied and head_format is None
     with _elsewhere(not (whole.is_first or (shares_rows and whole.is_last))):
         embedding = storage.vector(size, hidden)
@@ -207,8 +235,7 @@ def _allocate(
         with _elsewhere(not whole.is_last):
             lm_head = storage.matrix(len(tokens), hidden, head_format)
         part = (slice(tokens.start, tokens.stop),)
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        places.setdefault(name, []).append(_Destination(lm_head, [size, hidden], part, format=head_format))
+        places.setdefault(head_name, []).append(_Destination(lm_head, [size, hidden], part, format=head_format))
 
     def build(digest: str) -> Weights:
         nothing = torch.empty(0, hidden, dtype=storage.dtype)
@@ -241,14 +268,13 @@ class _Part:
 
 
 def _allocate_layer(config: ModelConfig, storage: _Storage, layer: int, places: _Places, shard: Shard) -> LayerWeights:
-    format = storage.layer_format
-
     def vector(name: str, size: int) -> torch.Tensor:
         tensor = storage.vector(size)
         places[f"model.layers.{layer}.{name}"] = [_Destination(tensor, [size])]
         return tensor
 
     def cut(name: str, outputs: int, columns: _Part) -> Projection:
+        format = storage.format_of(f"model.layers.{layer}.{name}")
         if format is not None and any(
             end % format.group for end in (columns.own.start, columns.own.stop % columns.size)
         ):
@@ -270,6 +296,7 @@ def _allocate_layer(config: ModelConfig, storage: _Storage, layer: int, places: 
 
     def fused(module: str, names: Sequence[str], rows: Sequence[_Part], inputs: int) -> Projection:
         sizes = [len(part.own) for part in rows]
+        format = storage.format_of(*(f"model.layers.{layer}.{module}.{name}.weight" for name in names))
         matrix = storage.matrix(sum(sizes), inputs, format, pairs=module == "mlp")
         for name, part, first in zip(names, rows, (0, *accumulate(sizes)), strict=False):
             own = _rows_of(matrix, first, len(part.own))
@@ -337,88 +364,27 @@ def _fill_randomly(config: ModelConfig, places: _Places) -> str:
     return xxhash.xxh3_128_hexdigest(f"dummy|{_DUMMY_SEED}|{config}".encode())
 
 
-def _fill_from_files(path: Path, config: ModelConfig, places: _Places, progress: Progress) -> str:
-    with ExitStack() as stack:
-        stored = dict(sorted(_open_tensors(path, stack)))
-        _check(path, config, {name: stored[name].get_slice(name) for name in stored}, places)
-        digest = xxhash.xxh3_128(config.kv_identity.encode())
-        for done, (name, file) in enumerate(stored.items()):
-            tensor = file.get_tensor(name)
-            _digest_tensor(digest, name, tensor)
-            for place in places.get(name, ()):
-                place.fill(tensor)
-            progress("weights", (done + 1) / len(stored))
-        return digest.hexdigest()
+def _fill_from_files(
+    config: ModelConfig,
+    files: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    places: _Places,
+    progress: Progress,
+) -> str:
+    digest = xxhash.xxh3_128(config.kv_identity.encode())
+    for done, (name, source) in enumerate(stored.items()):
+        parts = {part: files[each].get_tensor(each) for part, each in source.names.items()}
+        for part, each in source.names.items():
+            _digest_tensor(digest, each, parts[part])
+        if name in places:
+            decoded = source.decode(parts)
+            for place in places[name]:
+                place.fill(decoded)
+        progress("weights", (done + 1) / len(stored))
+    return digest.hexdigest()
 
 
 def _digest_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
     digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
     if tensor.numel():
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Yields (name, open file) of every stored tensor. Raises ConfigError."""
-    for file_path in _files(path):
-        try:
-            file = stack.enter_context(safe_open(file_path, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file_path} cannot be read as safetensors: {error}") from error
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            yield name, file
-
-
-def _files(path: Path) -> list[Path]:
-    index = path / _INDEX
-    if not index.exists():
-        single = path / _SINGLE
-        if not single.exists():
-            raise ConfigError(
-                f"{path} has no weights: neither {_SINGLE} nor {_INDEX} is there "
-                "(only safetensors are read; --load-format dummy runs without weights)"
-            )
-        return [single]
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {error!r}") from error
-    missing = [name for name in names if not (path / name).exists()]
-    if missing:
-        raise ConfigError(f"{path} lacks {_some(missing)} that its {_INDEX} names")
-    return [path / name for name in names]
-
-
-def _check(
-    path: Path,
-    config: ModelConfig,
-    stored: dict[str, Any],
-    places: _Places,
-) -> None:
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    missing = [name for name in places if name not in stored]
-    unexpected = [
-        name for name in stored if name not in places and name not in ignored and not name.endswith(_IGNORED_SUFFIXES)
-    ]
-    misshapen = [
-        f"{name} {stored[name].get_shape()} instead of {own[0].shape}"
-        for name, own in places.items()
-        if name in stored and stored[name].get_shape() != own[0].shape
-    ]
-    complaints = [
-        f"{what} {_some(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshapen", misshapen),
-        )
-        if names
-    ]
-    if complaints:
-        raise ConfigError(f"weights in {path} do not fit its config.json: {'; '.join(complaints)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    rest = len(names) - _NAMES_SHOWN
-    return f"{shown} and {rest} more" if rest > 0 else shown

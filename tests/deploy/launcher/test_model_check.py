@@ -16,7 +16,7 @@ from moonserve.protocol.errors import ConfigError
 
 REFUSED = [
     ({"architectures": ["LlamaForSequenceClassification"]}, {}, r"no decoder of transformers; .*--engine vllm"),
-    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, r"quantised by awq .*--engine vllm.*bfloat16"),
+    ({"quantization_config": {"quant_method": "awq", "bits": 3}}, {}, r"quantised by awq .*--engine vllm.*bfloat16"),
     ({"quantization_config": {"weight_block_size": [128, 128]}}, {}, "an unnamed method"),
     ({}, {"max_model_len": 1_000_000}, r"--max-model-len 1000000 exceeds the model's 8192 positions"),
     ({"num_hidden_layers": 10**7}, {}, r"2 workers need \d+\.\d GiB, each at least .*: choose a smaller model"),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moonserve.engine.model.config.quantised_checkpoint import QuantisedCheckpoint, read_quantised_checkpoint
 from moonserve.engine.model.model_folder import JsonFields, read_json
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import DTYPE_BYTES, KvLayout
@@ -157,6 +158,7 @@ class ModelConfig:
     initializer_range: float
     dtype: str  # the checkpoint's, with float16 replaced by bfloat16
     eos_token_ids: tuple[int, ...]  # may be empty
+    quantised: QuantisedCheckpoint | None = None  # None: weights are plain
     # Digest of the config.json of a model that only transformers computes; empty for the own families.
     transformers_config: str = ""
 
@@ -279,7 +281,6 @@ def load_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"model folder {path} does not exist or is not a folder")
     fields = JsonFields(read_json(path / "config.json"), source=str(path / "config.json"))
     architecture = _architecture(fields)
-    require_plain_weights(fields)
     family = _FAMILIES[architecture]
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
@@ -312,6 +313,7 @@ def load_model_config(path: Path) -> ModelConfig:
         initializer_range=fields.number("initializer_range", default=0.02),
         dtype=stored_dtype(fields),
         eos_token_ids=eos_token_ids(path, fields, vocab_size),
+        quantised=read_quantised_checkpoint(fields),
     )
 
 
@@ -325,18 +327,6 @@ def _architecture(fields: JsonFields) -> str:
         f"unsupported architecture: {found}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}; those that vLLM knows "
         "are served with --engine vllm"
     )
-
-
-def require_plain_weights(fields: JsonFields) -> None:
-    """Raises ConfigError for quantised weights."""
-    for name in ("quantization_config", "compression_config"):
-        quantised = fields.nested(name)
-        if quantised is not None:
-            method = quantised.text("quant_method", default="an unnamed method")
-            raise quantised.error(
-                f"weights quantised by {method} are not supported; serve them with --engine vllm, or a checkpoint in "
-                "bfloat16, float16 or float32"
-            )
 
 
 def _head_dim(fields: JsonFields, family: _Family, hidden_size: int, num_heads: int) -> int:
