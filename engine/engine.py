@@ -23,17 +23,14 @@ from moonserve.engine.cuda.device import CPU, STAGED, find_device
 from moonserve.engine.cuda.graphs import with_graphs
 from moonserve.engine.cuda.staging import InPlace, Staging, StagingThread, run_uninterrupted
 from moonserve.engine.kernels import Geometry, Step, StepOrder
-<<<<<<< HEAD
 from moonserve.engine.kernels.selector import (
     TRANSFORMERS,
+    exact_rows,
     keeps_integers,
     make_attention,
     make_kernels,
     thread_pool_of,
 )
-=======
-from moonserve.engine.kernels.selector import TRANSFORMERS, exact_rows, make_attention, make_kernels, thread_pool_of
->>>>>>> lookup
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.batch import HiddenStates, Sampled, Slice
 from moonserve.engine.model.config import ModelConfig
@@ -74,6 +71,7 @@ class Engine:
         self.config = config
         self.kernels_name = model.kernels_name
         self.attention_name = attention.name
+        self.exact_rows = exact_rows(model.kernels_name, attention.name)  # of a step (selector.py)
         self.layout = pool.layout
         self.num_blocks = pool.num_blocks
         self.memory = pool.memory
@@ -197,11 +195,6 @@ class Engine:
         """True if the engine computes from its own KV memory instead of the memory that it was given."""
         return self._host is not None
 
-    @property
-    def exact_rows(self) -> int:
-        """Number of rows up to which a step gives each output token the same bits, whatever else is in the step."""
-        return exact_rows(self.kernels_name, self.attention_name)
-
     def make_staging(self) -> BlockCopier:
         """Creates a copier between the pool and the memory given to `load`, for use by one caller."""
         assert self._host is not None, "the pool is in that memory"
@@ -304,12 +297,7 @@ class Engine:
         blocks = (s.block_table[s.start // size : self.layout.blocks_for(s.end)] for s in slices)
         return list(dict.fromkeys(chain.from_iterable(blocks)))
 
-    def run(
-        self,
-        step: Step,
-        dirty: torch.Tensor | None,
-        on_layer: OnLayer | None = None,
-    ) -> torch.Tensor:
+    def run(self, step: Step, dirty: torch.Tensor | None, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Runs a step that is already checked and laid out, and returns the result of `ForwardPass.forward`. Called by
         `begin` and by a rank that follows rank 0. `dirty`: slots to zero beforehand."""
         with torch.inference_mode():
