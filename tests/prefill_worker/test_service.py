@@ -81,6 +81,25 @@ async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(
         await c.assert_drained()
 
 
+async def test_a_block_that_arrives_corrupt_at_the_store_is_computed_and_put_again(model_path: Path) -> None:
+    """Its bytes in the worker's memory are suspect too, so that they are not put a second time."""
+    async with cluster(model_path, home_store="store-0") as c, store_node(c) as store:
+        c.service.home_found(store)
+        c.faults.corrupt_writes = 1
+        await c.submit("r", PROMPT, max_tokens=1)
+        await c.ears.all_tokens("r")
+
+        async def integrity_failures() -> int:
+            return (await c.status()).counters["integrity_failures"]
+
+        await answered(integrity_failures)
+        assert c.engine.num_tokens == len(PROMPT)
+        await put_into(c, store, [PROMPT])
+        assert c.engine.num_tokens > len(PROMPT) + 1
+        assert await integrity_failures() == 1
+        await c.assert_drained()
+
+
 async def test_corrupt_cached_block_keeps_its_writers_checksum(model_path: Path) -> None:
     """A cached block is handed off with its writer's checksum, not with a new one."""
     async with cluster(model_path) as c:
