@@ -1,7 +1,5 @@
 """With one process of each kind, all are replaced under continuous requests and none fails."""
 
-from __future__ import annotations
-
 import signal
 
 import psutil

@@ -1,7 +1,5 @@
 """A worker's replica: what fits in its memory, a lost rank, and wrong options, reported without importing torch."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

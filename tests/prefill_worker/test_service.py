@@ -1,7 +1,5 @@
 """Prefill worker's service with real sockets, real memory, a tiny model, a decode worker and a store."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Lifecycle of one request: events in, actions out. Whatever happens, each token comes once and the end comes once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A broken stream resumes at the client's position, at any gateway, with the output that it would have had."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
