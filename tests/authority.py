@@ -1,7 +1,5 @@
 """Certificate authority for tests, made with the openssl command."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Work that continues in threads while a test does something else, until the end of a `with` block."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType

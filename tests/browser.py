@@ -4,8 +4,6 @@ Speaks the DevTools protocol (JSON over a WebSocket that the browser opens on lo
 Chromium.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 Knows no source. Source that does not compile although there is a compiler is a failure, not another reason to skip.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Sequence

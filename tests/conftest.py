@@ -1,7 +1,5 @@
 """Configuration of all tests: assignment to `make test` or `make test-all`, order, and number of examples."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -6,8 +6,6 @@ asserts that something took less than some time: a thing that would end too late
 a deadline must end has nothing else that could end it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

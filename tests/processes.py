@@ -1,7 +1,5 @@
 """Processes that tests run to their end, or start singly and find by their ready report. Clusters: `tests.e2e`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

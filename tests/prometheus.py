@@ -1,8 +1,6 @@
 """Reads a process's metrics as Prometheus does, and runs a real Prometheus on a free port for the duration of a test.
 The system's Prometheus service is never used."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -4,8 +4,6 @@
 gateway to serve it and for transformers to load it as the reference.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

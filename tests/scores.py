@@ -1,8 +1,6 @@
 """Simulated prompt log-probabilities of an engine. The token at position p has -p, so that a test can tell which
 values were computed and where they went."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from moonserve.engine.model.batch import Slice

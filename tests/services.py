@@ -1,7 +1,5 @@
 """Parts of a cluster in the test's own process: started, found by their ready report, and stopped in order."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -3,8 +3,6 @@
 Knows nothing about the process. SIGCONT needs no such wait, because its callers wait for an effect of the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

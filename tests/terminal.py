@@ -1,7 +1,5 @@
 """Program on its own pseudo-terminal: its output, and the keys typed."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Imports point in one direction (ARCHITECTURE.md, code map), in no circle; what decides is pure; few know the time."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

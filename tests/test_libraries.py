@@ -1,7 +1,5 @@
 """The snippets in docs/libraries.md run."""
 
-from __future__ import annotations
-
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import connect
 from tests.docs.fences import ROOT, fences_of

@@ -4,8 +4,6 @@ Owns one factor. A test's claim is the same in all three; only the number of exa
 draws new examples every time; an example that fails there becomes an `@example`.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

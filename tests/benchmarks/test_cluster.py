@@ -1,7 +1,5 @@
 """Tests of the benchmarks of whole clusters, simulated and live, each with a few requests."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the engine's benchmarks at a tiny size: each runs to its table, and compared results agree."""
 
-from __future__ import annotations
-
 import math
 import os
 from contextlib import ExitStack

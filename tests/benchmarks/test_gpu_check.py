@@ -1,7 +1,5 @@
 """Tests of the GPU checks, rehearsed without a GPU at a tiny size; without a rehearsal they report a missing GPU."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

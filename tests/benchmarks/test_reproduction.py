@@ -1,7 +1,5 @@
 """`benchmarks.reproduction`: the findings of its figures for invented results, and the files that it writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of the benchmarks of store and transfer engine at a tiny size: each part runs to its table and its bars."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`python -m tests.chaos --minutes N --seed S` computes expected tokens, runs a cluster with clients and faults, and
 prints the results when the cluster is quiet. Exits with 1 if a request was lost or wrong, or resources are left."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

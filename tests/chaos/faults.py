@@ -3,8 +3,6 @@
 A process that is starting is not hit. Otherwise it might never serve on a slow machine.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """`Cluster`: a conductor state with short methods that feed it events. Shared by the conductor's tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

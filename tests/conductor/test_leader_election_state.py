@@ -1,7 +1,5 @@
 """Tests of leader election: at most one candidate leads, whatever happens to messages, clocks and processes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of membership: instances join, leave and fall silent, and the prefix index follows."""
 
-from __future__ import annotations
-
 import pytest
 
 from moonserve.conductor import events

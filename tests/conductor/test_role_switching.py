@@ -1,7 +1,5 @@
 """Tests of role changes: workers help the role in need without oscillation, and the conductor notifies them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

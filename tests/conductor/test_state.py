@@ -4,8 +4,6 @@ Two states receive the same events and must give the same answers. Every placeme
 its end, by being placed again, or by being forgotten.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """Tests of the `moonserve` command: its verbs, their output, and one clear line for each error."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

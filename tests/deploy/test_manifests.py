@@ -1,8 +1,6 @@
 """Tests of the files in `deploy/` for other programs: each is valid, for the program itself where it is installed, and
 agrees with the other files and with moonserve."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

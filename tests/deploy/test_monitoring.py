@@ -1,7 +1,5 @@
 """Tests of `deploy/monitoring`: its programs load the files, and every expression has values under load."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Tests that what other engines' processes import needs only the base requirements of pyproject.toml."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests that a wheel has every module as `moonserve.…`, and the compiled libraries for machines without a compiler."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

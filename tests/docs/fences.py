@@ -11,8 +11,6 @@
 In output, `…` and `...` match anything. This module runs nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

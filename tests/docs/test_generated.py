@@ -1,7 +1,5 @@
 """Tests that generated pages and pictures are up to date, and that the site builds without a warning."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 `python -m tests.docs.test_names` records the names of a release.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that commands, flags, files and metrics named by pages exist, and that every shown command is checked."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

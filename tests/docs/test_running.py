@@ -5,8 +5,6 @@ Pages use 127.0.0.1:8000. In commands this is replaced by the address of the clu
 is changed back. Pages whose `moonserve serve` command is the same share a cluster.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import io

@@ -1,7 +1,5 @@
 """Real cluster of processes under test: requests to it, and the state that its processes report."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

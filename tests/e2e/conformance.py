@@ -5,8 +5,6 @@ the document says. Any 5xx, any status, content type or body that is not describ
 accepted fails it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

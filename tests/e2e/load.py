@@ -1,7 +1,5 @@
 """Clients of a cluster: a reader of one stream, and background clients that keep the cluster busy during a test."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

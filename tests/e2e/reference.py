@@ -1,7 +1,5 @@
 """Reference output of transformers, or of a single engine, with which tests compare a cluster's answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The path of every request on one real cluster: parity, streams, cancellation, the `openai` client, a killed worker
 and a flipped byte. The other files of this folder test each in depth (`make test-all`)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

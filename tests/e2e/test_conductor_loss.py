@@ -1,7 +1,5 @@
 """With two conductors, no request fails if either of them or their registry is killed or stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Short, seeded run of schemathesis against a live cluster; `make conformance` runs for five minutes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

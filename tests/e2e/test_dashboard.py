@@ -1,7 +1,5 @@
 """The gateway's dashboard in a real browser, with a cluster under load: content, keyboard access, and any width."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

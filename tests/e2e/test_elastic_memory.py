@@ -1,7 +1,5 @@
 """Workers under a shared memory budget: limits change under load and never change a token."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

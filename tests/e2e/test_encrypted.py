@@ -1,7 +1,5 @@
 """Whole cluster in which all TCP traffic between processes uses TLS, except for HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

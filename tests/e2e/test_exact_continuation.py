@@ -1,8 +1,6 @@
 """If any worker is killed, hangs or is drained, every stream has the same output as without: with log-probabilities,
 up to a stop string, within a tool call and within a JSON schema, both greedy and sampled."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 docs/faults.md lists what else can run out, and the test for each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

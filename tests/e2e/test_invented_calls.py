@@ -4,8 +4,6 @@ Each call is answered or refused with a reason, never with an internal error, an
 cluster serves the same tokens, and no process has grown.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Starting and stopping: nothing is left behind, and the death of a process is reported."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,8 +1,6 @@
 """Operators' view of a live cluster: why a request was placed where it was, its time and its log lines across all
 processes, heartbeats of workers, and the commands `moonserve explain`, `top` and `replay`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -6,8 +6,6 @@ With separate workers, prefill samples the first token and decode all others, so
 history, the index, the text or the seed must be carried over.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -5,8 +5,6 @@ Prompts of 1 to 3,000 tokens go from gateway to prefill worker to decode worker,
 not divide them: computed, reused, loaded from the store, and sent again, while other requests run.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

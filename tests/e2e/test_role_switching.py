@@ -1,7 +1,5 @@
 """Workers, as real processes, that change between prefill and decode while requests are in flight."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from functools import partial

@@ -1,8 +1,6 @@
 """Planted secrets appear nowhere, sockets listen on loopback unless configured otherwise, and no tier leaks one
 tenant's data to another. `benchmarks.serving.tenant_isolation` checks that timing does not leak it either."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Three gateways behind one port: any of them explains and counts for all, and its death does not affect the others."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

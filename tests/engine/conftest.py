@@ -1,7 +1,5 @@
 """Small random models of each supported family, made once per run, with transformers as the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

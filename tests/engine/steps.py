@@ -1,7 +1,5 @@
 """Builds slices for tests that drive the engine step by step, and decodes with steps that run ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

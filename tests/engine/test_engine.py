@@ -1,7 +1,5 @@
 """Engine.execute: where it writes KV, which slices it refuses, and that results do not depend on the rest of a step."""
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import threading

@@ -1,7 +1,5 @@
 """Admission policies over a worker's pool: which requests they admit and preempt; and the predictor they use."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

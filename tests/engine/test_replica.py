@@ -1,21 +1,23 @@
-"""A worker's replica: what fits in its memory, and that a wrong option is reported without importing torch."""
+"""A worker's replica: what fits in its memory, a lost rank, and wrong options, reported without importing torch."""
 
-from __future__ import annotations
-
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from moonserve.engine.config import ReplicaConfig
 from moonserve.engine.kv_cache.pool_size import plan_pool
 from moonserve.engine.model.config import ModelConfig, load_model_config
 from moonserve.engine.replica import load_replica, running_replica
-from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.errors import ConfigError, PeerLost
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.transfer import TransferEngine
+from tests.engine.steps import GREEDY, last_of
+from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 
 
@@ -108,3 +110,19 @@ async def test_error_of_a_rank_that_cannot_start_is_reported(own_model: Path) ->
     with TransferEngine(cluster_token="x") as transfer, refused:
         async with running_replica(ranks_of(own_model, 2), transfer.allocate, Spoiling(None)):
             pass
+
+
+async def test_lost_rank_ends_the_worker(own_model: Path) -> None:
+    """Without one of its ranks a worker can complete no step: it leaves, and its launcher starts another."""
+    lifecycle = Lifecycle(None)
+    others = set(psutil.Process().children())
+    lost = pytest.raises(PeerLost, match=r"rank 1 \(exit code -9\) ended")
+    with TransferEngine(cluster_token="x") as transfer, lost:
+        async with running_replica(ranks_of(own_model, 2), transfer.allocate, lifecycle) as (replica, _):
+            ranks = set(psutil.Process().children()) - others
+            for rank in ranks:
+                rank.kill()
+            await asyncio.wait_for(lifecycle.stopping.wait(), PATIENCE_S)
+            with pytest.raises(PeerLost, match="a rank is lost"):
+                await replica.thread.execute([last_of([1, 2, 3], GREEDY)])
+    assert not any(rank.is_running() for rank in ranks)

@@ -1,7 +1,5 @@
 """Timing profile: shapes are timed within a time limit, and the coefficients are kept on disk."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures and helpers: a gateway on loopback in front of a scripted cluster, and readers of its replies."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,8 +1,6 @@
 """Robustness against any input: bodies are accepted or refused with 400, templates give text or are refused, and every
 event that is sent is framed as one event with the intended content. No other exception is raised."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

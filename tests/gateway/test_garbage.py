@@ -1,7 +1,5 @@
 """Requests leave no reference cycles behind. Under overload, searches for cyclic garbage delayed rejections."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections import Counter

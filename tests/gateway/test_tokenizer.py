@@ -1,7 +1,5 @@
 """Tokens and prompts equal those of transformers. Text comes in whole characters; stop strings may span tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

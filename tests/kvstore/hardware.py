@@ -4,8 +4,6 @@ A content is a number that stands for the bytes of one object; it serves as thei
 earlier content of its space, so that every stale offset or place shows as wrong content.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Settings that a store node and the directory refuse at start, such as more memory than the machine has available."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

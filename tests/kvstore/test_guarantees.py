@@ -1,7 +1,5 @@
 """Every guarantee on the store's documentation page names existing tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

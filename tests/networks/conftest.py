@@ -1,7 +1,5 @@
 """Skips the tests of this folder where network namespaces cannot be created."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.networks.hosts import missing_requirement

@@ -1,7 +1,5 @@
 """Simulated links have the configured delay, rate, loss and cuts, and their namespaces are removed at the end."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import time

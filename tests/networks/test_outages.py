@@ -1,8 +1,6 @@
 """A cluster on three hosts serves right tokens or refuses during an outage, and serves as before afterwards.
 `python -m benchmarks.networks` runs all outages, five times each (docs/networks.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import pytest

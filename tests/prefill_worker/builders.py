@@ -1,7 +1,5 @@
 """Builders of requests, placements and answers for tests of the prefill worker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 

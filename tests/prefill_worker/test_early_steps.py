@@ -1,7 +1,5 @@
 """A step may begin before its prefix has arrived. Its results count only after the prefix is verified."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Any order of arrivals, answers, failures and cancellations keeps the state consistent and frees all blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

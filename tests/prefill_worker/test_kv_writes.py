@@ -1,7 +1,5 @@
 """Byte ranges, checksums and deadlines of a prefill worker's writes, and peers whose writes are withdrawn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

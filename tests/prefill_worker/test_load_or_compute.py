@@ -1,7 +1,5 @@
 """A prefix is read unless computing it is predicted to be clearly faster. Waiting requests' prefixes are prefetched."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import hypothesis.strategies as st

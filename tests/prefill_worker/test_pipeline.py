@@ -1,7 +1,5 @@
 """Pipeline-parallel prefill group in separate processes: its tokens, its handling of faults, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Prefill worker's service with real sockets, real memory, a tiny model, a decode worker and a store."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math
@@ -78,6 +76,25 @@ async def test_a_corrupt_transfer_is_detected_recomputed_and_counted(
         counters = (await c.status()).counters
         assert counters["integrity_failures"] == c.decoder.state.counters.integrity_failures == 1
         assert counters["recomputed_blocks"] >= 1
+        await c.assert_drained()
+
+
+async def test_a_block_that_arrives_corrupt_at_the_store_is_computed_and_put_again(model_path: Path) -> None:
+    """Its bytes in the worker's memory are suspect too, so that they are not put a second time."""
+    async with cluster(model_path, home_store="store-0") as c, store_node(c) as store:
+        c.service.home_found(store)
+        c.faults.corrupt_writes = 1
+        await c.submit("r", PROMPT, max_tokens=1)
+        await c.ears.all_tokens("r")
+
+        async def integrity_failures() -> int:
+            return (await c.status()).counters["integrity_failures"]
+
+        await answered(integrity_failures)
+        assert c.engine.num_tokens == len(PROMPT)
+        await put_into(c, store, [PROMPT])
+        assert c.engine.num_tokens > len(PROMPT) + 1
+        assert await integrity_failures() == 1
         await c.assert_drained()
 
 

@@ -1,7 +1,5 @@
 """Prefill worker's state machine without failures, from a request's arrival to its end, tested without I/O."""
 
-from __future__ import annotations
-
 from collections import abc
 
 import pytest

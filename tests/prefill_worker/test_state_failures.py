@@ -1,7 +1,5 @@
 """Prefill worker's state machine with failures, corrupt blocks, cancellations and repeated requests in each phase."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Composition of prefill steps: pipeline stages, order of arrival and rank, and prompt log-probabilities."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

@@ -1,8 +1,6 @@
 """Prefixes are read layer by layer while the engine computes behind them, with a real store, which may fail during the
 read, and a tiny model."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence

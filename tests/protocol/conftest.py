@@ -1,7 +1,5 @@
 """Fixtures: certificates of a test cluster, and long handshake timeouts."""
 
-from __future__ import annotations
-
 import pytest
 
 from moonserve.protocol.process.tls import Certificates, load_certificates

@@ -1,7 +1,5 @@
 """Tests of blocks: their keys, which are chained, salted and stable, and the offsets of their pieces."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

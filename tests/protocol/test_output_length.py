@@ -1,7 +1,5 @@
 """Tests of output lengths: against numpy on random streams, with limits, with drift, in bounded memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Tests of cost profiles: fits to measurements, when prompts share a step, and how large a chunk fits into it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

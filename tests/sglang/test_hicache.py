@@ -1,7 +1,5 @@
 """The HiCache backend keeps SGLang's contract over a real store node. SGLang itself is not installed."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Small trace files for tests, with enough shared prefixes that every figure has data."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Tests of the commands that take a trace: help for each verb, and one line for each wrong option."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that prompts have the trace's exact lengths and shared prefixes, and that errors name the broken line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import takewhile

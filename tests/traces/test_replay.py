@@ -1,7 +1,5 @@
 """Tests of replay and download against real local HTTP servers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Fixtures of the transfer tests: pairs of engines over every transport, and engines in other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ The target may store data of a broken session later (`Outcome.LATE`), unless the
 held just before it stores the data, until `store_late_data` is called.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -3,8 +3,6 @@
 They are forked from a process that has imported everything and runs no thread, so each start takes milliseconds.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

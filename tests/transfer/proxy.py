@@ -1,7 +1,5 @@
 """TCP proxy between an engine and the port it dials, with faults that a test switches on."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Two engines with guarded memory, faulty links and raw connections to them; all are closed at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import secrets

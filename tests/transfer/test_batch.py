@@ -1,7 +1,5 @@
 """The end of a batch is reported once to every waiter: threads, coroutines and callbacks."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Contract of all transports, independent of the medium that carries the bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

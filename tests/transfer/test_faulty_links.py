@@ -3,8 +3,6 @@
 docs/transfer-faults.md lists the faults.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Peers with a false identity, or with ids that are no longer valid, get no data and neither end nor block others."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import socket

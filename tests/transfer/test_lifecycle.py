@@ -4,8 +4,6 @@ Resources that cannot be had and options that make no sense are refused.
 `MOONSERVE_LEAK_CYCLES` is the number of peers. The engine promises the 10,000 of a thorough run.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

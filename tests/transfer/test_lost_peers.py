@@ -1,7 +1,5 @@
 """Peers in other processes that are stopped or forgotten: every batch ends in time. See also test_faulty_links.py."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

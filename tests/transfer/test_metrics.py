@@ -1,8 +1,6 @@
 """Prometheus metrics agree with the engine's work to the byte, whatever fails. The bandwidth between two engines is
 measured over periods in flight, without pauses, mixtures of operations or round trips."""
 
-from __future__ import annotations
-
 import pytest
 from prometheus_client import CollectorRegistry
 

@@ -1,7 +1,5 @@
 """Which blocks a prefix needs, and where they lie."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

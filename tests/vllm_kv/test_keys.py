@@ -1,7 +1,5 @@
 """Keys, settings and held prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

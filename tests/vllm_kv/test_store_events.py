@@ -1,7 +1,5 @@
 """A node publishes its blocks as KV events, which a router can follow from any moment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Workers beside a vLLM server that is asked over HTTP: its tokens, what is refused, and its loss."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager

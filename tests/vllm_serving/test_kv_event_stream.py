@@ -1,7 +1,5 @@
 """KV events in vLLM's format, as maps and as arrays, reach the state; those of other tiers do not."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

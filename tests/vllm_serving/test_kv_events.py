@@ -1,7 +1,5 @@
 """vLLM's KV events give the conductor the keys under which gateways ask for a prompt's blocks."""
 
-from __future__ import annotations
-
 import pytest
 
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key

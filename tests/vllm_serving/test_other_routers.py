@@ -1,7 +1,5 @@
 """What routers of other projects use: the conductor's `Place`, and the events of what the connector has stored."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

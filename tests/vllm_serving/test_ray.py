@@ -1,7 +1,5 @@
 """vLLM's workers on a real Ray: deployed from one file, they serve, also after the death of a process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

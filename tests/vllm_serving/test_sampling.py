@@ -1,7 +1,5 @@
 """Every sampling parameter reaches vLLM or the logits processor, whichever part of an answer an engine generates."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two vLLM workers' services over real sockets, with an engine that continues a prompt by counting."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """Requests of a vLLM worker end once, in tokens, a handoff or a failure, in whatever order events come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

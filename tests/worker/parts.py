@@ -1,7 +1,5 @@
 """Parts of an in-process cluster with real sockets and a tiny model: a decode worker and a gateway's event listener."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager

@@ -1,7 +1,5 @@
 """Workers of both roles join a cluster, find their home store, serve, drain and leave."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Speed estimates of a store follow the durations of its reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from moonserve.worker import store_speed

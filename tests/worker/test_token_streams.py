@@ -1,7 +1,5 @@
 """Tests of the streams of tokens to gateways: their first batch, keepalives, their end, and gateways given up."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of admission: rejections with reason and retry time, choice of the decode instance, books, decision records."""
 
-from __future__ import annotations
-
 import pytest
 
 from moonserve.conductor.events import Load, Placed, PlacementForgotten, Rejected, RequestPhase, Tick, TtftObserved

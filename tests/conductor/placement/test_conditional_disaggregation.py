@@ -1,7 +1,5 @@
 """Tests of prefill on a decode worker: what is weighed, when it is chosen, what the books keep."""
 
-from __future__ import annotations
-
 import pytest
 
 from moonserve.conductor.events import RequestPhase

@@ -3,8 +3,6 @@
 A block is 10 tokens, a computed token takes 10 ms, a fetched block 1 ms.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tests of retry times of rejected requests, in virtual time: places in a queue, and admission of returns."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import itertools

@@ -3,8 +3,6 @@
 Each test simulates a trace and measures the uncached tokens placed on the busiest machine, relative to the mean.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Tests of fairness between tenants: virtual service clock, queue places by turn, and whose requests are rejected."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

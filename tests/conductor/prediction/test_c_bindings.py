@@ -1,8 +1,6 @@
 """Tests of the C kernels against Python's queues and the policy's written terms. `test_transfer_time` and
 `test_decode_forecast` compare flows and sequences with plain loops."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests of models that learn from reports: stated speed of convergence, stability under noise, impossible reports."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

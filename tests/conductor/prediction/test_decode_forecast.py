@@ -1,7 +1,5 @@
 """Tests of predictions for prefill queues and decode instances, against plain lists of prompts and sequences."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

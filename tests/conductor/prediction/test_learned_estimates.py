@@ -1,7 +1,5 @@
 """Tests of learning: reports and heartbeats change predictions, and never cause rejections for good."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

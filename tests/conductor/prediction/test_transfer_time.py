@@ -1,7 +1,5 @@
 """Tests of transfer predictions: transfers in flight delay later ones, as in a simulation, and measured rates count."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

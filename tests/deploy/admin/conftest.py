@@ -1,7 +1,5 @@
 """Test cluster for kvctl: a directory, store nodes that join it, objects in them, and a runner for the command."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Runs `moonserve kvctl` as a separate process with long RPC timeouts, for tests on a busy machine."""
 
-from __future__ import annotations
-
 import sys
 
 from moonserve.__main__ import main

@@ -1,7 +1,5 @@
 """Tests of kvctl's verbs: output matches what nodes hold, changes reach every replica, each error is one line."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

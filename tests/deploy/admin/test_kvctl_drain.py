@@ -1,7 +1,5 @@
 """Tests of `kvctl drain`: each object that only the drained node holds is copied unchanged, or listed as unplaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

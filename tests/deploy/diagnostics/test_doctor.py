@@ -1,7 +1,5 @@
 """Tests of `moonserve doctor`: it reports working parts, problems with their remedies, and a matching exit code."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests of `moonserve profile`: it measures a real model, and derives a simulation's terms from observations."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A model that cannot be served is refused by its config.json, before weights are downloaded, with what would work."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

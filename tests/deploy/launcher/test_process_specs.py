@@ -1,7 +1,5 @@
 """Tests of the processes of a cluster on one machine and of their options."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

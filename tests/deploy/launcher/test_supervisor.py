@@ -1,7 +1,5 @@
 """Tests of the launcher: it ends every process that it started, replaces processes, and restarts them in order."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """`moonserve serve --engine vllm` plans its workers: interpreter, options, GPUs and cores."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the number of workers by load."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

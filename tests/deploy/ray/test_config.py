@@ -1,7 +1,5 @@
 """Tests of the YAML file of a Ray cluster: its options reach the processes, and errors name the wrong key."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

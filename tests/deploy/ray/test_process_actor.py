@@ -1,7 +1,5 @@
 """Tests of an actor's process over restarts, and of the controller's loop when Ray fails."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

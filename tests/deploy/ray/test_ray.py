@@ -1,8 +1,6 @@
 """Tests of a cluster on a real Ray of three raylets: it is deployed, damaged, scaled and taken down while clients check
 its tokens. All tests share one cluster and run in order: each starts with the cluster as the previous one left it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

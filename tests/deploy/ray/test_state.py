@@ -1,7 +1,5 @@
 """Tests of the controller's state machine: events in, actions out, without Ray."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ Prints one JSON line per kernel: `python -m tests.engine.cuda.compiling 90`. Run
 decides at import whether it interprets.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

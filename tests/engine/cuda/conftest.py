@@ -3,8 +3,6 @@
 Each module that needs Triton skips itself if it is not installed: a conftest that skipped would end the run.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

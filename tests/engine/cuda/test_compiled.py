@@ -1,7 +1,5 @@
 """Compiles the Triton kernels for absent GPUs. The compiler rejects code that the interpreter accepts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

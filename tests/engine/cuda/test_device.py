@@ -1,7 +1,5 @@
 """Choice of a replica's device, memory left for KV on a GPU, and the error if a device cannot be used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ Without a GPU, a replay runs the same work again on the same tensors. This tests
 filled; `benchmarks/gpu_check.sh` tests the capture by CUDA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

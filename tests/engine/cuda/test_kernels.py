@@ -1,8 +1,6 @@
 """The Triton kernels compute what the definition of attention and the torch operations of
 `engine.kernels.torch_layers` compute, for any shape, and write nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Blocks that are copied between a pool and host memory arrive where the layout says, in order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

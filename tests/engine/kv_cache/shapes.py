@@ -1,7 +1,5 @@
 """Small layouts and pages for these tests, and the resident memory of an address range."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from moonserve.engine.kv_cache.elastic_pages import Paging

@@ -1,8 +1,6 @@
 """BlockPool counts every block, shares prefixes, evicts in order, keeps a reserve for urgent requests and clears
 blocks. The radix tree gives the same answers as a dict of keys (benchmarks.engine.prefix)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

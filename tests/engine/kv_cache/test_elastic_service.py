@@ -1,7 +1,5 @@
 """A pool over real shared memory: the memory that the kernel allocates follows the blocks, within the limits."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Engines with any block size sample the tokens of transformers, and quantised KV stays near float32."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.harness.generate import generate

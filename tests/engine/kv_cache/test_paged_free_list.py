@@ -1,7 +1,5 @@
 """Pool over elastic memory: random use, limits, requests of other workers, late give-backs, and the layout of pages."""
 
-from __future__ import annotations
-
 import math
 import mmap
 

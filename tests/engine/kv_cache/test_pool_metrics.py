@@ -1,7 +1,5 @@
 """Statistics of a pool: percentiles are never too low, and a refusal says when to retry."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

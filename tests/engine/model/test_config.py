@@ -1,7 +1,5 @@
 """Reads config.json: the meaning of each field, and one clear error for each way in which it can be wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammar masks: a random model under masks writes valid answers, whatever other sampling options are set."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

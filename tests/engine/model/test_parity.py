@@ -1,7 +1,5 @@
 """Tokens and log-probabilities of the engine equal those of transformers on the same weights, with any kernels."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

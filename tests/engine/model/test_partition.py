@@ -1,7 +1,5 @@
 """A model split into stages computes the same bits as the whole model. Also the shard that each rank has of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Sampling: distributions, filters, penalties and log-probabilities, all independent of the rest of the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Loads checkpoints: sharded or not, complete or refused with a list of what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sums and gathers over ranks, steps as messages, and the errors when a rank is lost or a step fails."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Ranks that share a model sample the tokens of transformers, and their KV equals that of one engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.harness.generate import generate

@@ -1,7 +1,5 @@
 """Tensor-parallel ranks that are threads of the test process, with the same engines and memory as processes."""
 
-from __future__ import annotations
-
 import mmap
 import socket
 import threading

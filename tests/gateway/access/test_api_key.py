@@ -1,7 +1,5 @@
 """Stored form of an API key."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Limits of API keys over real sockets: which requests are refused, how, and what is settled at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

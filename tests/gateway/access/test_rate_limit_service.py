@@ -1,7 +1,5 @@
 """Rate limits: shared by gateways in a real Redis, without Redis, and as a state machine in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field

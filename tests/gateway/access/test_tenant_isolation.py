@@ -1,7 +1,5 @@
 """Tenants: whose request it is (by API key, or by the body's user), and which requests may share blocks."""
 
-from __future__ import annotations
-
 import aiohttp
 import pytest
 from hypothesis import given

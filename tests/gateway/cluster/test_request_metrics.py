@@ -1,7 +1,5 @@
 """The gateway's figures of the cluster: those of the last minute, and all processes' metrics merged into one page."""
 
-from __future__ import annotations
-
 import aiohttp
 from hypothesis import given
 from hypothesis import strategies as st

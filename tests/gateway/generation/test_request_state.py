@@ -1,7 +1,5 @@
 """Lifecycle of one request: events in, actions out. Whatever happens, each token comes once and the end comes once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -157,6 +155,12 @@ LIVES: dict[str, list[Step]] = {
         PLACED, FIRST, ("p0 lost", LOST_AT_ONCE + "p0@1"),
     ],
     "when the handoff is over it is not": [*DECODING, ("p0 lost", "")],
+    "one that has both roles is cancelled and avoided once, before the first token": [
+        ("placed p0", "submit r"), ("p0 lost", "cancel r p0, report r failed, place r~2 p0@1"),
+    ],
+    "and after it": [
+        ("placed p0", "submit r"), FIRST, ("p0 lost", "cancel r p0, report r failed, place r~2 p0@1"),
+    ],
     "one that has no part in it matters to nobody": [PLACED, FIRST, ("d7 lost", "")],
     "who says that its peer is lost accuses the peer": [
         PLACED, ("p0 failed: lost", LOST_AT_ONCE + "d0@1"),

@@ -1,7 +1,5 @@
 """Report of a request's end: the phases of its time, from gateway and workers, and its log line."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

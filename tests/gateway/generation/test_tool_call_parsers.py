@@ -1,7 +1,5 @@
 """Parsing of tool calls from text: as models write them, in any pieces, malformed in any way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Misbehaving clients on real sockets: endless heads, silence, slow senders, and clients that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

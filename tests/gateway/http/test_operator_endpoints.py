@@ -1,7 +1,5 @@
 """Health, readiness, metrics, the dashboard, and the gateway process itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

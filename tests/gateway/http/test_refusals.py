@@ -1,7 +1,5 @@
 """Every failure is an OpenAI error with the right status."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,9 +1,10 @@
 """A broken stream resumes at the client's position, at any gateway, with the output that it would have had."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -66,6 +67,18 @@ def test_digest_depends_on_values_not_on_construction_order(stops: list[int]) ->
     assert digest_of([made], "f00d") == digest_of([same], "f00d")
     assert digest_of([made], "f00d") != digest_of([made], "beef")
     assert digest_of([made], "f00d") != digest_of([replace(made, token_ids=(1, 2))], "f00d")
+
+
+def known_digest() -> str:
+    return digest_of([_choice(SamplingParams(max_tokens=4, grammar="any", bad_words=((1, 2),)))], "f00d")
+
+
+def test_digest_is_the_same_in_another_process() -> None:
+    """The successor of a killed gateway accepts its events: no hash of a string and no address is in the digest."""
+    code = f"from {__name__} import known_digest; print(known_digest())"
+    environ = {**os.environ, "PYTHONHASHSEED": "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == known_digest()
 
 
 def _choice(sampling: SamplingParams) -> Choice:

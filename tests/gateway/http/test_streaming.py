@@ -1,7 +1,5 @@
 """Format of streamed replies, clients that leave or do not read, and the queue of pieces for a reply's writer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

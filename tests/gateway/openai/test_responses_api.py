@@ -1,7 +1,5 @@
 """`/v1/responses` with the official client and a scripted cluster: its items as chat messages, and its store."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

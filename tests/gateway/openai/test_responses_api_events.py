@@ -1,7 +1,5 @@
 """Events of a response: complete for any cuts in the text, one open item at a time, repeated in the last event."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

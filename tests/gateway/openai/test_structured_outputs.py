@@ -1,7 +1,5 @@
 """Structured output: from a client's parameters to a grammar for workers, or to a 400 that names the parameter."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chats with tools: data for the template, the workers and the client; grammars that enforce calls; refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import AsyncIterator

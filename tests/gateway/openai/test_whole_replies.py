@@ -1,7 +1,5 @@
 """Replies that are not streamed, the messages that reach conductor and workers, and prompt log-probabilities."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures that run pools of three real store nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

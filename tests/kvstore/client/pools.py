@@ -1,7 +1,5 @@
 """Clients of real store nodes, and an embedded registry in this process. `tests.kvstore.faults.pool` runs the nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

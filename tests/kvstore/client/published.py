@@ -1,7 +1,5 @@
 """Publishes a key index and its data from this process as a node does, to test readers without a node."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from moonserve.kvstore.index_layout import OFFSET_UNIT, Entry, free_with_last_reference

@@ -1,7 +1,5 @@
 """Checks of call arguments: addresses, keys, slots in registered memory, and deadlines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

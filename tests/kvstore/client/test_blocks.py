@@ -1,7 +1,5 @@
 """Blocks in pieces of a worker's memory, at a real node: through mapped memory, in one round trip, or under a lease."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Placement in a pool of real nodes: keys are put at their home, found elsewhere, and removed and pinned everywhere."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,8 +1,6 @@
 """Concurrent readers and writers: values are never torn while writers replace, remove and evict them, and a client
 waits for other writers of its keys without blaming the node."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Faults in a pool of real nodes: clients get no wrong byte, wait a limited time, and use another replica if any."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Placement of keys by rendezvous hashing, the order in which nodes are searched, and when a key is missing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import cast

@@ -1,7 +1,5 @@
 """The methods of `KvStore` and `AsyncKvStore` over a real node, by shared memory and by TCP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -4,8 +4,6 @@ replicas are made, found, pinned and dropped.
 Tests in tests/kvstore/faults kill a node during a copy, and the directory.
 """
 
-from __future__ import annotations
-
 import os
 import urllib.request
 from collections.abc import Iterator, Sequence

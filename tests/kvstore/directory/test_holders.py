@@ -1,7 +1,5 @@
 """Compares the directory and its chains with a naive model, for any order of messages and restarts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

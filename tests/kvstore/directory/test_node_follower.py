@@ -1,7 +1,5 @@
 """Follows a scripted node over a real connection: gaps, inventories and restarts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Plans of the replication planner, on directories to which the plans are applied, and the counts of `Heat`."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace

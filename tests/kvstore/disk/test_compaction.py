@@ -1,7 +1,5 @@
 """Compaction of a segment whose objects are released, forgotten, or cannot be copied meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import shutil

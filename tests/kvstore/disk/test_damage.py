@@ -1,7 +1,5 @@
 """Torn tails, flipped bits and truncated files: reads return no wrong byte, and objects before the damage are found."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Disks that are full, read-only, broken or gone: requests go on, the health names the cause, recovery is noticed."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno

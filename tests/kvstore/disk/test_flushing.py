@@ -1,7 +1,5 @@
 """Flushes: one per interval or one per group of writes, the calls that wait for them, and the effects of a failure."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from pathlib import Path

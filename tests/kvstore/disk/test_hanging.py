@@ -1,7 +1,5 @@
 """A hanging disk: waiting calls fail after a time limit, and memory to which the disk may still write is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Sequence

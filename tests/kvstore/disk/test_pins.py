@@ -1,7 +1,5 @@
 """Pin changes that a restart must find: in the log, in footers, and after compaction."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -6,8 +6,6 @@ the latest with a flush of the folder. A file that was never flushed may be empt
 of its own and is taken as it is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Compares a disk tier with a dict over any order of writes, reads, releases, forgets, compactions and restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import shutil

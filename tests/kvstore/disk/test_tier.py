@@ -1,7 +1,5 @@
 """The disk tier over real files: writes, reads, restarts and reclaiming."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """Disk tiers over temporary folders whose disk can hang or fail, and a model of their owner, the catalog."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Makes disks full, frozen, read-only, unmounted, or damaged without the node's knowledge. Mounting needs root."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import subprocess

@@ -3,8 +3,6 @@
 Nodes keep their ids, flags and folders over restarts. The pool uses the registry address that it is given.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

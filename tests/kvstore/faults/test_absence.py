@@ -1,7 +1,5 @@
 """Nodes that are away while keys are removed or replaced: no old value is visible when they return."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

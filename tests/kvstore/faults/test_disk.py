@@ -1,7 +1,5 @@
 """Disks that become full, read-only, unmounted or damaged while a node runs, or between two of its lives."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two nodes with the same id: the second ends with a reason, and can take over the id once the first is dead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

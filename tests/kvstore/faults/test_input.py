@@ -3,8 +3,6 @@
 The calls bypass the client. Arguments that clients refuse themselves are tested in tests/kvstore/client.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

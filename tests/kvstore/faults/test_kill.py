@@ -1,8 +1,6 @@
 """SIGKILL of a node while it stores, serves, demotes, copies or compacts: objects on its disk are found again. SIGSTOP
 of a node under load: the other nodes go on, and when it continues no object is wrong or missing."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

@@ -1,7 +1,5 @@
 """Pins and draining are set once and persist over a node's restarts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A pool without its directory or its registry stores and serves; after their return, all of them agree again."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

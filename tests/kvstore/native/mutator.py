@@ -5,8 +5,6 @@ the index that the reader uses; the data follows, then every memory that the ind
 the reader uses the current one, so that no reader, however late, misses a move.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

@@ -1,7 +1,5 @@
 """Reads of another process's index through `MappedReader`."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Compares the native indexes, the rank heap and the holder kernel with models of Python containers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from itertools import count, islice

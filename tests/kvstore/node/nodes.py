@@ -1,7 +1,5 @@
 """Runs real store nodes for tests, each in its own process; their ready report gives their address."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence

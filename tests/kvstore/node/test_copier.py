@@ -1,7 +1,5 @@
 """A node that copies objects from a real node while their keys are removed or written."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The event log: followers of a node get all events in order, or are notified that they have missed some."""
 
-from __future__ import annotations
-
 from contextlib import aclosing
 
 import pytest

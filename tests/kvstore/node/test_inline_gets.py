@@ -1,7 +1,5 @@
 """Gets over an inline connection from an index in this process, and checksums of values that arrive in pieces."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket

@@ -1,7 +1,5 @@
 """Inline connections to a real node: guarantees for clients, and misbehaving peers that must leave no trace."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

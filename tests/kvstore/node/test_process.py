@@ -1,7 +1,5 @@
 """A real node process: its guarantees for writers and readers, also misbehaving ones. client/ tests the transports."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

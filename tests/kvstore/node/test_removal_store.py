@@ -5,8 +5,6 @@ A disk in recovery records no removals, so each removal waits at a point where t
 folder at this point stands for a killed node.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

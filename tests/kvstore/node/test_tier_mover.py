@@ -1,7 +1,5 @@
 """The mover over a real disk: demotion, loads, removals, recovery, and a disk that hangs or fails."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,8 +1,6 @@
 """Builds pure nodes for tests: a state over a catalog over an index in memory. Each announcement is checked against the
 rules for what may happen to a visible object without a client's request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

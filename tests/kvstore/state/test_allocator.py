@@ -1,7 +1,5 @@
 """The allocator never returns overlapping extents, never loses a byte, and allocates every length that fits."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The record of removals: each is executed once, all nodes learn of it, and a node admits which it has forgotten."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Leases, reservations and space: which are granted or refused, which objects are evicted, and that no space is lost or
 shared. `test_tier_machine` covers any order of events, with two tiers."""
 
-from __future__ import annotations
-
 import pytest
 
 from moonserve.kvstore.index_layout import Entry

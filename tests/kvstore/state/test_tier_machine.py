@@ -1,7 +1,5 @@
 """Compares a two-tier node with a model of its bytes in any interleaving of clients, moves, losses and restarts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

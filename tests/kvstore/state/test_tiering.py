@@ -1,7 +1,5 @@
 """Two tiers: demotion, promotion, and recovery after a restart, none of which breaks a chain in either tier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 It does not define the events: these are the rules of `test_tier_machine`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain

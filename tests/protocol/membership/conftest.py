@@ -1,7 +1,5 @@
 """Fixtures for registry tests: the three registries behind one interface, Redis servers, and members."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Tests of `ConductorClient`: a call reaches the leading one of several conductors, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Tests of what a process needs to join: a registry address, whose password is never shown, and an identity."""
 
-from __future__ import annotations
-
 import json
 import stat
 from concurrent.futures import ThreadPoolExecutor

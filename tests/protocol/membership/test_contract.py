@@ -1,7 +1,5 @@
 """Tests of the guarantees of every registry, run against each implementation."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing, suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of remote registries that stop, die, fill up, lock out, fail over, come back empty or change their clock."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

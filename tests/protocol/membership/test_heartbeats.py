@@ -1,7 +1,5 @@
 """Tests of block events in heartbeats: lost and repeated messages leave the right blocks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the membership: the registry's table under clocks that jump, and `MemberView`, the view of a process."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Tests of `RegistryLease`: it outlives its registry, follows its epochs, and ends when another process has the id."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """Tests of start reports on the status pipe, and of waiting for them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of configuration: flags, environment and file, messages about errors, secrets, sizes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of background tasks, timers, and waits for events."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 

@@ -1,7 +1,5 @@
 """Tests of the life cycle of a process: stop requests, waiting until it is idle, and infrequent garbage collection."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Tests of compiling C files: each becomes a library once, and every failure is a CompilerError."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of observability: log lines with request ids, progress, tracing spans, and metrics."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import logging

@@ -3,8 +3,6 @@
 Refusals are checked from both sides, over gRPC and sockets, against real servers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

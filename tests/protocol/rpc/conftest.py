@@ -1,7 +1,5 @@
 """Fixtures: a socket server in this process, and one in another process under asyncio or uvloop."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 
 import pytest

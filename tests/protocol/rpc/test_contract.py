@@ -1,7 +1,5 @@
 """Tests of the guarantees to callers of socket RPC, over TCP, Unix sockets and TLS, from asyncio and from threads."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Tests of eager start: a coroutine runs at once as if in a task, and becomes a task when it first waits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Callable, Coroutine

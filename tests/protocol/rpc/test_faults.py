@@ -1,7 +1,5 @@
 """Tests of peers that die, stop, lie or stay silent: every call ends, and the server keeps serving and handing over."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Tests of frames, which survive any cut of the stream, and of the handshake, in which both sides prove the token."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

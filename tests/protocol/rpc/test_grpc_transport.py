@@ -1,7 +1,5 @@
 """Tests of RPC over real loopback sockets: tokens, error translation, lost peers, streams."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast

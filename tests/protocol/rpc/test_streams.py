@@ -1,7 +1,5 @@
 """Tests of streams: over sockets once the address is known, in order, ended by either side, with backpressure."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Tests of messages between processes: values arrive unchanged, and unset fields get their defaults."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Tests of the archive of runs: each is simulated once, stored under its inputs, and equal from any process."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Callable
 from dataclasses import replace

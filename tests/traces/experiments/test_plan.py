@@ -1,7 +1,5 @@
 """Tests of the planner: its search finds the best cluster within its bound, and `moonserve plan` prints the plan."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Tests of `moonserve simulate`: its table, its report folder, and the model profile files that it reads."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

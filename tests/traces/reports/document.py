@@ -1,7 +1,5 @@
 """Strict parser for report pages: tags must close in order, ids must be unique, and references must resolve."""
 
-from __future__ import annotations
-
 import base64
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Invented simulation results with all the data that a report page can show. Equal arguments give equal results."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

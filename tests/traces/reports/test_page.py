@@ -1,8 +1,6 @@
 """Tests of the report page: it is well-formed, self-contained and deterministic, and omits sections without data. The
 data of its drawings is compared with values calculated by hand."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable

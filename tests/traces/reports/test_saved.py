@@ -1,7 +1,5 @@
 """Tests of `results.json`: it holds complete results in standard JSON, and foreign files are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import fields

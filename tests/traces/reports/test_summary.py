@@ -1,7 +1,5 @@
 """Tests of the figures of replays and simulations, compared with values calculated by hand, and of their tables."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 

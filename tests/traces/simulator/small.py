@@ -1,7 +1,5 @@
 """Helpers for simulator tests: a model profile with round numbers, handmade requests, and a checked run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of machines that do both kinds of work: decode machines that prefill, and machines that change roles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of a simulated cluster: times calculated by hand, conservation and determinism for any trace, and faults."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Tests of coupled machines: steps match a plain reference loop, prefixes are shared, and no request is lost."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field, replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Tests that the closed form of a decode machine equals the live worker's state machine, run step by step."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Sequence

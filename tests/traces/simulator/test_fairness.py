@@ -1,7 +1,5 @@
 """Tests of fairness between tenants in virtual time; a tenant alone is served like requests without a tenant."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable

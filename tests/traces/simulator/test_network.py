@@ -1,7 +1,5 @@
 """Tests of network flows: fair rates, conserved bytes, and the same ends as a reference that recomputes all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

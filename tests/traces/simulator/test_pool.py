@@ -1,7 +1,5 @@
 """Tests of a machine's part of the pool: it follows its eviction policy, keeps blocks in use, reports changes."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

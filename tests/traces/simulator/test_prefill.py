@@ -1,7 +1,5 @@
 """Tests of prefill machines: order, preparation while computing, chunks, and pipelines of several machines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

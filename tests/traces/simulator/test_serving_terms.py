@@ -1,7 +1,5 @@
 """Tests of what serving adds to the formulae: overheads, turns of a gateway, and machines that share a host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ An ordinary run simulates the first tenth of the trace, while pools are still fi
 than for the whole trace, which `make reproduce` shows and `make test-thorough` compares with the published numbers.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.reproduction import figures_1_5_8, table_2_figures_9_10_11

@@ -1,7 +1,5 @@
 """Tests that synthetic workloads, from code and from the command, obey the trace format and their description."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Tests that a likeness of a trace has the same statistics and obeys the trace format."""
 
-from __future__ import annotations
-
 from itertools import islice, takewhile
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of a trace's statistics: the prefix tree, the hit curve, arrivals and sessions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generates, from a seed, byte sequences close to a session without checksums, so that no seal ends it early. Pure."""
 
-from __future__ import annotations
-
 import random
 import struct
 from enum import IntEnum

@@ -5,8 +5,6 @@ outside the granted memory changes or is disclosed; the parser returns a frame o
 names the seed of the input that caused it.
 """
 
-from __future__ import annotations
-
 import array
 import os
 import random

@@ -1,7 +1,5 @@
 """Native data plane: copies rows, converts them to iovecs, and moves bytes both ways over a stream at once."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc

@@ -1,8 +1,6 @@
 """Rows: merging, grouping and checking preserve the bytes they describe. Windows: which rows they admit, and what
 closing them guarantees."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """XXH3-64 of values that arrive in parts, compared with the library."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two rails between two hosts. If one fails in the middle of a batch, the other carries the rest."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator

@@ -1,7 +1,5 @@
 """Reads sysfs and kernel files of machines built from files, and decides which devices are near which memory."""
 
-from __future__ import annotations
-
 import os
 from ipaddress import ip_address
 from pathlib import Path

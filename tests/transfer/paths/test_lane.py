@@ -1,8 +1,6 @@
 """One lane: batches take turns, every part ends in time whatever the session does, and a WRITE that may still arrive is
 fenced before its memory is used again."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """Path choice of slices (the cheapest path of the best working transport), cooldown of failing rails, and eviction of
 connections."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

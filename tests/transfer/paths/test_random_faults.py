@@ -1,7 +1,5 @@
 """Whatever the rails do, every batch ends once, in time and with the right bytes, and all counters return to zero."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Failures between a session, its target and their RDMA devices; invalid control messages; missing dependencies."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import deque

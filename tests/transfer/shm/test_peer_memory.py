@@ -1,8 +1,6 @@
 """Lent memory can be read by others and cannot be changed or shrunk by them. Copies of it, and of the memory of another
 process, are verified on request, guarded step by step, and shared among threads."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

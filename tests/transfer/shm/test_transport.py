@@ -1,8 +1,6 @@
 """Engines of one host: which path the bytes take, the fallback when it is not permitted, and peers that lie about the
 memory they offer."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Stream connections: sent buffers are released, every wait ends, and answers are checked before they are used."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

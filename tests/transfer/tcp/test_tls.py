@@ -1,7 +1,5 @@
 """Which peers are trusted over TLS, and what a man in the middle or an outsider can do."""
 
-from __future__ import annotations
-
 import re
 import socket
 from dataclasses import replace

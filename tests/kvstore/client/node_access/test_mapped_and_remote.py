@@ -1,7 +1,5 @@
 """Reads of mapped memory and of remote memory at known places: a value is whole and committed, or reported missing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Encryption at rest: the disk holds no plaintext, and nothing can be read without the right key."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

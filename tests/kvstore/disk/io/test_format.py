@@ -1,7 +1,5 @@
 """The disk format decodes to the encoded values, the right record of an object counts, and the log tracks segments."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

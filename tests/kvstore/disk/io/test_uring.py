@@ -1,7 +1,5 @@
 """Compares reads and writes through io_uring with the same through system calls, over real files."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

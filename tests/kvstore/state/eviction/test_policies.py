@@ -1,7 +1,5 @@
 """The contract of all eviction policies, and the eviction order of each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

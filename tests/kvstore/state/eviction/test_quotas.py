@@ -1,7 +1,5 @@
 """Quotas of tenants: the choice of evicted objects, refused puts, and that every byte is charged to a share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
