@@ -181,7 +181,7 @@ INLINE void add_to_row(const Group &group, const uint32_t *words, int64_t num_wo
     Integers sums[VECTORS][CHAINS] = {};
     for (int64_t k = 0; k < num_words; k++, words += PANEL, inputs += 2 * PAIRS<BITS>) {
         __builtin_prefetch(words + WORDS_AHEAD * PANEL);
-        __builtin_prefetch(words + WORDS_AHEAD * PANEL + LANES);
+        __builtin_prefetch(words + WORDS_AHEAD * PANEL + PANEL / 2);
         Pairs codes[VECTORS];
         for (int64_t part = 0; part < VECTORS; part++) codes[part] = *(const LoosePairs *)(words + part * LANES);
 #pragma GCC unroll 4
