@@ -148,7 +148,7 @@ class Sequence:
     def draft_room(self, block_size: int, max_model_len: int) -> int:
         """Returns how many draft tokens the next step may compute: as many as fit into the blocks that the sequence has
         anyway, if the step's tokens, one more than the draft, stay within the length limits. A draft follows at least
-        one output token. There is none if a grammar or prompt scores depend on the rows of a step."""
+        one output token. There is none for requests with a grammar, and while a prompt is computed or scored."""
         if self.num_missing > 1 or self.is_scored or self.request.sampling.grammar:
             return 0
         num_tokens, num_prompt_tokens = len(self.token_ids), self.request.num_prompt_tokens
