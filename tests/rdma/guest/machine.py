@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from moonserve.protocol.process.native_libraries import shared_cache
 from tests.rdma.guest import initramfs, kernel
 from tests.rdma.guest.kernel import GuestUnavailable
 
@@ -56,6 +57,10 @@ def _command(results: Path) -> list[str]:
     archive = initramfs.build(kernel.in_load_order(found.modules), cache_folder())
     kept = cache_folder() / "kept"
     kept.mkdir(parents=True, exist_ok=True)
+    # Libraries for any processor: the guest needs minutes to compile one.
+    if (compiled := shared_cache()) is not None:
+        unfinished = shutil.ignore_patterns("*.partial")
+        shutil.copytree(compiled, kept / "moonserve" / "native", ignore=unfinished, dirs_exist_ok=True)
     return [
         # The guest ends with the process that started it, even if that process is killed.
         *("setpriv", "--pdeathsig", "KILL", QEMU),
