@@ -128,7 +128,7 @@ def gpu_kv_budget(config: ReplicaConfig, model: ModelConfig) -> KvBudget:
 
 
 BITS_PER_WEIGHT = {"int4": 4.5, "int8": 8.125}
-"""Of a `--quantize` value, with scales."""
+"""Bits that a weight takes with `--quantize`, its share of a scale included."""
 
 
 def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from moonserve.engine.model.model_folder import JsonFields
 from moonserve.protocol.errors import ConfigError
 
-_FORMATS = {"pack-quantized": 0, "int-quantized": 8, "float-quantized": 8, "naive-quantized": 8}
-"""Formats of compressed-tensors, and the bits that they imply."""
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+"""Formats of compressed-tensors."""
 GROUP = 128
 """Weights that share a scale in memory, at most: a scale of more weights is repeated."""
 
