@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ class Weights:
 
     @property
     def is_quantised(self) -> bool:
-        matrices = [self.lm_head, *(layer.qkv for layer in self.layers)]
-        return any(isinstance(matrix, QuantisedMatrix) for matrix in matrices)
+        layers = ((one.qkv, one.o, one.gate_up, one.down) for one in self.layers)
+        return any(isinstance(matrix, QuantisedMatrix) for matrix in (self.lm_head, *chain.from_iterable(layers)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,7 @@ def test_codes_become_the_weights_that_they_stand_for(name: str, model: Path) ->
     weights = load_weights(model, load_model_config(model), torch.float32, keeps_integers=True)
     kept = [isinstance(getattr(own, matrix), QuantisedMatrix) for own in weights.layers for matrix in MATRICES]
     assert kept == [False, True, True, True, True, True, True, False], "a module that stays plain keeps others plain"
+    assert replace(weights, layers=weights.layers[:1]).is_quantised, "also if q, k, v and the head are plain"
     prompts = [random_prompt(length, length) for length in (1, 40, 100)]
     native = Pair(model, None).engine(kernels="native", attention="native")  # type: ignore[arg-type]
     assert tokens_of(native, prompts, 8) == tokens_of(Pair(model, None).engine(), prompts, 8)  # type: ignore[arg-type]
