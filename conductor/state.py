@@ -150,7 +150,7 @@ class ConductorState:
         return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
 
     def _index(self, instance: Instance, changes: BlockChanges | None) -> bool:
-        """Applies block changes to the index. RetryPromises False if earlier changes were missed."""
+        """Applies block changes to the index. Returns False if earlier changes were missed."""
         if changes is None:
             return True
         applied = self._directory.apply_pairs(
@@ -261,7 +261,7 @@ class ConductorState:
     # ---- queries
 
     def explain(self, known_id: str) -> Decision | None:
-        """Returns the latest decision about a request, found by its id or by the client's name for it. RetryPromises
+        """Returns the latest decision about a request, found by its id or by the client's name for it. Returns
         None if there was no decision or if it has left the record."""
         return self._decisions.find(known_id)
 
