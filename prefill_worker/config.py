@@ -117,6 +117,7 @@ class PrefillConfig(RoleConfig, TransferTimeoutConfig):
             store_reads=self.store_reads,
             layered_loads="never" if self._computes_in_several else self.layered_loads,
             num_stages=self.pipeline_parallel_size,
+            computes_before_grant=self.pipeline_parallel_size == 1,
             policy=self.scheduling_policy,
             store_writes=self.store_writes,
         )

@@ -93,6 +93,7 @@ class StepWriter:
     def __init__(self, memory: KvMemory, plans: Sequence[SlicePlan], submit: Submit) -> None:
         self._memory = memory
         self._submit = submit
+        self._plans = plans
         self._sent = [_SentSlice(memory, plan) for plan in plans]
         self._sums = [_RunningBlockChecksum(memory, plan, index) for plan in plans for index in plan.complete]
         self._num_sums = [len(plan.complete) for plan in plans]
@@ -121,6 +122,16 @@ class StepWriter:
         for sent in self._sent:
             sent.submit(self._submit)
 
+    def send_to(self, landing: Landing, send_from: int) -> None:
+        """Sends the only slice, which began without a landing, to this one, and the tokens from `send_from` on. Called
+        before `finish` while the engine's thread may be in `on_layer`: that sends all layers so far or none."""
+        [sent], [plan] = self._sent, self._plans
+        sent.open_route(self._memory, plan, landing, send_from)
+
+    def is_sent(self, position: int) -> bool:
+        """Returns True if the plan at `position` has a landing."""
+        return self._sent[position].is_sent
+
     async def wait_until_sent(self, position: int) -> None:
         """Waits until no write of the plan at `position` is in flight. Call after `finish`. Raises the first error."""
         sent = self._sent[position]
@@ -141,9 +152,15 @@ class _SentSlice:
         """Pieces that are in the pool and not sent yet."""
         self._route: KvRoute | None = None
         if plan.landing is not None:
-            table, target = plan.slice.block_table, plan.landing.block_ids
-            runs = token_runs(table, target, plan.send_from, plan.slice.end, memory.layout)
-            self._route = KvRoute(memory, plan.landing, runs)
+            self.open_route(memory, plan, plan.landing, plan.send_from)
+
+    def open_route(self, memory: KvMemory, plan: SlicePlan, landing: Landing, send_from: int) -> None:
+        runs = token_runs(plan.slice.block_table, landing.block_ids, send_from, plan.slice.end, memory.layout)
+        self._route = KvRoute(memory, landing, runs)
+
+    @property
+    def is_sent(self) -> bool:
+        return self._route is not None
 
     @property
     def num_pending_bytes(self) -> int:
@@ -155,12 +172,13 @@ class _SentSlice:
             self._pending = range(self._pending.start if self._pending else pieces.start, pieces.stop)
 
     def submit(self, submit: Submit) -> None:
-        """Sends the added pieces. A write that cannot start raises nothing; it sets `error`."""
-        pending, self._pending = self._pending, range(0)
-        if self._route is None or not pending:
+        """Sends the added pieces, if there is a landing. A write that cannot start raises nothing; it sets `error`."""
+        route = self._route
+        if route is None or not self._pending:
             return
+        pending, self._pending = self._pending, range(0)
         try:
-            self.batches.append(submit(self._route.transfer(pending)))
+            self.batches.append(submit(route.transfer(pending)))
         except MoonserveError as error:
             self.error = error
 

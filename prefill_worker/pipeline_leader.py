@@ -185,6 +185,10 @@ class GroupStep:
             for plan, parts in zip(self._plans, zip(*self._sums, strict=True), strict=True)
         ]
 
+    def is_sent(self, position: int) -> bool:
+        """Returns True if the slice at `position` has a landing."""
+        return self._own.is_sent(position)
+
     def finish(self) -> None:
         """Sends the remaining bytes of the own stage. Call after `compute`."""
         self._own.finish()

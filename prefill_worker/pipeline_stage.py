@@ -240,6 +240,14 @@ class StageStep:
         """Returns the completed blocks' checksums. Call after `compute`."""
         return self._writer.checksums()
 
+    def send_to(self, landing: Landing, send_from: int) -> None:
+        """Sends the only slice to this landing; see `StepWriter.send_to`. Call before `finish`."""
+        self._writer.send_to(landing, send_from)
+
+    def is_sent(self, position: int) -> bool:
+        """Returns True if the slice at `position` has a landing."""
+        return self._writer.is_sent(position)
+
     def finish(self) -> None:
         """Sends the remaining bytes. Call after `compute`."""
         self._writer.finish()

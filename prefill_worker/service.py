@@ -17,7 +17,7 @@ from moonserve.prefill_worker.decisions import events as ev
 from moonserve.prefill_worker.decisions.events import CommitHandoff, SendFirstToken
 from moonserve.prefill_worker.decode_client import DecodeClient, lease_has_ended
 from moonserve.prefill_worker.kv_writes import KvSender
-from moonserve.prefill_worker.pipeline_stage import StageExecutor
+from moonserve.prefill_worker.pipeline_stage import StageExecutor, StageStep
 from moonserve.prefill_worker.state import PrefillState
 from moonserve.prefill_worker.store_io import (
     BoundedWait,
@@ -41,7 +41,7 @@ from moonserve.worker.service import PoolService
 
 if TYPE_CHECKING:
     from moonserve.engine.engine import EngineThread  # imports torch
-    from moonserve.prefill_worker.pipeline_leader import PipelineGroup
+    from moonserve.prefill_worker.pipeline_leader import GroupStep, PipelineGroup
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class PrefillService(PoolService):
         self._decode_client = landings
         self._stores = stores
         self._landing_ttl_s = landing_ttl_s
+        self._step: StageStep | GroupStep | None = None  # the last step
         self._gates: dict[RequestId, LayerGate] = {}  # gates of prefixes that load layer by layer
         self._reservations: dict[RequestId, asyncio.Task[Event | None]] = {}
         self._operations.start(self._renew_leases_periodically())
@@ -89,6 +90,7 @@ class PrefillService(PoolService):
             ev.LoadPrefix: self._start_load,
             ev.SendBlocks: self._as_operation(self._send_blocks),
             ev.RunStep: self._start_step,
+            ev.SendStep: self._send_step,
             ev.SendFirstToken: self._send_first_token,
             ev.CommitHandoff: self._as_operation(self._commit),
             ev.PutBlocks: self._as_operation(self._put),
@@ -204,10 +206,12 @@ class PrefillService(PoolService):
         if action.max_wait_s is not None:  # an early step: the prefix of its only prompt is arriving
             [plan] = action.plans
             wait = BoundedWait(self._gates[plan.slice.request_id], action.max_wait_s)
-        self._operations.start(self._run_step(action, wait))
+        self._step = self._stages.begin(action.plans, wait.before if wait is not None else None)
+        self._operations.start(self._run_step(action, self._step, wait))
 
-    async def _run_step(self, action: ev.RunStep, wait: BoundedWait | None) -> Event | None:
-        step = self._stages.begin(action.plans, wait.before if wait is not None else None)
+    async def _run_step(
+        self, action: ev.RunStep, step: StageStep | GroupStep, wait: BoundedWait | None
+    ) -> Event | None:
         try:
             sampled = await step.compute()
         except PrefixTimeout as late:
@@ -232,10 +236,14 @@ class PrefillService(PoolService):
         if isinstance(outcome, ev.StepDone):
             step.finish()
         for position, plan in enumerate(action.plans):
-            if plan.landing is not None:
+            if step.is_sent(position):
                 sent = partial(step.wait_until_sent, position)
                 self._operations.start(_wait_for_writes(plan.slice.request_id, sent))
         return None
+
+    def _send_step(self, action: ev.SendStep) -> None:
+        assert isinstance(self._step, StageStep), "a pipeline's steps have landings"
+        self._step.send_to(action.landing, action.send_from)
 
     async def _send_blocks(self, action: ev.SendBlocks) -> Event:
         return await _wait_for_writes(action.request_id, partial(self._stages.send_blocks, action))

@@ -2,7 +2,8 @@
 
     QUEUED → RESERVING → LOADING → READY → RUNNING → SENDING → COMMITTING → CLOSING → CLOSED
                             |        ↑_____________________________|  blocks arrived corrupt: compute again
-                            |←---------------→ RUNNING before the prefix has loaded, and back if it is corrupt
+                     |      |←---------------→ RUNNING before the prefix has loaded, and back if it is corrupt
+                     |→ RUNNING in an engine that would idle
 
 Reserving and loading overlap each other and the steps of earlier sequences. One step is in flight per pipeline stage.
 Rules: blocks are released only when no operation in flight uses them; every sequence ends in a handoff, a last token or
@@ -52,8 +53,8 @@ class PrefillState:
         """The caller must report the keys that `pool` evicts to `on_evicted`."""
         self.pool = pool
         self._shared = SharedState(pool, limits, profile=profile, home_store=home_store)
-        self._preparation = Preparation(self._shared)
         self._handoffs = Handoffs(self._shared)
+        self._preparation = Preparation(self._shared, self._handoffs.start)
         self._steps = Steps(self._shared, self._handoffs.start)
         self._lease_prefix = lease_prefix
         self._alarms = Alarms()

@@ -275,8 +275,8 @@ class SlicePlan:
     """One slice of a step, and the landing blocks that its new KV is written to."""
 
     slice: Slice
-    landing: Landing | None  # None = nothing is sent, and no WritesDone comes
-    send_from: int  # first token that is sent, at least slice.start
+    landing: Landing | None  # None = nothing is sent, and no WritesDone comes, unless SendStep follows
+    send_from: int  # first token that is sent; earlier than slice.start if earlier steps had no landing
     complete: tuple[int, ...]  # block indexes that are complete after this step; each gets a checksum
 
 
@@ -290,6 +290,15 @@ class RunStep(Action):
     max_wait_s: float | None = None
     """None if everything that the step needs is loaded. Otherwise the prefix of the step's only slice is still
     arriving, and the engine may wait this long in all for its layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStep(Action):
+    """Write the KV of the step in flight, whose only slice began without a landing, and the earlier tokens from
+    `send_from` on → WritesDone | WritesFailed behind the step's own result."""
+
+    landing: Landing
+    send_from: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,10 @@ class Handoffs:
         self._shared = shared
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """Starts the handoff of a sequence that has all its KV and a first token, and is not finished."""
+        """Starts the handoff of a sequence that has all its KV and a first token, and is not finished. Does nothing
+        while its landing is requested: the grant calls this again."""
+        if sequence.is_reserving:
+            return
         sequence.enter(Phase.SENDING, now)
         self._commit_if_sent(sequence, now)
 

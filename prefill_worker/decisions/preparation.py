@@ -6,8 +6,17 @@ request holds blocks here and on the decode worker.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moonserve.prefill_worker.decisions import events as ev
-from moonserve.prefill_worker.decisions.events import LoadPrefix, PrefixPart, ReserveLanding, SendBlocks, SkipPrefix
+from moonserve.prefill_worker.decisions.events import (
+    LoadPrefix,
+    PrefixPart,
+    ReserveLanding,
+    SendBlocks,
+    SendStep,
+    SkipPrefix,
+)
 from moonserve.prefill_worker.decisions.sequence import ENDED, PREPARED, LoadProgress, Phase, Sequence
 from moonserve.prefill_worker.decisions.shared_state import SharedState, as_retryable
 from moonserve.protocol.errors import Cancelled, PeerError
@@ -16,8 +25,10 @@ from moonserve.protocol.errors import Cancelled, PeerError
 class Preparation:
     """Moves sequences from the queue to READY."""
 
-    def __init__(self, shared: SharedState) -> None:
+    def __init__(self, shared: SharedState, on_computed: Callable[[Sequence, float], None]) -> None:
+        """`on_computed` is called for a sequence that was computed before its landing was granted."""
         self._shared = shared
+        self._on_computed = on_computed
 
     def admit(self, now: float) -> None:
         """Gives blocks to the head of the queue and prepares it, while little work is prepared ahead of it."""
@@ -122,7 +133,23 @@ class Preparation:
             self._shared.fail(sequence, wrong, now)
             return
         sequence.num_sent = event.landing.num_cached_blocks * self._shared.limits.block_size
-        self._proceed(sequence, now)
+        if sequence.phase is Phase.RUNNING:
+            self._send_behind(sequence, event.landing, now)
+        else:
+            self._proceed(sequence, now)
+
+    def _send_behind(self, sequence: Sequence, landing: ev.Landing, now: float) -> None:
+        """Sends what was computed before the landing was granted: with the step in flight, or now if there is no
+        further step."""
+        if sequence.num_left == 0:
+            indexes = range(landing.num_cached_blocks, len(sequence.block_table))
+            if _send_blocks(self._shared, sequence, indexes):
+                sequence.num_sent = sequence.num_tokens
+            self._on_computed(sequence, now)
+        elif sequence.num_planned > max(sequence.num_computed, sequence.num_sent):
+            sequence.num_sends += 1
+            self._shared.out.append(SendStep(landing=landing, send_from=sequence.num_sent))
+            sequence.num_sent = sequence.num_planned
 
     def landing_refused(self, event: ev.LandingRefused, now: float) -> None:
         sequence = self._shared.admitted[event.request_id]

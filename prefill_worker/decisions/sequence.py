@@ -27,7 +27,7 @@ class Phase(StrEnum):
     RESERVING = "reserving"  # holds blocks; the landing is requested, a prefix may be loading
     LOADING = "loading"  # a prefix is loading, or the writes of a dropped early step have yet to end
     READY = "ready"  # waits for a step
-    RUNNING = "running"  # some tokens are computed or in a step in flight
+    RUNNING = "running"  # some tokens are computed or in a step in flight; the landing may still be requested
     SENDING = "sending"  # first token sent; writes are in flight
     COMMITTING = "committing"  # all KV has landed; the decode worker verifies it
     CLOSING = "closing"  # ended for the client; operations in flight still use its blocks
@@ -37,7 +37,7 @@ class Phase(StrEnum):
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
     {
         Phase.QUEUED: frozenset({Phase.RESERVING, Phase.LOADING, Phase.READY, Phase.CLOSING}),
-        Phase.RESERVING: frozenset({Phase.LOADING, Phase.READY, Phase.CLOSING}),
+        Phase.RESERVING: frozenset({Phase.LOADING, Phase.READY, Phase.RUNNING, Phase.CLOSING}),
         Phase.LOADING: frozenset({Phase.READY, Phase.RUNNING, Phase.CLOSING}),
         Phase.READY: frozenset({Phase.RUNNING, Phase.CLOSING}),
         Phase.RUNNING: frozenset({Phase.SENDING, Phase.LOADING, Phase.CLOSING}),
@@ -200,7 +200,8 @@ class Sequence:
             return
         assert len(self.block_table) == -(-self.num_tokens // block_size)
         assert self.num_computed <= self.num_tokens
-        assert self.is_reserving == (self.phase is Phase.RESERVING)
+        assert self.is_reserving or self.phase is not Phase.RESERVING, f"{self.request_id} requests no landing"
+        assert not self.is_reserving or self.phase in (Phase.RESERVING, Phase.RUNNING)
         loads_early = self.early is not None and self.phase is Phase.RUNNING
         assert (self.early is None) or loads_early, f"{self.request_id} began early and went on"
         assert self.is_loading <= (self.phase in (Phase.RESERVING, Phase.LOADING) or loads_early)

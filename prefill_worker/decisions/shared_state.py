@@ -46,6 +46,7 @@ class Limits:
     # An early step may wait this much longer than missing layers should take, for stalls of a busy machine.
     spare_wait_s: float = 0.1
     num_stages: int = 1  # stages of a pipeline; as many steps can be in flight
+    computes_before_grant: bool = False  # an idle engine does not wait for the landing; not with several stages
     policy: str = "fcfs"
     store_writes: str = "all"
 

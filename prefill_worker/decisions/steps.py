@@ -1,6 +1,7 @@
 """Composition of prefill steps and handling of their results (READY → RUNNING).
 
 One step is in flight at a time, or one per stage of a pipeline: the next chunk of a prompt follows one stage behind.
+An engine that would idle computes a prompt while its landing is requested; its KV is sent from the grant on.
 A step holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order, so that a long prompt runs in
 chunks. **A step in which a prompt ends is not filled up with part of the next one**, since the first token would wait
 for it. Only prompts that end in the step join it, and only if the step that is saved is worth more than the wait
@@ -70,12 +71,14 @@ class Steps:
         num_here = len(self._shared.queue) + sum(
             s.phase in PREPARED or (s.phase in RUNNABLE and s.num_unplanned > 0) for s in self._shared.admitted.values()
         )
+        if not runnable and limits.computes_before_grant:
+            runnable = self._without_landing()
         plans: list[SlicePlan] = []
         for sequence in runnable[: limits.max_num_seqs]:
             room = budget if sequence.scores is None else min(budget, scored)
             if plans and not self._joins(sequence, room, len(plans), num_here - len(plans)):
                 break
-            if sequence.phase is Phase.READY:
+            if sequence.phase is not Phase.RUNNING:
                 self._start(sequence, now)
             num_tokens = min(room, sequence.num_unplanned)
             if len(runnable) == 1:
@@ -88,6 +91,12 @@ class Steps:
         if plans:
             self._begin(tuple(runnable[: len(plans)]), tuple(plans), None, now)
         return bool(plans)
+
+    def _without_landing(self) -> list[Sequence]:
+        """Returns the sequence that an idle engine computes while its landing is requested, or none. It is alone in its
+        step, to which `SendStep` refers."""
+        waiting = [s for s in self._shared.admitted.values() if s.phase is Phase.RESERVING and not s.is_loading]
+        return sorted(waiting, key=lambda sequence: sequence.rank)[:1]
 
     def _begin(
         self,
@@ -122,6 +131,8 @@ class Steps:
         )
 
     def _start(self, sequence: Sequence, now: float) -> None:
+        if sequence.is_reserving:
+            sequence.ready_at = now
         if sequence.num_corrupt == 0:
             sequence.started_at = now
             self._reuse_new_cached_blocks(sequence)
@@ -257,7 +268,7 @@ def plan_slice(sequence: Sequence, num_tokens: int, block_size: int) -> SlicePla
     end = start + num_tokens
     sequence.slice_ends_in_flight.append(end)
     landing = sequence.landing if end > sequence.num_sent else None
-    send_from = max(start, sequence.num_sent)
+    send_from = sequence.num_sent if sequence.early is None else max(start, sequence.num_sent)
     if landing is not None:
         sequence.num_sends += 1
         sequence.num_sent = end

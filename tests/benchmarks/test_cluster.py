@@ -8,14 +8,11 @@ import pytest
 from benchmarks.conductor import admission, conditional_disaggregation, placement_policies
 from benchmarks.conductor.placement_policies import as_page
 from benchmarks.serving.coupled import cluster_of
-from benchmarks.serving.tenant_isolation import mann_whitney_p
 from benchmarks.store import replication
 from moonserve.conductor.placement.policies.least_added_delay import Weights
 from moonserve.protocol.step_time import CHUNK_SHARE
 from moonserve.traces.client import StreamClient
 from moonserve.traces.format import TraceRecord
-
-NEAR = pytest.approx
 
 
 def records(count: int, every_s: float, longest: int) -> list[TraceRecord]:
@@ -79,12 +76,6 @@ def test_reads_of_hot_prefixes_take_less_with_replicas(capsys: pytest.CaptureFix
     for off, heat in zip(rows[::2], rows[1::2], strict=True):
         assert (off[1], off[-1], heat[1]) == ("off", "0", "heat")
         assert float(heat[2]) < float(off[2])
-
-
-def test_the_mann_whitney_test_equals_the_textbook() -> None:
-    """The p value equals scipy.stats.mannwhitneyu(a, b, method="asymptotic") of scipy 1.17."""
-    a, b = [19, 22, 16, 29, 24, 22, 31], [20, 11, 17, 12, 22, 25]
-    assert mann_whitney_p(a, b) == NEAR(0.17235939896143682, rel=1e-9)
 
 
 def test_the_coupled_side_of_the_live_comparison_serves_and_shares_prefixes() -> None:

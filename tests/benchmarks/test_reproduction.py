@@ -70,11 +70,3 @@ def test_a_page_of_published_values_is_simulated_for_once(tmp_path: Path, capsys
     rows = {row["what"]: row["ours"] for row in table["rows"]}
     assert (rows["conversation: requests"], rows["synthetic: requests"]) == (40, 7)
     assert "toolagent" in table["why"]
-
-
-def test_a_tenth_is_compared_with_nothing(tmp_path: Path) -> None:
-    trace = write_sessions(tmp_path / "conversation_trace.jsonl")
-    assert reproduce(trace, tmp_path, "--only", "figure-9", "--quick") == 0
-    whole = results(tmp_path)
-    assert (whole["num_requests"], bool(whole["figures"][0]["missing"])) == (4, True)
-    assert "Only the first tenth" in (tmp_path / "index.html").read_text()

@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.store import growth_blocks, growth_nodes, hit_ratio, restart
-from benchmarks.store.growth_directory import LOOKUP_LENGTHS
-from benchmarks.store.growth_directory import measure as measure_directory
-from benchmarks.store.report import blocks_report, metadata_bars, nodes_report, restart_report
+from benchmarks.store import growth_blocks, hit_ratio, restart
+from benchmarks.store.report import blocks_report, metadata_bars, restart_report
 from benchmarks.transfer import contest
 from benchmarks.transfer.contest import Placement
 from benchmarks.transfer.contestant import Contestant
@@ -36,19 +34,6 @@ def test_a_restarted_node_has_all_values_and_the_same_hit_rate(tmp_path: Path, m
     assert all(bar["met"] is not False for bar in bars)
     assert "30 / 30 / 0" in restart_report(part)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_cluster_is_measured_with_all_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_nodes, "NUM_VALUES", 40)
-    [point] = growth_nodes.measure([2])
-    assert min(point["put_s"], point["get_s"], point["exists_s"], point["connect_ms"]) > 0
-    assert "| 2 |" in nodes_report([point])
-
-
-def test_a_small_directory_is_measured_in_full() -> None:
-    row = measure_directory(num_blocks=2_000, num_nodes=4, rounds=1)
-    assert 2_000 <= row["replicas"] <= 6_000
-    assert all(row[f"match_{length}_per_s"] > 0 for length in LOOKUP_LENGTHS)
 
 
 def test_hit_ratios_are_printed_and_written_for_every_policy(

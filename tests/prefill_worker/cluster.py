@@ -19,7 +19,7 @@ from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.objects import ReadLease
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.node.process import serve as serve_store
-from moonserve.prefill_worker.decisions.events import CommitHandoff
+from moonserve.prefill_worker.decisions.events import CommitHandoff, Landing, ReserveLanding
 from moonserve.prefill_worker.decisions.shared_state import Limits
 from moonserve.prefill_worker.decode_client import DecodeClient
 from moonserve.prefill_worker.service import PrefillService
@@ -156,7 +156,7 @@ async def cluster(
             max_num_batched_tokens=20,
             max_num_seqs=8,
             num_layers=layout.num_layers,
-            **{"spare_wait_s": PATIENCE_S, **limits},
+            **{"spare_wait_s": PATIENCE_S, "computes_before_grant": True, **limits},
         )
         state = PrefillState(pool, bounds, lease_prefix="prefill-0", profile=profile, home_store=home_store)
         service = PrefillService(
@@ -245,13 +245,17 @@ class GatedStores(BlockStores):
 
 
 class GatedLandings(DecodeClient):
-    """Landing client whose commits a test can hold and whose renewals it can await."""
+    """Landing client whose reservations and commits a test can hold and whose renewals it can await."""
 
     def __init__(self, channels: Channels, *, fingerprint: str, ttl_s: float) -> None:
         super().__init__(channels, fingerprint=fingerprint, ttl_s=ttl_s)
-        self.gate = Gate()
+        self.reserving, self.gate = Gate(), Gate()
         self.renewed: asyncio.Queue[LeaseId] = asyncio.Queue()
         """Leases whose renewal a decode worker accepted."""
+
+    async def reserve(self, action: ReserveLanding) -> Landing:
+        await self.reserving.pass_through()
+        return await super().reserve(action)
 
     async def renew(self, decode: Endpoint, lease_id: LeaseId) -> None:
         await super().renew(decode, lease_id)

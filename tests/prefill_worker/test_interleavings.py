@@ -1,5 +1,6 @@
 """Any order of arrivals, answers, failures and cancellations keeps the state consistent and frees all blocks."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,9 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.first_tokens: dict[str, Token] = {}
         self.under_way: list[tuple[str, Answer]] = []
         self.steps: list[int] = []
+        self.sent_late: set[int] = set()  # of these steps, whose landing was granted while they ran
+        self.sent: defaultdict[str, set[int]] = defaultdict(set)  # tokens by lease
+        self.end_of_step = 0
         self.reserving: dict[str, ev.ReserveLanding] = {}
         self.loading: dict[str, Load] = {}  # layered loads in flight
         self.early: dict[int, Load] = {}  # by sampled token: the load behind which its step ran
@@ -57,12 +61,14 @@ class PrefillWorkers(RuleBasedStateMachine):
                 "policy": st.sampled_from(["fcfs", "priority"]),
                 "max_prefetch_blocks": st.integers(0, 6),
                 "layered_loads": st.sampled_from(["always", "never"]),
-                "num_stages": st.sampled_from([1, 1, 2, 3]),
+                "num_stages": st.sampled_from([1, 1, 1, 2, 3]),
+                "computes_before_grant": st.booleans(),
             }
         ),
         puts=st.integers(1, 4),
     )
     def start(self, limits: dict[str, Any], puts: int) -> None:
+        limits["computes_before_grant"] &= limits["num_stages"] == 1
         self.state = make_state(
             max_put_blocks=puts, max_pending_puts=2 * puts, max_model_len=40, num_layers=3, **limits
         )
@@ -79,11 +85,19 @@ class PrefillWorkers(RuleBasedStateMachine):
             case ev.LoadPrefix():
                 self.wait(action.request_id, self.answer_load(action))
             case ev.SendBlocks():
+                self.sent[action.landing.lease_id].update(
+                    4 * block % 400 + i for _, block in action.pairs for i in range(4)
+                )
                 self.wait(action.request_id, self.answer_writes(action.request_id))
             case ev.RunStep():
                 self.check_step(action)
                 self.wait("step", self.answer_step(action))
+            case ev.SendStep():
+                self.sent_late.update(self.steps)
+                self.sent[action.landing.lease_id].update(range(action.send_from, self.end_of_step))
             case ev.CommitHandoff():
+                tokens = range(4 * action.num_cached_blocks, len(action.request.token_ids))
+                assert self.sent[action.lease_id].issuperset(tokens), "some KV was not sent"
                 self.wait(action.request.request_id, self.answer_commit(action))
             case ev.PutBlocks():
                 self.wait("put", self.answer_put(action))
@@ -110,6 +124,10 @@ class PrefillWorkers(RuleBasedStateMachine):
         assert sum(p.slice.num_tokens for p in plans) <= limits.max_num_batched_tokens
         assert len({p.slice.request_id for p in plans}) == len(plans)
         self.steps.append(step.step_id)
+        self.end_of_step = plans[0].slice.end
+        for plan in plans:
+            if plan.landing is not None:
+                self.sent[plan.landing.lease_id].update(range(plan.send_from, plan.slice.end))
         assert len(self.steps) <= limits.num_stages
         assert len(set(self.steps)) == len(self.steps), "two steps have one name"
 
@@ -160,10 +178,11 @@ class PrefillWorkers(RuleBasedStateMachine):
 
         def answer(how: str) -> Event:
             for plan in action.plans:
-                if plan.landing is not None:
+                if plan.landing is not None or action.step_id in self.sent_late:
                     name = plan.slice.request_id
                     self.wait(name, self.answer_writes(name))
             self.steps.remove(action.step_id)
+            self.sent_late.discard(action.step_id)
             if how == "bad":
                 return ev.StepFailed(error=LOST, step_id=action.step_id)
             if behind is not None:

@@ -14,7 +14,7 @@ from moonserve.protocol.rpc.wire import submission_to_wire
 from tests.decode_worker.world import prompt_of
 from tests.engine.steps import random_prompt
 from tests.kvstore.node.nodes import stats_of
-from tests.patience import PATIENCE_S, answered
+from tests.patience import PATIENCE_S, answered, came_true
 from tests.prefill_worker.builders import make_placement
 from tests.prefill_worker.cluster import NUM_STORED, PROMPT, Cluster, Gate, cluster, put_into, source_of, store_node
 from tests.random_models import make_model
@@ -60,6 +60,28 @@ async def test_tokens_are_those_of_the_coupled_engine(model_path: Path, kv_dtype
             assert c.engine.num_tokens == num_computed
         assert c.ears.reports["second"].cached_tokens == 4 * BLOCK_SIZE
         assert c.decoder.state.counters.shared_blocks == 4
+        await c.assert_drained()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 3])
+async def test_a_prompt_is_computed_while_its_landing_is_requested(model_path: Path, num_steps: int) -> None:
+    """The landing is granted in the first step, in the last, and after it. All KV is sent, once."""
+    async with cluster(model_path) as c:
+        for gate in (c.landings.reserving, c.engine.gate, c.landings.gate):
+            gate.close()
+        await c.submit("r", prompt_of(45), max_tokens=6)
+        for _ in range(num_steps):
+            await at(c.engine.gate)
+            c.engine.gate.reached.clear()
+            c.engine.gate.open()  # for the step that waits
+            c.engine.gate.close()
+        await (c.ears.first_token("r") if num_steps == 3 else at(c.engine.gate))
+        c.landings.reserving.open()
+        await came_true(c.service.state.leases_to_renew)
+        c.engine.gate.open()
+        c.landings.gate.open()
+        assert await c.ears.all_tokens("r") == c.expected(prompt_of(45), 6)
+        assert not (await c.status()).counters["integrity_failures"]
         await c.assert_drained()
 
 

@@ -223,3 +223,13 @@ def test_the_last_stage_of_a_pipeline_scores_for_its_leader() -> None:
         step = only(walk.done(step), ev.RunStep)
     middle = done_to_wire(there, [None], [()], is_last=False)
     assert not middle.slices[0].HasField("prompt_logprobs")
+
+
+def test_chunks_that_were_computed_before_the_grant_are_sent_with_the_next() -> None:
+    walk = Walk(computes_before_grant=True)
+    waiting = walk.submit("a", 20)
+    walk.grant(walk.submit("b", 6, first=50, rank=-1.0))
+    overtaking = only(walk.done(only(waiting, ev.RunStep)), ev.RunStep)
+    walk.grant(waiting)
+    [plan] = only(walk.done(overtaking), ev.RunStep).plans
+    assert (plan.slice.request_id, plan.slice.start, plan.send_from) == ("a", 8, 0)

@@ -142,6 +142,7 @@ class Prefill(Worker):
             max_put_blocks=4,
             max_pending_puts=16,
             layered_loads="never",
+            computes_before_grant=True,
         )
         prefix = new_id(self.life.name)
         state = PrefillState(self.pool, limits, lease_prefix=prefix, profile=PREFILL, home_store=self.home)
