@@ -54,8 +54,8 @@ class PrefillState:
         self.pool = pool
         self._shared = SharedState(pool, limits, profile=profile, home_store=home_store)
         self._handoffs = Handoffs(self._shared)
-        self._preparation = Preparation(self._shared, self._handoffs.start)
         self._steps = Steps(self._shared, self._handoffs.start)
+        self._preparation = Preparation(self._shared, self._steps.finish_held)
         self._lease_prefix = lease_prefix
         self._alarms = Alarms()
         self._num_submitted = 0

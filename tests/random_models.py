@@ -19,9 +19,11 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
 }
 
-OTHERS: dict[str, tuple[Any, Any]] = {"qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)}
+OTHERS: dict[str, tuple[Any, Any]] = {"olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)}
 """Models that only the layers of transformers compute."""
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")

@@ -35,7 +35,8 @@ from moonserve.engine.kv_cache.tensors import QUANTISATIONS, TORCH_DTYPES, KvTen
 from moonserve.engine.model.batch import Slice
 from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.forward_pass import Model
-from moonserve.engine.model.weights import QUANTISED_FORMATS, load_weights
+from moonserve.engine.model.weights import load_weights
+from moonserve.engine.model.weights.layer_weights import QUANTISED_FORMATS
 from moonserve.protocol.kv_blocks import QUANTISED_DTYPES, KvLayout
 from moonserve.protocol.process.machine import cache_folder
 

@@ -20,7 +20,8 @@ from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.batch import Slice
 from moonserve.engine.model.config import ModelConfig, load_model_config
 from moonserve.engine.model.forward_pass import Model
-from moonserve.engine.model.weights import LayerWeights, Weights, plain
+from moonserve.engine.model.weights import Weights
+from moonserve.engine.model.weights.layer_weights import LayerWeights, MlpWeights, plain
 from moonserve.protocol.request import RequestId, SamplingParams
 
 _LLAMA: dict[str, Any] = {
@@ -107,8 +108,7 @@ def assemble(config: ModelConfig, weights: Weights, num_blocks: int, dtype: str)
     model = Model(config, TritonKernels(config, weights, pool), attention)
     graphed = with_graphs(model, config, pool)
     engine = Engine(config, graphed, attention, pool, weights.digest)
-    matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    return Loaded(engine, model, pool, sum(plain(one).numel() for one in (*matrices, weights.lm_head)))
+    return Loaded(engine, model, pool, sum(plain(one).numel() for one in weights.projections))
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -129,10 +129,12 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
             o=matrix(hidden, q_rows),
             o_bias=None,
             post_norm=norm(hidden),
-            gate_up=matrix(2 * inner, hidden),
-            gate_up_bias=None,
-            down=matrix(hidden, inner),
-            down_bias=None,
+            router=None,
+            mlps=[
+                MlpWeights(
+                    gate_up=matrix(2 * inner, hidden), gate_up_bias=None, down=matrix(hidden, inner), down_bias=None
+                )
+            ],
         )
         for _ in range(config.num_layers)
     ]

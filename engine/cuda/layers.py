@@ -17,7 +17,8 @@ from moonserve.engine.kernels import Heads, Step
 from moonserve.engine.kernels.rope import RopeTable
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.weights import LayerWeights, Weights, plain
+from moonserve.engine.model.weights import Weights
+from moonserve.engine.model.weights.layer_weights import LayerWeights, plain
 
 if TYPE_CHECKING:
     from moonserve.engine.cuda.layer_kernels import Positions
@@ -91,8 +92,9 @@ class TritonKernels:
         work.pending = self._mlp(self._add_norm(work, own.post_norm), own)
 
     def _mlp(self, normed: torch.Tensor, own: LayerWeights) -> torch.Tensor:
-        inner = self._fused.swiglu(F.linear(normed, plain(own.gate_up), own.gate_up_bias))
-        return F.linear(inner, plain(own.down), own.down_bias)
+        [mlp] = own.mlps  # no experts here
+        inner = self._fused.swiglu(F.linear(normed, plain(mlp.gate_up), mlp.gate_up_bias))
+        return F.linear(inner, plain(mlp.down), mlp.down_bias)
 
     def hidden(self, work: _Pass) -> torch.Tensor:
         return work.hidden if work.pending is None else work.hidden + work.pending

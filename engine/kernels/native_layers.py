@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 
 from moonserve.engine.kernels import AllReduce, Heads, Step
-from moonserve.engine.kernels.native_library import CLayer, CModel, CStep, LayersLibrary
+from moonserve.engine.kernels.native_library import CLayer, CMatrix, CMlp, CModel, CStep, LayersLibrary
 from moonserve.engine.kernels.rope import RopeTable
 from moonserve.engine.kernels.weight_packing import Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.weights import LayerWeights, Projection, Weights
+from moonserve.engine.model.weights import Weights
+from moonserve.engine.model.weights.layer_weights import LayerWeights
 from moonserve.engine.model.weights.quantised_matrix import LANES, QuantisedMatrix
 from moonserve.protocol.process.native_libraries import CompilerError
 
 _GROUP_ROWS = 256  # GROUP of layers.cpp
+_MOST_EXPERTS_PER_TOKEN = 64  # of layers.cpp
 _WORD_BYTES = 4
 _QUANTISED_FORMATS = {"int8": 1, "fp8": 2}  # `pool_format` of layers.cpp
 
@@ -42,26 +44,31 @@ class _Pass:
 class _Layer:
     """Memory that a layer's C++ structure points to."""
 
-    matrices: tuple[Matrix, Matrix, Matrix, Matrix]  # qkv, o, gate_up, down
+    matrices: tuple[Matrix, Matrix, Matrix | None]  # qkv, o, router
+    mlps: ctypes.Array[CMlp]
+    owners: list[Matrix]  # of the memory that `mlps` points to
     norms: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # input, qk, post; float32
 
     @classmethod
     def make(cls, weights: LayerWeights, arena: Arena) -> _Layer:
         qk_norm = None if weights.qk_norm is None else _floats(weights.qk_norm)
+        qkv, o = pack(weights.qkv, weights.qkv_bias, arena), pack(weights.o, weights.o_bias, arena)
+        router = None if weights.router is None else pack(weights.router, None, arena)
+        owners = []
+        for mlp in weights.mlps:
+            owners += [pack_gates(mlp.gate_up, mlp.gate_up_bias, arena), pack(mlp.down, mlp.down_bias, arena)]
+        structures = [each.structure() for each in owners]
         return cls(
-            (
-                pack(weights.qkv, weights.qkv_bias, arena),
-                pack(weights.o, weights.o_bias, arena),
-                pack_gates(weights.gate_up, weights.gate_up_bias, arena),
-                pack(weights.down, weights.down_bias, arena),
-            ),
+            (qkv, o, router),
+            (CMlp * len(weights.mlps))(*map(CMlp, structures[::2], structures[1::2])),
+            owners,
             (_floats(weights.input_norm), qk_norm, _floats(weights.post_norm)),
         )
 
     def structure(self, keys: torch.Tensor, values: torch.Tensor) -> CLayer:
-        matrices = [matrix.structure() for matrix in self.matrices]
+        matrices = [CMatrix() if matrix is None else matrix.structure() for matrix in self.matrices]
         norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
-        return CLayer(*matrices, *norms, keys.data_ptr(), values.data_ptr())
+        return CLayer(*matrices, self.mlps, *norms, keys.data_ptr(), values.data_ptr())
 
 
 class NativeKernels:
@@ -91,12 +98,16 @@ class NativeKernels:
         self._embedding = weights.embedding.contiguous()
         self._final_norm = _floats(weights.norm)
         compactor = Compactor(self._library) if self._library.reads_compact else None
-        arena = Arena(packed_bytes(_matrices(weights)), compactor)
+        arena = Arena(packed_bytes(weights.projections), compactor)
         self._layers = [_Layer.make(layer, arena) for layer in weights.layers]
         self._lm_head = pack(weights.lm_head, None, arena)
-        inner_size = self._layers[0].matrices[2].num_panels * LANES
+        inner_size = self._layers[0].owners[0].num_panels * LANES
         self._normed = torch.empty(_GROUP_ROWS, config.hidden_size, dtype=self._dtype)
         self._inner = torch.empty(_GROUP_ROWS, inner_size, dtype=self._dtype)
+        rows = 0 if config.experts is None else _GROUP_ROWS
+        self._gathered, self._mixed = torch.empty(2, rows, config.hidden_size, dtype=self._dtype).unbind()
+        self._shares = torch.empty(rows, 0 if config.experts is None else config.experts.count)
+        self._chosen = torch.empty(rows, dtype=torch.int64)
         self._codes = torch.empty(_GROUP_ROWS * _row_bytes(weights), dtype=torch.uint8)
         self._structure = self._make_structure(inner_size)
         self._address = ctypes.addressof(self._structure)
@@ -107,7 +118,7 @@ class NativeKernels:
         return self._library.suits_many_rows
 
     def _make_structure(self, inner_size: int) -> CModel:
-        config, pool = self._config, self._pool
+        config, pool, experts = self._config, self._pool, self._config.experts
         layers = (CLayer * len(self._layers))(*map(_Layer.structure, self._layers, pool.keys, pool.values))
         return CModel(
             config.hidden_size,
@@ -116,6 +127,7 @@ class NativeKernels:
             config.num_kv_heads,
             config.head_dim,
             config.vocab_size,
+            *((0, 0, 0) if experts is None else (experts.count, experts.per_token, experts.normalised)),
             pool.slot_stride,
             _QUANTISED_FORMATS.get(pool.layout.dtype, 0),
             layers,
@@ -126,6 +138,10 @@ class NativeKernels:
             self._normed.data_ptr(),
             self._inner.data_ptr(),
             self._codes.data_ptr(),
+            self._gathered.data_ptr(),
+            self._mixed.data_ptr(),
+            self._shares.data_ptr(),
+            self._chosen.data_ptr(),
             config.rms_norm_eps,
         )
 
@@ -187,14 +203,9 @@ def _floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().contiguous()
 
 
-def _matrices(weights: Weights) -> list[Projection]:
-    layers = [(one.qkv, one.o, one.gate_up, one.down) for one in weights.layers]
-    return [*(matrix for layer in layers for matrix in layer), weights.lm_head]
-
-
 def _row_bytes(weights: Weights) -> int:
     """Returns the most bytes of one row of input as integers (`Inputs` of quantised_product.h)."""
-    quantised = [matrix for matrix in _matrices(weights) if isinstance(matrix, QuantisedMatrix)]
+    quantised = [matrix for matrix in weights.projections if isinstance(matrix, QuantisedMatrix)]
     return max((matrix.scales.shape[1] * (2 * matrix.format.group + 8) for matrix in quantised), default=0)
 
 
@@ -207,6 +218,8 @@ def _check_limits(config: ModelConfig, weights: Weights) -> None:
         "intermediate_size": config.intermediate_size,
         "heads · head_dim": config.num_heads * config.head_dim,
     }
+    if config.experts is not None and config.experts.per_token > _MOST_EXPERTS_PER_TOKEN:
+        raise CompilerError(f"native kernels choose at most {_MOST_EXPERTS_PER_TOKEN} experts per token")
     for what, size in sizes.items():
         if size * weights.embedding.element_size() % _WORD_BYTES:
             raise CompilerError(f"{what} {size} is odd")

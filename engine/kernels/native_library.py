@@ -66,14 +66,20 @@ class CMatrix(ctypes.Structure):
     )
 
 
+class CMlp(ctypes.Structure):
+    """C structure `Mlp` of layers.cpp."""
+
+    _fields_ = (("gate_up", CMatrix), ("down", CMatrix))
+
+
 class CLayer(ctypes.Structure):
     """C structure `Layer` of layers.cpp."""
 
     _fields_ = (
         ("qkv", CMatrix),
         ("o", CMatrix),
-        ("gate_up", CMatrix),
-        ("down", CMatrix),
+        ("router", CMatrix),
+        ("mlps", ctypes.POINTER(CMlp)),
         ("input_norm", ctypes.c_void_p),
         ("qk_norm", ctypes.c_void_p),
         ("post_norm", ctypes.c_void_p),
@@ -92,6 +98,9 @@ class CModel(ctypes.Structure):
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("experts_per_token", ctypes.c_int64),
+        ("normalised", ctypes.c_int64),
         ("slot_stride", ctypes.c_int64),
         ("pool_format", ctypes.c_int64),
         ("layers", ctypes.POINTER(CLayer)),
@@ -102,6 +111,10 @@ class CModel(ctypes.Structure):
         ("normed", ctypes.c_void_p),
         ("inner", ctypes.c_void_p),
         ("codes", ctypes.c_void_p),
+        ("gathered", ctypes.c_void_p),
+        ("mixed", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
     )
 

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from moonserve.engine.model.config import RopeConfig
+from moonserve.engine.model.config.rope import RopeConfig
 
 
 class RopeTable:

@@ -116,9 +116,9 @@ def make_kernels(
     collectives: AllReduce | None = None,
 ) -> Kernels:
     """Creates the implementation called `name`. auto means triton on a GPU; otherwise native, mixed with torch if that
-    is faster for prompts and weights are plain; or torch without a `cache_folder`. Native kernels run in `num_threads`
-    own threads, torch's in the process's. `compiling` is called before a compilation, which takes seconds.
-    `collectives`: for a rank with a share of the model. Raises ConfigError for an unknown name, or if the
+    is faster for prompts and weights are plain, without experts; or torch without a `cache_folder`. Native kernels run
+    in `num_threads` own threads, torch's in the process's. `compiling` is called before a compilation, which takes
+    seconds. `collectives`: for a rank with a share of the model. Raises ConfigError for an unknown name, or if the
     implementation is not available."""
     if name not in KERNEL_NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(KERNEL_NAMES)}")
@@ -130,7 +130,7 @@ def make_kernels(
         native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, collectives)
     except CompilerError as error:
         raise ConfigError(f"native kernels are not available: {error}; or start with --kernels torch") from error
-    if name == "native" or native.suits_many_rows or weights.is_quantised:
+    if name == "native" or native.suits_many_rows or weights.is_quantised or config.experts is not None:
         return native
     return MixedKernels(native, TorchKernels(config, weights, pool, collectives))
 
@@ -140,6 +140,8 @@ def _triton_kernels(name: str, config: ModelConfig, weights: Weights, pool: KvTe
 
     if name not in ("auto", "triton"):
         raise ConfigError(f"the {name} kernels run on CPUs only; start with --kernels triton or auto")
+    if config.experts is not None:
+        raise ConfigError("mixtures of experts are not supported on GPUs; start with --device cpu, or --engine vllm")
     return TritonKernels(config, weights, pool)
 
 

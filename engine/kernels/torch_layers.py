@@ -19,7 +19,8 @@ from moonserve.engine.kernels import AllReduce, Heads, Step
 from moonserve.engine.kernels.rope import RopeTable, apply_rope
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.weights import LayerWeights, Weights, plain
+from moonserve.engine.model.weights import Weights
+from moonserve.engine.model.weights.layer_weights import LayerWeights, plain
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Computes x [rows, in] → x · weightᵀ + bias [rows, out]."""
@@ -70,8 +71,8 @@ class _Layer:
     qk_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    router: Linear | None
+    mlps: list[tuple[Linear, Linear]]  # gate_up and down, of each expert
 
     @classmethod
     def make(cls, weights: LayerWeights) -> _Layer:
@@ -81,9 +82,17 @@ class _Layer:
             qk_norm=weights.qk_norm,
             o=make_linear(plain(weights.o), weights.o_bias),
             post_norm=weights.post_norm,
-            gate_up=make_linear(plain(weights.gate_up), weights.gate_up_bias),
-            down=make_linear(plain(weights.down), weights.down_bias),
+            router=None if weights.router is None else make_linear(weights.router, None),
+            mlps=[
+                (make_linear(plain(mlp.gate_up), mlp.gate_up_bias), make_linear(plain(mlp.down), mlp.down_bias))
+                for mlp in weights.mlps
+            ],
         )
+
+
+def _mlp(mlp: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
+    gate, up = mlp[0](x).chunk(2, dim=-1)
+    return mlp[1](F.silu(gate).mul_(up))
 
 
 @dataclass(slots=True)
@@ -111,6 +120,7 @@ class TorchKernels:
         self._pool = pool
         self._rope = RopeTable(config.rope, config.head_dim, weights.embedding.dtype)
         self._epsilon = config.rms_norm_eps
+        self._experts = config.experts
         self._head_dim = config.head_dim
         self._q_heads = config.num_heads
         self._rotated_heads = config.num_heads + config.num_kv_heads
@@ -140,8 +150,22 @@ class TorchKernels:
     def finish(self, layer: int, work: _Pass, attended: torch.Tensor) -> None:
         own = self._layers[layer]
         self._add(work.hidden, own.o(attended))
-        gate, up = own.gate_up(self._norm(work.hidden, own.post_norm)).chunk(2, dim=-1)
-        self._add(work.hidden, own.down(F.silu(gate).mul_(up)))
+        normed = self._norm(work.hidden, own.post_norm)
+        part = _mlp(own.mlps[0], normed) if own.router is None else self._mixed(own, own.router(normed), normed)
+        self._add(work.hidden, part)
+
+    def _mixed(self, own: _Layer, logits: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Returns what the experts that `logits` [rows, experts] choose make of the rows."""
+        assert self._experts is not None
+        shares, chosen = logits.float().softmax(-1).topk(self._experts.per_token)
+        if self._experts.normalised:
+            shares /= shares.sum(-1, keepdim=True)
+        mixed = torch.zeros_like(normed)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            part = _mlp(own.mlps[expert], normed[rows]) * shares[rows, places, None]
+            mixed.index_add_(0, rows, part.to(mixed.dtype))
+        return mixed
 
     def _add(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
         if self._collectives is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from moonserve.engine.kernels.native_library import CMatrix, LayersLibrary
-from moonserve.engine.model.weights import Projection
+from moonserve.engine.model.weights.layer_weights import Projection
 from moonserve.engine.model.weights.quantised_matrix import LANES, PANEL, HugePages, QuantisedMatrix
 
 _WORD_BYTES = 4

@@ -136,6 +136,8 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -
     hidden, heads = model.hidden_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attention = hidden * heads + model.num_heads * model.head_dim * hidden
     mlp = 3 * hidden * model.intermediate_size
+    if model.experts is not None:
+        mlp = model.experts.count * (mlp + hidden)  # with its row of the router
     biases = heads + 2 * model.intermediate_size + 2 * hidden  # counted for every family
     norms = 2 * hidden + 2 * model.head_dim
     vectors = hidden + model.num_layers * (biases + norms)

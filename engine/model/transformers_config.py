@@ -9,12 +9,13 @@ from typing import Any
 from moonserve.engine.model.config import (
     SUPPORTED_ARCHITECTURES,
     ModelConfig,
-    RopeConfig,
     eos_token_ids,
+    is_own_family,
     load_model_config,
     stored_dtype,
 )
 from moonserve.engine.model.config.quantised_checkpoint import require_plain_weights
+from moonserve.engine.model.config.rope import RopeConfig
 from moonserve.engine.model.model_folder import JsonFields, read_json
 from moonserve.protocol.errors import ConfigError
 
@@ -28,7 +29,7 @@ def read_config(path: Path) -> ModelConfig:
     if not path.is_dir():
         return load_model_config(path)
     fields = JsonFields(read_json(path / "config.json"), source=str(path / "config.json"))
-    if not set(SUPPORTED_ARCHITECTURES).isdisjoint(fields.strings("architectures") or ()):
+    if is_own_family(fields):
         return load_model_config(path)
     require_plain_weights(fields)
     config = _text_config(path, fields)

@@ -24,10 +24,7 @@ class Handoffs:
         self._shared = shared
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """Starts the handoff of a sequence that has all its KV and a first token, and is not finished. Does nothing
-        while its landing is requested: the grant calls this again."""
-        if sequence.is_reserving:
-            return
+        """Starts the handoff of a sequence that has all its KV and a first token, and is not finished."""
         sequence.enter(Phase.SENDING, now)
         self._commit_if_sent(sequence, now)
 

@@ -98,6 +98,7 @@ class Sequence:
     slice_ends_in_flight: list[int] = field(
         default_factory=list
     )  # ends of its slices in steps in flight, in order; at most one without a pipeline
+    held_result: SliceDone | None = None  # of its last step, until the landing is granted
     is_invalid: bool = False  # one of its steps failed: results of its later steps are not used
     is_committing: bool = False
     num_sends: int = 0
@@ -202,6 +203,7 @@ class Sequence:
         assert self.num_computed <= self.num_tokens
         assert self.is_reserving or self.phase is not Phase.RESERVING, f"{self.request_id} requests no landing"
         assert not self.is_reserving or self.phase in (Phase.RESERVING, Phase.RUNNING)
+        assert self.held_result is None or (self.is_reserving and self.num_left == 0)
         loads_early = self.early is not None and self.phase is Phase.RUNNING
         assert (self.early is None) or loads_early, f"{self.request_id} began early and went on"
         assert self.is_loading <= (self.phase in (Phase.RESERVING, Phase.LOADING) or loads_early)

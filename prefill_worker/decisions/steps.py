@@ -1,7 +1,8 @@
 """Composition of prefill steps and handling of their results (READY → RUNNING).
 
 One step is in flight at a time, or one per stage of a pipeline: the next chunk of a prompt follows one stage behind.
-An engine that would idle computes a prompt while its landing is requested; its KV is sent from the grant on.
+An engine that would idle computes a prompt while its landing is requested; KV and first token are sent from the grant
+on.
 A step holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order, so that a long prompt runs in
 chunks. **A step in which a prompt ends is not filled up with part of the next one**, since the first token would wait
 for it. Only prompts that end in the step join it, and only if the step that is saved is worth more than the wait
@@ -210,8 +211,18 @@ class Steps:
             else:
                 self._shared.fail(sequence, event.error, now)
 
+    def finish_held(self, sequence: Sequence, now: float) -> None:
+        """Finishes a sequence that was computed before its landing was granted."""
+        result, sequence.held_result = sequence.held_result, None
+        assert result is not None, "it was computed"
+        self._finish(sequence, result, now)
+
     def _finish(self, sequence: Sequence, result: ev.SliceDone, now: float) -> None:
-        """Finishes a computed sequence. Sends its first token, unless it was sent before a corrupt handoff."""
+        """Finishes a computed sequence. Sends its first token, unless it was sent before a corrupt handoff. While the
+        landing is requested, the result is held: a decode worker may yet refuse the request."""
+        if sequence.is_reserving:
+            sequence.held_result = result
+            return
         sampled = result.sampled
         if sequence.first_token is None and sampled is not None and sampled.failure is not None:
             self._shared.fail(sequence, InvalidRequest(sampled.failure), now)

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "olmo2": {},
 }
 
 
@@ -87,8 +88,11 @@ CASES = {
     "qwen2 over shm, two workers of each kind": Case(
         family="qwen2", block_size=16, chunk=256, flags=("--transports", "shm", "--speculative", "on"), num_workers=2
     ),
-    "mixture of experts, by the layers of transformers": Case(
+    "mixture of experts": Case(
         family="qwen3_moe", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100)
+    ),
+    "the layers of transformers": Case(
+        family="olmo2", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100)
     ),
     "int8 in blocks of 512": Case(
         family="llama",

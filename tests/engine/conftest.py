@@ -37,6 +37,8 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
     "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
     "qwen3-biases": ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
+    "qwen3-moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 48}),
 }
 
 

@@ -9,10 +9,16 @@
 #include "norm_and_rope.h"
 
 constexpr int64_t GROUP = 256;      /* rows */
+constexpr int64_t MOST_EXPERTS_PER_TOKEN = 64;
 constexpr int64_t ROWS_AT_ONCE = 8; /* fewest rows per part of an operation too short to divide by single rows */
 
+struct Mlp {
+    Matrix gate_up, down;
+};
+
 struct Layer {
-    Matrix qkv, o, gate_up, down;
+    Matrix qkv, o, router;
+    const Mlp *mlps;         /* one, or of each expert */
     const float *input_norm, *qk_norm, *post_norm; /* qk_norm [heads + kv_heads, head_dim], or null */
     void *keys, *values;                           /* this layer's part of the pool: [slots, kv_heads, head_dim],
                                                       * a slot every `slot_stride` elements */
@@ -21,6 +27,8 @@ struct Layer {
 struct Model {
     int64_t hidden_size, inner_size; /* inner_size is a multiple of 16 */
     int64_t heads, kv_heads, head_dim, vocab_size;
+    int64_t experts, experts_per_token; /* 0: every layer has one MLP */
+    int64_t normalised;                 /* 1: a token's weights of experts have the sum 1 */
     int64_t slot_stride;
     int64_t pool_format; /* 0: heads as they are computed, 1: rows of int8, 2: rows of fp8 */
     const Layer *layers;
@@ -30,6 +38,9 @@ struct Model {
     ThreadPool *thread_pool;
     void *normed, *inner; /* scratch of GROUP rows: [hidden_size] and [inner_size] */
     void *codes;          /* the same of `Inputs` for the largest quantised matrix */
+    void *gathered, *mixed; /* the same of [hidden_size], for experts */
+    float *shares;          /* the same of [experts]: weights of the chosen ones, -1 for others */
+    int64_t *chosen;        /* [GROUP]: rows of one expert */
     float epsilon;
 };
 
@@ -111,17 +122,82 @@ template <typename T> static void project(const Model *model, const Step *step, 
     }
 }
 
+/* Passes the outputs of an MLP for rows of normalized input to `finish`. */
+template <typename T, typename Finish>
+static void mlp(const Model *model, const Mlp &own, const T *input, int64_t rows, const Finish &finish) {
+    T *inner = (T *)model->inner;
+    shared_product(model, own.gate_up, input, model->hidden_size, rows, Gate<T>{inner, model->inner_size});
+    shared_product(model, own.down, inner, model->inner_size, rows, finish);
+}
+
+/* Replaces a row of router logits by the softmax of the highest ones, and -1 for the others. */
+static void choose(float *row, const Model *model) {
+    int64_t best[MOST_EXPERTS_PER_TOKEN];
+    float values[MOST_EXPERTS_PER_TOKEN], most = row[0], total = 0.0f, sum = 0.0f;
+    for (int64_t e = 1; e < model->experts; e++) most = row[e] > most ? row[e] : most;
+    for (int64_t e = 0; e < model->experts; e++) total += row[e] = expf(row[e] - most);
+    for (int64_t n = 0; n < model->experts_per_token; n++) {
+        best[n] = -1;
+        for (int64_t e = 0; e < model->experts; e++) /* a sum that is not finite chooses any */
+            if (row[e] != -1.0f && (best[n] < 0 || row[e] > row[best[n]])) best[n] = e;
+        sum += values[n] = row[best[n]] / total;
+        row[best[n]] = -1.0f;
+    }
+    for (int64_t e = 0; e < model->experts; e++) row[e] = -1.0f;
+    for (int64_t n = 0; n < model->experts_per_token; n++) row[best[n]] = model->normalised ? values[n] / sum : values[n];
+}
+
+/* Adds an expert's outputs for its rows, multiplied by their shares. */
+template <typename T> struct AddShare {
+    T *out;
+    const float *shares;
+    const int64_t *rows;
+    int64_t size, experts;
+    void operator()(int64_t n, int64_t panel, const PanelSums &sums) const {
+        const float share = shares[rows[n] * experts];
+        PanelSums parts;
+        for (int64_t part = 0; part < VECTORS; part++) parts[part] = rounded(out, sums[part]) * share;
+        Add<T>{out, size, size}(rows[n], panel, parts);
+    }
+};
+
+/* Returns what the experts make of the normalized rows: each reads its weights once, in order, for the rows it has. */
+template <typename T> static const T *mix_experts(const Model *model, const Layer *layer, int64_t rows) {
+    const int64_t size = model->hidden_size, experts = model->experts;
+    const T *normed = (const T *)model->normed;
+    T *gathered = (T *)model->gathered, *mixed = (T *)model->mixed;
+    shared_product(model, layer->router, normed, size, rows, Widen<T>{model->shares, experts, experts});
+    for (int64_t row = 0; row < rows; row++) choose(model->shares + row * experts, model);
+    memset(mixed, 0, rows * size * sizeof(T));
+    for (int64_t expert = 0; expert < experts; expert++) {
+        int64_t count = 0;
+        for (int64_t row = 0; row < rows; row++)
+            if (model->shares[row * experts + expert] != -1.0f) model->chosen[count++] = row;
+        if (count == 0) continue;
+        for (int64_t n = 0; n < count; n++)
+            memcpy(gathered + n * size, normed + model->chosen[n] * size, size * sizeof(T));
+        mlp(model, layer->mlps[expert], gathered, count,
+            AddShare<T>{mixed, model->shares + expert, model->chosen, size, experts});
+    }
+    return mixed;
+}
+
+template <typename T> static void add_rows(const T *from, T *to, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store_some(to + i, load_some(to + i, count - i) + load_some(from + i, count - i), count - i);
+}
+
 template <typename T> static void finish(const Model *model, const Step *step, const Layer *layer, const T *attended) {
-    const int64_t size = model->hidden_size, inner_size = model->inner_size, seen_size = model->heads * model->head_dim;
-    T *normed = (T *)model->normed, *inner = (T *)model->inner;
+    const int64_t size = model->hidden_size, seen_size = model->heads * model->head_dim;
+    const T *normed = (const T *)model->normed;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = least(GROUP, step->tokens - first);
         T *hidden = (T *)step->hidden + first * size;
         const Add<T> residual = {hidden, size, size};
         shared_product(model, layer->o, attended + first * seen_size, seen_size, rows, residual);
         shared_norm(model, hidden, layer->post_norm, rows);
-        shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
-        shared_product(model, layer->down, inner, inner_size, rows, residual);
+        if (model->experts == 0) mlp(model, layer->mlps[0], normed, rows, residual);
+        else add_rows(mix_experts<T>(model, layer, rows), hidden, rows * size);
     }
 }
 
@@ -134,14 +210,13 @@ template <typename T> static void output(const Model *model, const Step *step, c
 }
 
 template <typename T> static void feed(const Model *model, const Step *step, const Layer *layer, T *out) {
-    const int64_t size = model->hidden_size, inner_size = model->inner_size;
-    T *normed = (T *)model->normed, *inner = (T *)model->inner;
+    const int64_t size = model->hidden_size;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = least(GROUP, step->tokens - first);
         const T *hidden = (const T *)step->hidden + first * size;
         shared_norm(model, hidden, layer->post_norm, rows);
-        shared_product(model, layer->gate_up, normed, size, rows, Gate<T>{inner, inner_size});
-        shared_product(model, layer->down, inner, inner_size, rows, Store<T>{out + first * size, size, size});
+        if (model->experts == 0) mlp(model, layer->mlps[0], (const T *)model->normed, rows, Store<T>{out + first * size, size, size});
+        else memcpy(out + first * size, mix_experts<T>(model, layer, rows), rows * size * sizeof(T));
     }
 }
 

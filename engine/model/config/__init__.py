@@ -1,147 +1,42 @@
 """Model configuration: reads a model folder's config.json into a `ModelConfig`. No torch.
 
-Owns the list of supported architectures and of rotary position settings, and the error messages about them. The forward
-pass never reads the JSON. Weights are checked by `engine.model.weights`.
+Owns the list of supported architectures and the error messages about them. The forward pass never reads the JSON.
+Weights are checked by `engine.model.weights`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonserve.engine.model.config.quantised_checkpoint import QuantisedCheckpoint, read_quantised_checkpoint
+from moonserve.engine.model.config.rope import RopeConfig, read_rope
 from moonserve.engine.model.model_folder import JsonFields, read_json
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import DTYPE_BYTES, KvLayout
 
-# -- rotary positions: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`
-
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-_DEFAULT_THETA = 10_000.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Configuration of the rotary position embedding; `engine.kernels.rope` computes it. Fields that a type does not
-    use keep their defaults."""
+class Experts:
+    """A mixture of experts in place of each layer's MLP: a router chooses `per_token` of `count` for every token."""
 
-    rope_type: str = "default"
-    theta: float = _DEFAULT_THETA
-    factor: float = 1.0
-    max_position_embeddings: int  # dynamic: length at which scaling begins
-    original_max_position_embeddings: int  # llama3, yarn: the context of pre-training
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # multiplies cos and sin; yarn
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-
-
-def read_rope(fields: JsonFields, *, max_position_embeddings: int) -> RopeConfig:
-    """Returns the rotary configuration of a config.json. Raises ConfigError for unsupported types, missing factors."""
-    given = _given(fields)
-    theta = fields.number("rope_theta", default=_DEFAULT_THETA)
-    if given is None:
-        return RopeConfig(
-            theta=theta,
-            max_position_embeddings=max_position_embeddings,
-            original_max_position_embeddings=max_position_embeddings,
-        )
-    rope_type = _rope_type(given)
-    _require_whole_heads(given, fields, rope_type)
-    # Like in transformers, the field outside of the rope settings has precedence.
-    name = "original_max_position_embeddings"
-    original = fields.optional_count(name) or given.count(name, default=max_position_embeddings)
-    factor = _factor(given, rope_type, max_position_embeddings / original)
-    return RopeConfig(
-        rope_type=rope_type,
-        theta=given.number("rope_theta", default=theta),
-        factor=factor,
-        max_position_embeddings=max_position_embeddings,
-        original_max_position_embeddings=original,
-        low_freq_factor=_llama3_factor(given, rope_type, "low_freq_factor", 1.0),
-        high_freq_factor=_llama3_factor(given, rope_type, "high_freq_factor", 4.0),
-        beta_fast=given.optional_number("beta_fast") or 32.0,
-        beta_slow=given.optional_number("beta_slow") or 1.0,
-        attention_factor=_attention_factor(given, rope_type, factor),
-        truncate=given.flag("truncate", default=True),
-    )
-
-
-def _given(fields: JsonFields) -> JsonFields | None:
-    """Returns the rope settings, from the older form unless it is empty. Raises ConfigError for settings per layer."""
-    for name in ("rope_scaling", "rope_parameters"):
-        given = fields.nested(name)
-        if given is not None and not given.is_empty:
-            per_layer = given.objects()
-            if per_layer:
-                raise given.error(f"a separate rope for each kind of layer ({', '.join(per_layer)}) is not supported")
-            return given
-    return None
-
-
-def _require_whole_heads(given: JsonFields, fields: JsonFields, rope_type: str) -> None:
-    """Raises ConfigError for a partial rotary factor, which only the default rope ignores (like transformers)."""
-    beside = fields.number("partial_rotary_factor", default=1.0)
-    part = given.number("partial_rotary_factor", default=beside)
-    if part != 1.0 and rope_type != "default":
-        raise given.error("partial_rotary_factor is not supported")
-
-
-def _rope_type(given: JsonFields) -> str:
-    rope_type = given.text("rope_type", default=given.text("type", default="default"))
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise given.error(f"rope type {rope_type!r} is not supported, only {', '.join(SUPPORTED_ROPE_TYPES)}")
-    return rope_type
-
-
-def _factor(given: JsonFields, rope_type: str, implied: float) -> float:
-    if rope_type == "default":
-        return 1.0
-    factor = given.number("factor", default=implied if rope_type == "yarn" else None)
-    if factor < 1.0:
-        raise given.error(f"factor must be at least 1, not {factor}")
-    return factor
-
-
-def _llama3_factor(given: JsonFields, rope_type: str, name: str, unused: float) -> float:
-    return given.number(name, default=None if rope_type == "llama3" else unused)
-
-
-def _attention_factor(given: JsonFields, rope_type: str, factor: float) -> float:
-    """Returns YaRN's temperature (section 3.4 of its paper), or DeepSeek's form of it with two mscale fields."""
-    if rope_type != "yarn":
-        return 1.0
-    explicit = given.optional_number("attention_factor")
-    if explicit is not None:
-        return explicit
-    mscale, mscale_all_dim = (
-        given.optional_number("mscale"),
-        given.optional_number("mscale_all_dim"),
-    )
-    if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-# -- the model
+    count: int
+    per_token: int
+    normalised: bool  # the weights of the chosen ones are divided by their sum
+    module: str  # name of the mixture in a checkpoint
+    projections: tuple[str, str, str]  # names of an expert's gate, up and down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Configuration of a Llama-type decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+    """Configuration of a Llama-type decoder: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP, or
+    several as experts."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the MLP, or of each expert
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -158,6 +53,7 @@ class ModelConfig:
     initializer_range: float
     dtype: str  # the checkpoint's, with float16 replaced by bfloat16
     eos_token_ids: tuple[int, ...]  # may be empty
+    experts: Experts | None = None
     quantised: QuantisedCheckpoint | None = None  # None: weights are plain
     # Digest of the config.json of a model that only transformers computes; empty for the own families.
     transformers_config: str = ""
@@ -177,7 +73,8 @@ class ModelConfig:
     @property
     def kv_identity(self) -> str:
         """Everything that KV depends on in addition to the weights and their shapes; part of the fingerprint."""
-        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|{self.transformers_config}"
+        experts = "" if self.experts is None else f"|{self.experts}"
+        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|{self.transformers_config}{experts}"
 
     def of_layers(self, layers: range) -> ModelConfig:
         """Returns the configuration of a pipeline stage that has only these layers, renumbered from 0."""
@@ -215,6 +112,8 @@ class _Family:
     biases: tuple[bool | str, bool | str, bool | str]  # of qkv, o, mlp; a string names the field that decides
     sliding_windows: Callable[[JsonFields, int], tuple[int | None, ...]]
     qk_norm: bool = False
+    experts: Callable[[JsonFields], Experts] | None = None
+    inner_size: str = "intermediate_size"  # field of the MLP's or an expert's inner size
     # Defaults of transformers for fields that config.json lacks.
     default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
     default_kv_heads: int | None = None  # None = num_attention_heads
@@ -247,11 +146,50 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
+def _experts(
+    fields: JsonFields,
+    count: int,
+    per_token: int,
+    *,
+    normalised: bool,
+    module: str,
+    projections: tuple[str, str, str],
+) -> Experts:
+    """`count`, `per_token`: defaults of transformers."""
+    found = Experts(
+        count=fields.optional_count("num_experts") or fields.count("num_local_experts", default=count),
+        per_token=fields.count("num_experts_per_tok", default=per_token),
+        normalised=normalised,
+        module=module,
+        projections=projections,
+    )
+    if found.per_token > found.count:
+        raise fields.error(f"num_experts_per_tok {found.per_token} is above the number of experts, {found.count}")
+    return found
+
+
+def _qwen_experts(fields: JsonFields) -> Experts:
+    normalised = fields.flag("norm_topk_prob", default=False)
+    projections = ("gate_proj", "up_proj", "down_proj")
+    return _experts(fields, 128, 8, normalised=normalised, module="mlp", projections=projections)
+
+
+def _mixtral_experts(fields: JsonFields) -> Experts:
+    return _experts(fields, 8, 2, normalised=True, module="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
 _FAMILIES = {
     "LlamaForCausalLM": _Family(("attention_bias", "attention_bias", "mlp_bias"), _no_window),
     "MistralForCausalLM": _Family(
         (False, False, False),
         _mistral_windows,
+        default_kv_heads=8,
+        default_positions=131_072,
+    ),
+    "MixtralForCausalLM": _Family(
+        (False, False, False),
+        lambda fields, num_layers: (fields.optional_count("sliding_window"),) * num_layers,
+        experts=_mixtral_experts,
         default_kv_heads=8,
         default_positions=131_072,
     ),
@@ -269,9 +207,26 @@ _FAMILIES = {
         default_kv_heads=32,
         default_positions=32_768,
     ),
+    "Qwen3MoeForCausalLM": _Family(
+        ("attention_bias", "attention_bias", False),
+        _qwen_windows,
+        qk_norm=True,
+        experts=_qwen_experts,
+        inner_size="moe_intermediate_size",
+        default_kv_heads=4,
+        default_positions=32_768,
+    ),
 }
 
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+
+def is_own_family(fields: JsonFields) -> bool:
+    """True if this package computes the model itself. Layers that have a plain MLP among mixtures are transformers'."""
+    families = [_FAMILIES[name] for name in fields.strings("architectures") or () if name in _FAMILIES]
+    if not families or families[0].experts is None:
+        return bool(families)
+    return fields.count("decoder_sparse_step", default=1) == 1 and not fields.token_ids("mlp_only_layers")
 
 
 def load_model_config(path: Path) -> ModelConfig:
@@ -296,7 +251,7 @@ def load_model_config(path: Path) -> ModelConfig:
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
+        intermediate_size=fields.count(family.inner_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, family, num_heads),
@@ -313,6 +268,7 @@ def load_model_config(path: Path) -> ModelConfig:
         initializer_range=fields.number("initializer_range", default=0.02),
         dtype=stored_dtype(fields),
         eos_token_ids=eos_token_ids(path, fields, vocab_size),
+        experts=None if family.experts is None else family.experts(fields),
         quantised=read_quantised_checkpoint(fields),
     )
 

@@ -20,7 +20,7 @@ from moonserve.protocol.request import SamplingParams
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 LISTED = re.findall(r"`([\w-]+)`[,.]", PAGE.read_text().partition("test_transformers_model.py")[2])
-OFTEN = {"deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "mixtral", "olmo2", "phi3", "qwen3_moe"}  # one of each kind
+OFTEN = {"deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "olmo2", "phi3", "qwen3_moe"}  # one of each kind
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16},
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
     **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "moe_intermediate_size": 48},
     **{"shared_expert_intermediate_size": 48, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 12},
-    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "decoder_sparse_step": 2},
 }
 PROMPTS = [[(7 * n + length) % 250 + 2 for n in range(length)] for length in (1, 17, 60)]
 

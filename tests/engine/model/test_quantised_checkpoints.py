@@ -168,19 +168,14 @@ def fused(exact: Tensors, layer: int, *names: str) -> torch.Tensor:
     return torch.cat([exact[f"model.layers.{layer}.{name}_proj.weight"] for name in names])
 
 
-MATRICES = {
-    "qkv": ("self_attn.q", "self_attn.k", "self_attn.v"),
-    "o": ("self_attn.o",),
-    "gate_up": ("mlp.gate", "mlp.up"),
-    "down": ("mlp.down",),
-}
+MATRICES = (("self_attn.q", "self_attn.k", "self_attn.v"), ("self_attn.o",), ("mlp.gate", "mlp.up"), ("mlp.down",))
 
 
 def assert_loaded(path: Path, exact: Tensors, tolerance: float = 0.0) -> None:
     weights = load_weights(path, load_model_config(path), torch.float32)
     for layer, own in enumerate(weights.layers):
-        for matrix, names in MATRICES.items():
-            torch.testing.assert_close(getattr(own, matrix), fused(exact, layer, *names), rtol=tolerance, atol=0)
+        for matrix, names in zip(own.projections, MATRICES, strict=True):
+            torch.testing.assert_close(matrix, fused(exact, layer, *names), rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -189,7 +184,7 @@ def test_codes_become_the_weights_that_they_stand_for(name: str, model: Path) ->
     exact = rewrite(model, layout.settings, layout.make)
     assert_loaded(model, exact)
     weights = load_weights(model, load_model_config(model), torch.float32, keeps_integers=True)
-    kept = [isinstance(getattr(own, matrix), QuantisedMatrix) for own in weights.layers for matrix in MATRICES]
+    kept = [isinstance(matrix, QuantisedMatrix) for own in weights.layers for matrix in own.projections]
     assert kept == [False, True, True, True, True, True, True, False], "a module that stays plain keeps others plain"
     assert replace(weights, layers=weights.layers[:1]).is_quantised, "also if q, k, v and the head are plain"
     prompts = [random_prompt(length, length) for length in (1, 40, 100)]
@@ -245,7 +240,7 @@ def test_fp8_becomes_plain_weights(settings: dict[str, Any], make: Callable[...,
     assert_loaded(model, exact, 1e-6)
     config = load_model_config(model)
     rounded = load_weights(model, config, torch.float32, keeps_integers=True, quantise="int4")
-    assert all(isinstance(getattr(own, matrix), QuantisedMatrix) for own in rounded.layers for matrix in MATRICES)
+    assert all(isinstance(matrix, QuantisedMatrix) for matrix in rounded.projections)
 
 
 def test_bytes_of_a_checkpoint_count_its_codes(model: Path) -> None:

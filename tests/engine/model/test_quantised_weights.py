@@ -15,7 +15,8 @@ from moonserve.engine.kernels.weight_packing import Compact
 from moonserve.engine.kv_cache.pool_size import weight_bytes
 from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.partition import split_into_shards, split_into_stages
-from moonserve.engine.model.weights import QUANTISED_FORMATS, load_weights
+from moonserve.engine.model.weights import load_weights
+from moonserve.engine.model.weights.layer_weights import QUANTISED_FORMATS
 from moonserve.engine.model.weights.quantised_matrix import QuantisedMatrix, WeightFormat, rounded
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.request import SamplingParams
@@ -69,12 +70,9 @@ def test_every_matrix_of_the_layers_and_the_head_is_rounded(quantise: str, tmp_p
     weights = load_weights(tmp_path, config, torch.float32, quantise=quantise)
     layer = weights.layers[1]
     prefix = "model.layers.1."
-    for found, names in (
-        (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        (layer.o, ("self_attn.o_proj",)),
-        (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
-        (layer.down, ("mlp.down_proj",)),
-    ):
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    fused = (qkv, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+    for found, names in zip(layer.projections, fused, strict=True):
         assert isinstance(found, torch.Tensor)
         assert torch.equal(found, torch.cat([expected[f"{prefix}{each}.weight"] for each in names]))
     assert torch.equal(weights.embedding, stored["model.embed_tokens.weight"])
@@ -92,7 +90,7 @@ def test_kv_of_quantised_weights_is_another_models(llama: Pair) -> None:
 
 
 def held_bytes(weights: Any) -> int:
-    matrices = [weights.lm_head, *(m for one in weights.layers for m in (one.qkv, one.o, one.gate_up, one.down))]
+    matrices = list(weights.projections)
     assert all(isinstance(matrix, QuantisedMatrix) for matrix in matrices)
     return sum(matrix.nbytes for matrix in matrices)
 
@@ -108,15 +106,15 @@ def test_weights_are_held_once_in_the_bytes_of_their_format(quantise: str, bits:
     assert 0.9 * expected < held_bytes(weights) <= expected, "and a few vectors"
     engine = Pair(tmp_path, None).engine(dtype="bfloat16", quantise=quantise, kernels="auto")  # type: ignore[arg-type]
     assert engine.kernels_name == "native", "no kernels beside them that need plain weights"
-    packed = engine._model._kernels._layers[0].matrices  # type: ignore[attr-defined]
-    assert not any(isinstance(matrix.panels, torch.Tensor | Compact) for matrix in packed)
+    packed = engine._model._kernels._layers[0]  # type: ignore[attr-defined]
+    assert not any(isinstance(each.panels, torch.Tensor | Compact) for each in (*packed.matrices[:2], *packed.owners))
 
 
 @pytest.mark.parametrize("quantise", NAMES)
 def test_threads_and_chunks_do_not_change_tokens(quantise: str, pairs: dict[str, Pair]) -> None:
     prompts = [random_prompt(length, length) for length in (1, 33, 150)]
-    alone = pairs["qwen3-biases"].engine(quantise=quantise, dtype="bfloat16", **NATIVE)
-    shared = pairs["qwen3-biases"].engine(quantise=quantise, dtype="bfloat16", num_threads=3, **NATIVE)
+    alone = pairs["qwen3-moe"].engine(quantise=quantise, dtype="bfloat16", **NATIVE)
+    shared = pairs["qwen3-moe"].engine(quantise=quantise, dtype="bfloat16", num_threads=3, **NATIVE)
     expected = tokens_of(alone, prompts, 12)
     assert tokens_of(shared, prompts, 12, chunk_size=7) == expected
     assert [tokens_of(shared, [prompt], 12)[0] for prompt in prompts] == expected
@@ -139,11 +137,11 @@ def test_ranks_and_stages_have_their_parts_of_the_model(quantise: str, tmp_path:
 
     whole, ranks = load(), [load(shard=shard) for shard in split_into_shards(config, 2)]
     assert torch.equal(torch.cat([rows_of(rank.lm_head) for rank in ranks]), rows_of(whole.lm_head))
-    gates = [rows_of(rank.layers[1].gate_up).chunk(2) for rank in ranks]
-    assert torch.equal(torch.cat([part[n] for n in (0, 1) for part in gates]), rows_of(whole.layers[1].gate_up))
-    words = [rank.layers[1].down.words for rank in ranks]
-    downs = [rows_of(rank.layers[1].down)[:, : words[0]] for rank in ranks]
-    assert torch.equal(torch.cat(downs, 1), rows_of(whole.layers[1].down)[:, : sum(words)])
+    gates = [rows_of(rank.layers[1].mlps[0].gate_up).chunk(2) for rank in ranks]
+    assert torch.equal(torch.cat([part[n] for n in (0, 1) for part in gates]), rows_of(whole.layers[1].mlps[0].gate_up))
+    words = [rank.layers[1].mlps[0].down.words for rank in ranks]
+    downs = [rows_of(rank.layers[1].mlps[0].down)[:, : words[0]] for rank in ranks]
+    assert torch.equal(torch.cat(downs, 1), rows_of(whole.layers[1].mlps[0].down)[:, : sum(words)])
     first, last = (load(stage=stage) for stage in split_into_stages(2, 2))
     assert torch.equal(rows_of(first.layers[0].qkv), rows_of(whole.layers[0].qkv))
     assert torch.equal(rows_of(last.layers[0].qkv), rows_of(whole.layers[1].qkv))

@@ -116,7 +116,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-biases-llama3", "qwen3-biases"])
+@pytest.mark.parametrize("variant", ["llama", "llama-biases-llama3", "qwen3-biases", "mixtral"])
 def test_shards_together_are_the_whole_model(variant: str, pairs: dict[str, Pair]) -> None:
     """Each row and column is on one rank, biases of summed products on the first. The digest is the whole model's."""
     path = pairs[variant].path
@@ -127,9 +127,11 @@ def test_shards_together_are_the_whole_model(variant: str, pairs: dict[str, Pair
     assert torch.equal(torch.cat([part.lm_head for part in parts]), whole.lm_head)
     for one, first, last in zip(whole.layers, parts[0].layers, parts[1].layers, strict=True):
         assert torch.equal(torch.cat([first.o, last.o], dim=1), one.o)
-        assert torch.equal(torch.cat([first.down, last.down], dim=1), one.down)
-        halves = [part.gate_up.chunk(2) for part in (first, last)]
-        ordered = [half[kind] for kind in (0, 1) for half in halves]
-        assert torch.equal(torch.cat(ordered), one.gate_up)
-        assert (last.o_bias, last.down_bias) == (None, None)
+        for own, left, right in zip(one.mlps, first.mlps, last.mlps, strict=True):
+            assert torch.equal(torch.cat([left.down, right.down], dim=1), own.down)
+            halves = [part.gate_up.chunk(2) for part in (left, right)]
+            ordered = [half[kind] for kind in (0, 1) for half in halves]
+            assert torch.equal(torch.cat(ordered), own.gate_up)
+            assert right.down_bias is None
+        assert last.o_bias is None
         assert (first.o_bias is None) == (one.o_bias is None)

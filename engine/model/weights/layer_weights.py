@@ -1,0 +1,250 @@
+"""Weights of one decoder layer: their places in memory, and the parts of stored tensors that go there.
+
+A stored tensor may fill part of a fused matrix, be quantised already, or be rounded while it is stored. A rank takes
+its rows and columns only. Knows the names and shapes of a layer's tensors, but no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.partition import Shard
+from moonserve.engine.model.weights.quantised_matrix import (
+    HugePages,
+    QuantisedMatrix,
+    QuantisedRows,
+    WeightFormat,
+    rounded,
+)
+from moonserve.engine.model.weights.stored_tensors import StoredTensor
+from moonserve.protocol.errors import ConfigError
+
+QUANTISED_FORMATS = {"int4": WeightFormat(4, 32), "int8": WeightFormat(8, 128)}
+"""Formats of `--quantize`."""
+HEAD_FORMAT = WeightFormat(8, 128)
+"""Format of a quantised head, whatever the format of the layers."""
+
+Projection = torch.Tensor | QuantisedMatrix
+"""Weights [out, in] of a product."""
+
+
+def plain(matrix: Projection) -> torch.Tensor:
+    """Returns weights that were loaded without `keeps_integers`."""
+    assert isinstance(matrix, torch.Tensor)
+    return matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """Weights of a gated MLP, or of one expert."""
+
+    gate_up: Projection  # gate rows, then up
+    gate_up_bias: torch.Tensor | None
+    down: Projection
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Weights of one decoder layer; matrices are [out, in]."""
+
+    input_norm: torch.Tensor
+    qkv: Projection  # q rows, then k, then v
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: norms of q and k, repeated per head
+    o: Projection
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    router: torch.Tensor | None  # [experts, hidden]; None: the layer has one MLP
+    mlps: Sequence[MlpWeights]  # of each expert
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        yield from (self.qkv, self.o)
+        for mlp in self.mlps:
+            yield from (mlp.gate_up, mlp.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Destination of a stored tensor of `shape`, or of a part of it."""
+
+    own: Projection
+    shape: list[int]
+    part: tuple[slice, ...] = ()
+    first: int = 0  # row of a quantised matrix
+    format: WeightFormat | None = None  # to which weights are rounded
+
+    def fill(self, stored: torch.Tensor | QuantisedRows) -> None:
+        if isinstance(stored, QuantisedRows):
+            self._fill_from_codes(stored)
+            return
+        part = stored[self.part]
+        if isinstance(self.own, QuantisedMatrix):
+            self.own.round_and_store(self.first, part)
+        elif not self.own.is_meta:  # of another stage
+            self.own.copy_(part if self.format is None else rounded(part, self.format))
+
+    def _fill_from_codes(self, stored: QuantisedRows) -> None:
+        rows, columns = (*self.part, slice(None), slice(None))[:2]
+        part = stored.part(rows, columns)
+        if isinstance(self.own, QuantisedMatrix):
+            self.own.store(self.first, part)
+        elif not self.own.is_meta:
+            for start, some in part.chunks():
+                self.own[start : start + len(some.codes)] = some.dequantised()
+
+
+Places = dict[str, list[Destination]]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Format of a model's weights in memory."""
+
+    dtype: torch.dtype
+    quantise: str  # a `--quantize` value
+    memory: HugePages | None  # of quantised matrices; None: their weights are rounded and then kept in `dtype`
+    stored: Mapping[str, StoredTensor]  # of the checkpoint
+
+    def format_of(self, *names: str) -> WeightFormat | None:
+        """Returns the format of a matrix in memory; a fused one is plain unless its parts are stored in one format."""
+        found = {self.stored[name].format if name in self.stored else None for name in names}
+        stored = found.pop() if len(found) == 1 else None
+        return stored or QUANTISED_FORMATS.get(self.quantise)
+
+    def head_format(self, name: str) -> WeightFormat | None:
+        stored = self.stored[name].format if name in self.stored else None
+        return stored or (HEAD_FORMAT if self.quantise in QUANTISED_FORMATS else None)
+
+    def vector(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
+    def matrix(self, outputs: int, inputs: int, format: WeightFormat | None, *, pairs: bool = False) -> Projection:
+        if format is None or self.memory is None:
+            return torch.empty(outputs, inputs, dtype=self.dtype)
+        return QuantisedMatrix(outputs, inputs, format, self.memory, pairs=pairs)
+
+    @property
+    def identity(self) -> str:
+        """Everything about the rounding that KV depends on; empty if there is none."""
+        format = QUANTISED_FORMATS.get(self.quantise)
+        return "" if format is None else f"|{format}|{HEAD_FORMAT}"
+
+
+def _rows_of(matrix: Projection, first: int, count: int) -> Projection:
+    """Returns the rows of a plain matrix, or the whole quantised one, which is filled by row numbers."""
+    return matrix if isinstance(matrix, QuantisedMatrix) else matrix[first : first + count]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Range of one dimension of a stored tensor that is loaded."""
+
+    size: int
+    own: range
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.own.start, self.own.stop)
+
+
+def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Places, shard: Shard) -> LayerWeights:
+    def vector(name: str, size: int) -> torch.Tensor:
+        tensor = storage.vector(size)
+        places[f"model.layers.{layer}.{name}"] = [Destination(tensor, [size])]
+        return tensor
+
+    def cut(name: str, outputs: int, columns: _Part) -> Projection:
+        format = storage.format_of(f"model.layers.{layer}.{name}")
+        if format is not None and any(
+            end % format.group for end in (columns.own.start, columns.own.stop % columns.size)
+        ):
+            raise ConfigError(
+                f"groups of {format.group} weights do not divide the {len(columns.own)} columns of {name} that each of "
+                f"{shard.size} ranks has: choose fewer ranks"
+            )
+        matrix = storage.matrix(outputs, len(columns.own), format)
+        part = (slice(None), columns.slice)
+        places[f"model.layers.{layer}.{name}"] = [Destination(matrix, [outputs, columns.size], part, format=format)]
+        return matrix
+
+    def fused_bias(module: str, names: Sequence[str], rows: Sequence[_Part]) -> torch.Tensor:
+        sizes = [len(part.own) for part in rows]
+        tensor = storage.vector(sum(sizes))
+        for name, part, view in zip(names, rows, torch.split(tensor, sizes), strict=True):
+            places[f"model.layers.{layer}.{module}.{name}.bias"] = [Destination(view, [part.size], (part.slice,))]
+        return tensor
+
+    def fused(
+        module: str, names: Sequence[str], rows: Sequence[_Part], inputs: int, *, pairs: bool = False
+    ) -> Projection:
+        sizes = [len(part.own) for part in rows]
+        format = storage.format_of(*(f"model.layers.{layer}.{module}.{name}.weight" for name in names))
+        matrix = storage.matrix(sum(sizes), inputs, format, pairs=pairs)
+        for name, part, first in zip(names, rows, (0, *accumulate(sizes)), strict=False):
+            own = _rows_of(matrix, first, len(part.own))
+            place = Destination(own, [part.size, inputs], (part.slice,), first, format)
+            places[f"model.layers.{layer}.{module}.{name}.weight"] = [place]
+        return matrix
+
+    def once(bias: torch.Tensor) -> torch.Tensor | None:
+        # The product is summed over ranks, so only one of them may add the bias.
+        return bias if shard.is_first else None
+
+    hidden, inner = config.hidden_size, _Part(config.intermediate_size, shard.inner)
+    q_rows = _of_heads(config, config.num_heads, shard.heads)
+    kv_rows = _of_heads(config, config.num_kv_heads, shard.kv_heads)
+    qkv = ("self_attn", ("q_proj", "k_proj", "v_proj"))
+    qkv_rows = (q_rows, kv_rows, kv_rows)
+
+    def mlp(module: str, gate: str, up: str, down: str) -> MlpWeights:
+        return MlpWeights(
+            gate_up=fused(module, (gate, up), (inner, inner), hidden, pairs=True),
+            gate_up_bias=fused_bias(module, (gate, up), (inner, inner)) if config.mlp_bias else None,
+            down=cut(f"{module}.{down}.weight", hidden, inner),
+            down_bias=once(vector(f"{module}.{down}.bias", hidden)) if config.mlp_bias else None,
+        )
+
+    def router(name: str, count: int) -> torch.Tensor:
+        tensor = storage.vector(count, hidden)
+        places[f"model.layers.{layer}.{name}"] = [Destination(tensor, [count, hidden])]
+        return tensor
+
+    experts = config.experts
+    if experts is None:
+        mlps = [mlp("mlp", "gate_proj", "up_proj", "down_proj")]
+    else:
+        mlps = [mlp(f"{experts.module}.experts.{number}", *experts.projections) for number in range(experts.count)]
+    return LayerWeights(
+        input_norm=vector("input_layernorm.weight", hidden),
+        qkv=fused(*qkv, qkv_rows, hidden),
+        qkv_bias=fused_bias(*qkv, qkv_rows) if config.qkv_bias else None,
+        qk_norm=_allocate_qk_norm(config, storage.dtype, layer, places, shard) if config.qk_norm else None,
+        o=cut("self_attn.o_proj.weight", hidden, q_rows),
+        o_bias=once(vector("self_attn.o_proj.bias", hidden)) if config.o_bias else None,
+        post_norm=vector("post_attention_layernorm.weight", hidden),
+        router=None if experts is None else router(f"{experts.module}.gate.weight", experts.count),
+        mlps=mlps,
+    )
+
+
+def _of_heads(config: ModelConfig, count: int, own: range) -> _Part:
+    """Returns the rows of heads `own` in a projection to `count` heads."""
+    dim = config.head_dim
+    return _Part(count * dim, range(own.start * dim, own.stop * dim))
+
+
+def _allocate_qk_norm(
+    config: ModelConfig, dtype: torch.dtype, layer: int, places: Places, shard: Shard
+) -> torch.Tensor:
+    tensor = torch.empty(len(shard.heads) + len(shard.kv_heads), config.head_dim, dtype=dtype)
+    rows = [Destination(row, [config.head_dim]) for row in tensor.unbind(0)]
+    places[f"model.layers.{layer}.self_attn.q_norm.weight"] = rows[: len(shard.heads)]
+    places[f"model.layers.{layer}.self_attn.k_norm.weight"] = rows[len(shard.heads) :]
+    return tensor
