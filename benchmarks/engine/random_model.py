@@ -37,20 +37,28 @@ def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
         "self_attn.o_proj": (hidden, queries),
         "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }
+    experts = config.get("num_experts", 0)
+    inner = config["moe_intermediate_size" if experts else "intermediate_size"]
+    for mlp in [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]:
+        layer |= {
+            f"{mlp}.gate_proj": (inner, hidden),
+            f"{mlp}.up_proj": (inner, hidden),
+            f"{mlp}.down_proj": (hidden, inner),
+        }
+    if experts:
+        norm = (config["head_dim"],)
+        layer |= {"mlp.gate": (experts, hidden), "self_attn.q_norm": norm, "self_attn.k_norm": norm}
     layers = {
         f"model.layers.{number}.{name}.weight": shape
         for number in range(config["num_hidden_layers"])

@@ -69,13 +69,17 @@ def _time_several(library: ctypes.CDLL, address: int, cores: Sequence[int]) -> f
 def decode_step_bytes(folder: Path, dtype: str, shape: Shape) -> int:
     """Returns the bytes of weights and KV that a decode step reads; unused rows of the embedding do not count."""
     config = load_model_config(folder)
-    return DTYPE_BYTES[dtype] * (_weights(config) + shape.batch * shape.context * _kv(config))
+    return DTYPE_BYTES[dtype] * (_weights(config, shape.batch) + shape.batch * shape.context * _kv(config))
 
 
-def _weights(config: ModelConfig) -> int:
+def _weights(config: ModelConfig, batch: int) -> int:
     hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
     attention = hidden * (heads + config.num_heads) * config.head_dim
-    layer = attention + 3 * hidden * config.intermediate_size
+    mlps: float = 1
+    if config.experts is not None:  # those that are expected to be chosen by some of the sequences
+        unused = (1 - config.experts.per_token / config.experts.count) ** batch
+        mlps = config.experts.count * (1 - unused)
+    layer = attention + int(3 * hidden * config.intermediate_size * mlps)
     return config.num_layers * layer + config.vocab_size * hidden
 
 

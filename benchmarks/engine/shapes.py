@@ -1,6 +1,7 @@
 """Models, dtypes, batches, contexts and prompts to measure. Every contestant imports it: standard library only.
 
-The models beside the demo model are Llamas with random weights. 110M is the one of the published comparison.
+The models beside the demo model are Llamas with random weights, and MoE, a mixture of experts. 110M is the one of the
+published comparison.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DEMO_FOLDER = Path(__file__).parent.parent.parent / "models" / "demo"
-MODELS = ("demo", "110M", "1B")
+MODELS = ("demo", "110M", "1B", "MoE")
 DTYPES = ("bfloat16", "float32")
 BATCHES = (1, 8, 32)
 CONTEXTS = (512, 2048)
@@ -47,8 +48,22 @@ RANDOM: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+    "MoE": SMALL
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 384,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
 }
-"""The config.json of each model with random weights; 1B has the shapes of Llama 3.2."""
+"""The config.json of each model with random weights; 1B has the shapes of Llama 3.2. MoE is in the shape of Qwen3-MoE,
+with a billion weights, of which a token uses a fifth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

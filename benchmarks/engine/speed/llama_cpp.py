@@ -28,7 +28,8 @@ from benchmarks.engine.speed.contestant import ContestantConfig, StepTimer, Step
 
 # The model as a GGUF file, without a vocabulary, because only token ids are exchanged. llama.cpp applies rotary
 # positions to neighbouring elements, Hugging Face to the two halves of a head. So the rows of the query and key weights
-# are permuted (`permute` in llama.cpp's convert_hf_to_gguf.py).
+# are permuted (`permute` in llama.cpp's convert_hf_to_gguf.py), but not those of Qwen, whose halves it knows. A layer's
+# experts are one tensor.
 
 KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32}
 Floats = npt.NDArray[np.float32]
@@ -46,14 +47,18 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
+_ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def _write_gguf(folder: Path, path: Path, kind: str) -> None:
     """Writes the model to `path`. Norms stay in float32, as llama.cpp requires."""
     config = json.loads((folder / "config.json").read_text())
     unfinished = path.with_suffix(".unfinished")
-    writer = GGUFWriter(unfinished, "llama")
+    writer = GGUFWriter(unfinished, _ARCHITECTURES[config["model_type"]])
     _describe(writer, config)
     for name, weight in _gguf_weights(folder, config):
         wanted = KINDS[kind] if weight.ndim > 1 else Kind.F32
@@ -71,6 +76,10 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
@@ -84,6 +93,9 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 def _gguf_weights(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Floats]]:
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if config["model_type"] != "llama":
+        heads = {}
+    experts: dict[str, dict[int, Floats]] = {}
     for stored, tensor in load_file(folder / "model.safetensors").items():
         weight: Floats = tensor.float().numpy()
         name = stored.removesuffix(".weight")
@@ -91,6 +103,15 @@ def _gguf_weights(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, F
             yield f"{_NAMES[name]}.weight", weight
             continue
         layer, own = name.removeprefix("model.layers.").split(".", 1)
+        if own.startswith("mlp.experts."):
+            number, projection = own.removeprefix("mlp.experts.").split(".")
+            joined = f"blk.{layer}.{_NAMES[f'mlp.{projection}']}_exps.weight"
+            parts = experts.setdefault(joined, {})
+            parts[int(number)] = weight
+            if len(parts) == config["num_experts"]:
+                yield joined, np.stack([parts[n] for n in sorted(parts)])
+                del experts[joined]
+            continue
         kind = _NAMES[own]
         if kind in heads:
             weight = _interleave(weight, heads[kind])
