@@ -3,12 +3,9 @@
 import asyncio
 from typing import Any
 
-import pytest
-
 from benchmarks.conductor import admission, conditional_disaggregation, placement_policies
 from benchmarks.conductor.placement_policies import as_page
 from benchmarks.serving.coupled import cluster_of
-from benchmarks.store import replication
 from moonserve.conductor.placement.policies.least_added_delay import Weights
 from moonserve.protocol.step_time import CHUNK_SHARE
 from moonserve.traces.client import StreamClient
@@ -67,15 +64,6 @@ def test_policies_are_compared_at_algorithm_1s_best_threshold_and_terms_can_be_l
     ablated: dict[str, Any] = {"trace": "t", "speedup": 2.0, "requests": 60}
     ablations = dict.fromkeys(placement_policies.ABLATIONS, whole)
     assert "conversation (published)" in as_page({"rows": [row], "ablations": ablations, "ablated": ablated})
-
-
-def test_reads_of_hot_prefixes_take_less_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    assert replication.main(["--reads", "300"]) == 0
-    _, _, *lines = capsys.readouterr().out.strip().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    for off, heat in zip(rows[::2], rows[1::2], strict=True):
-        assert (off[1], off[-1], heat[1]) == ("off", "0", "heat")
-        assert float(heat[2]) < float(off[2])
 
 
 def test_the_coupled_side_of_the_live_comparison_serves_and_shares_prefixes() -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import attention, block_pool, prefix
+from benchmarks.engine import attention
 from benchmarks.engine.lookahead.__main__ import POLICIES, Load, as_table, dominates, replay, verdict
 from benchmarks.engine.lookahead.requests import SYNTHETIC, synthetic_requests
 from benchmarks.engine.shapes import DEMO_FOLDER, Shape, prompt_tokens
 from benchmarks.engine.speed.contest import ContestantProcess, measure_shape
 from benchmarks.engine.speed.contestant import NATIVE, TORCH, TRANSFORMERS, ContestantConfig
-from benchmarks.worker import store_write_policy
-from moonserve.traces.format import TOKENS_PER_HASH, TraceRecord
 
 
 def test_attention_is_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,48 +27,12 @@ def test_attention_is_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> 
         assert f"| {row['work']} | bfloat16 |" in attention.report(result)
 
 
-def test_the_block_pool_is_measured_in_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_pool, "CALLS", 600)
-    row = block_pool.measure(250, rounds=2)
-    assert all(row[column] >= 0 for columns in block_pool.TABLES.values() for column in columns)
-    assert len(block_pool.bars(row)) == 5
-
-
 def test_allocators_are_replayed_and_lookahead_dominates() -> None:
     """Lookahead preempts less than on-demand and has more throughput than worst-case allocation, in virtual time."""
     load = Load("chat", synthetic_requests(SYNTHETIC["chat"], 300, 1e9, seed=7), 100_000)
     rows = {name: replay(load, make()) for name, make in POLICIES.items()}
     assert dominates(rows), verdict(rows)
     assert len(as_table(list(rows.items())).splitlines()) == 2 + len(POLICIES)
-
-
-def test_both_prefix_indices_keep_the_same_blocks_through_a_round() -> None:
-    left = []
-    for make_index in prefix.INDICES.values():
-        load = prefix.Load(20_000, make_index)
-        assert all(getattr(load, figure)() >= 0 for figure in prefix.FIGURES)
-        load.pool.validate()
-        left.append(set(load.pool.keys()))
-    assert left[0] == left[1]
-
-
-def test_a_store_with_all_blocks_serves_misses_and_an_empty_store_none() -> None:
-    """Two prompts of ten blocks alternate, and a device holds one of them: a store with all blocks serves the rest."""
-    records = [
-        TraceRecord(
-            arrived_s=float(n),
-            input_length=TOKENS_PER_HASH * 10,
-            output_length=1,
-            hash_ids=tuple(range(100 * (n % 2), 100 * (n % 2) + 10)),
-        )
-        for n in range(40)
-    ]
-    rules = {rule.name: rule for rule in store_write_policy.WRITE_POLICIES}
-    device = 10 * TOKENS_PER_HASH / 1e6
-    nothing = store_write_policy.simulate(records, rules["none"], device, 1.0)
-    everything = store_write_policy.simulate(records, rules["all"], device, 1.0)
-    assert (nothing["written"], nothing["hit_ratio"]) == (0, nothing["of_device"])
-    assert (everything["written"], everything["hit_ratio"]) == (20 / 400, 380 / 400)
 
 
 def test_contestants_take_turns_in_processes_and_give_the_same_tokens(tmp_path: Path) -> None:

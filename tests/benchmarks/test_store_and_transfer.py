@@ -1,29 +1,19 @@
 """Tests of the benchmarks of store and transfer engine at a tiny size: each part runs to its table and its bars."""
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.store import growth_blocks, hit_ratio, restart
-from benchmarks.store.report import blocks_report, metadata_bars, restart_report
+from benchmarks.store import restart
+from benchmarks.store.report import restart_report
 from benchmarks.transfer import contest
 from benchmarks.transfer.contest import Placement
 from benchmarks.transfer.contestant import Contestant
 from benchmarks.transfer.workload import POOL_BYTES, SIZES, differing_blocks, pattern, throughput
-from moonserve.kvstore.state import eviction
 
 MIB = 1 << 20
-
-
-def test_growth_measures_time_and_memory_of_a_new_process() -> None:
-    points = growth_blocks.measure([(3_200, "lru"), (16, "nobody")])
-    assert 20 < points[0]["metadata_bytes"] < 1_000
-    assert "3,200" in blocks_report(points)
-    assert "invalid choice" in blocks_report(points)  # the row of a failed point has its error
-    assert metadata_bars(points)[0]["met"] is not None
 
 
 def test_a_restarted_node_has_all_values_and_the_same_hit_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,20 +24,6 @@ def test_a_restarted_node_has_all_values_and_the_same_hit_rate(tmp_path: Path, m
     assert all(bar["met"] is not False for bar in bars)
     assert "30 / 30 / 0" in restart_report(part)
     assert not list(tmp_path.iterdir())
-
-
-def test_hit_ratios_are_printed_and_written_for_every_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = {"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]}
-    trace, result = tmp_path / "trace.jsonl", tmp_path / "result.json"
-    trace.write_text((json.dumps(line) + "\n") * 2)
-    arguments = [str(trace), "--capacities", "2048", "--json", str(result), "--full-blocks"]
-    monkeypatch.setattr(sys, "argv", ["store_hit_ratio", *arguments])
-    assert hit_ratio.main() == 0
-    assert "| lru | 0.500 (0.500) |" in capsys.readouterr().out
-    points = json.loads(result.read_text())["points"]
-    assert {point["policy"] for point in points} == {*eviction.POLICY_NAMES, "belady", "unlimited"}
 
 
 LOAD = throughput("read", *SIZES["1 MiB"])
