@@ -1,4 +1,4 @@
-"""Loads a checkpoint from safetensors files, sharded or not, into the fused matrices of the forward pass.
+"""Loads a checkpoint from safetensors files, sharded or not, or a GGUF file, into the fused matrices of the forward pass.
 
 Owns tensor names and shapes, and the digest of the stored bytes and of the configuration that determines KV. Names and
 shapes are checked against the file headers before any tensor is read, so a wrong folder is refused at once with a list
@@ -26,6 +26,7 @@ from moonserve.engine.model.weights.quantised_matrix import (
     QuantisedMatrix,
     QuantisedRows,
     WeightFormat,
+    common_format,
     rounded,
 )
 from moonserve.engine.model.weights.stored_tensors import StoredTensor, stored_tensors
@@ -132,10 +133,9 @@ class _Storage:
     stored: Mapping[str, StoredTensor]  # of the checkpoint
 
     def format_of(self, *names: str) -> WeightFormat | None:
-        """Returns the format of a matrix in memory; a fused one is plain unless its parts are stored in one format."""
-        found = {self.stored[name].format if name in self.stored else None for name in names}
-        stored = found.pop() if len(found) == 1 else None
-        return stored or QUANTISED_FORMATS.get(self.quantise)
+        """Returns the format of a matrix in memory; a fused one is plain unless one format holds all its parts."""
+        found = [self.stored[name].format if name in self.stored else None for name in names]
+        return common_format(found) or QUANTISED_FORMATS.get(self.quantise)
 
     def head_format(self, name: str) -> WeightFormat | None:
         stored = self.stored[name].format if name in self.stored else None
@@ -186,7 +186,7 @@ def load_weights(
         raise ConfigError(f"--quantize {quantise}: the weights are quantised by {checkpoint.method} already")
     memory = HugePages() if keeps_integers else None
     with ExitStack() as stack:
-        files = dict(sorted(open_tensors(path, stack))) if load_format == "auto" else {}
+        files = dict(sorted(open_tensors(path, stack, checkpoint))) if load_format == "auto" else {}
         headers = {name: file.get_slice(name) for name, file in files.items()}
         shapes = {name: header.get_shape() for name, header in headers.items()}
         stored = stored_tensors(shapes, {name: header.get_dtype() for name, header in headers.items()}, checkpoint)

@@ -1,0 +1,269 @@
+"""Makes the model folder of a GGUF file: config.json, generation_config.json and the tokenizer with its chat template.
+
+The folder lies in the machine's cache and names the file, which keeps the weights (`engine.model.weights.gguf_file`).
+transformers converts the configuration and the tokenizer; this module adds what it leaves out. Files with other
+architectures, tensor types or rotary positions are refused before a weight is read. No torch; transformers and gguf are
+imported when a file is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.process.machine import cache_folder
+
+_VERSION = 1
+"""Changes whenever this module writes something else into the folder of the same file."""
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3_POSITIONS = 8192  # of the pre-training of Llama 3
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFormat:
+    """Format in memory of a quantised tensor type."""
+
+    bits: int
+    group: int
+    has_mins: bool = False
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.bits + (32 if self.has_mins else 16) / self.group
+
+
+WEIGHT_FORMATS = {
+    "F32": None,
+    "F16": None,
+    "BF16": None,
+    "Q8_0": GgufFormat(8, 32),
+    "Q4_0": GgufFormat(4, 32),
+    "Q4_K": GgufFormat(4, 32, has_mins=True),
+    "Q6_K": GgufFormat(8, 16),
+}
+"""Tensor types that are read; None: plain weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata and tensors of a supported GGUF file. The tensors are mapped, not read."""
+
+    path: Path
+    fields: dict[str, Any]  # of gguf.GGUFReader
+    tensors: dict[str, Any]  # gguf.ReaderTensor by the name of the Hugging Face model
+    rope_factors: Any | None  # [head_dim / 2] float32: divisors of the rotary frequencies
+
+    @classmethod
+    def read(cls, path: Path) -> GgufHeader:
+        """Opens a file. Raises ConfigError, which says what would work."""
+        from gguf import GGUFReader
+
+        try:
+            reader = GGUFReader(path, "c")  # torch warns of memory that cannot be written
+        except Exception as error:  # of the operating system and of a reader that trusts the file
+            raise ConfigError(f"{path} cannot be read as GGUF: {type(error).__name__}: {error}") from error
+        own = cls(
+            path,
+            dict(reader.fields),
+            {_hugging_face(each.name): each for each in reader.tensors if each.name != _ROPE_FACTORS},
+            next((each.data for each in reader.tensors if each.name == _ROPE_FACTORS), None),
+        )
+        own._require_support()
+        return own
+
+    def _require_support(self) -> None:
+        if self.architecture not in _ARCHITECTURES:
+            raise self.error(
+                f"unsupported architecture: {self.architecture}; supported in GGUF are {', '.join(_ARCHITECTURES)}; "
+                "serve another model from its Hugging Face folder"
+            )
+        if (self.get("split.count") or 1) > 1:
+            raise self.error("the model is split into several files: merge them with `llama-gguf-split --merge`")
+        found = {
+            each.tensor_type.name
+            for each in self.tensors.values()
+            if each.tensor_type.name not in WEIGHT_FORMATS
+            or (len(each.shape) != 2 and WEIGHT_FORMATS[each.tensor_type.name] is not None)
+        }
+        if found:
+            raise self.error(
+                f"tensors in {', '.join(sorted(found))} are not supported, only {', '.join(WEIGHT_FORMATS)}: use a "
+                "file in Q4_K_M, Q8_0 or BF16, or the model's Hugging Face folder with --quantize"
+            )
+
+    def error(self, complaint: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {complaint}")
+
+    def get(self, name: str) -> Any:
+        """Returns a field of the metadata, or None if it is absent."""
+        field = self.fields.get(name)
+        return None if field is None else field.contents()
+
+    def of_architecture(self, name: str) -> Any:
+        return self.get(f"{self.architecture}.{name}")
+
+    @property
+    def architecture(self) -> str:
+        return str(self.get("general.architecture"))
+
+    def interleaved_heads(self, name: str) -> int | None:
+        """Returns the number of heads of a tensor whose rows llama.cpp reordered; None: it did not."""
+        if self.architecture != "llama" or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            return None
+        heads = self.of_architecture("attention.head_count")
+        is_query = name.rpartition(".")[0].endswith("q_proj")
+        return int(heads if is_query else self.of_architecture("attention.head_count_kv") or heads)
+
+    def bits_per_weight(self, names: Iterable[str]) -> float | None:
+        """Returns the mean bits in memory of matrices; None: all are plain. A fused matrix of several formats takes
+        more."""
+        found = [(int(self.tensors[name].n_elements), self.tensors[name].tensor_type.name) for name in names]
+        formats = [(size, WEIGHT_FORMATS[type]) for size, type in found]
+        if all(format is None for _, format in formats):
+            return None
+        bits = sum(size * (16 if format is None else format.bits_per_weight) for size, format in formats)
+        return bits / sum(size for size, _ in formats)
+
+
+def _hugging_face(name: str) -> str:
+    """Returns the Hugging Face name of a tensor, or the same name for one that the own families lack."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] not in _MODULES:
+        return name
+    return f"{'' if match[1] is None else f'model.layers.{match[1]}.'}{_MODULES[match[2]]}.{match[3]}"
+
+
+def gguf_folder(path: Path) -> Path:
+    """Returns the folder of a GGUF file as it is now, made by the first call. Raises ConfigError."""
+    try:
+        path = path.resolve()
+        status = path.stat()
+        identity = f"{_VERSION}|{path}|{status.st_size}|{status.st_mtime_ns}"
+        digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+        folder = cache_folder(os.environ, Path.home()) / "gguf" / f"{path.stem}-{digest}"
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=folder.parent) as temporary:
+                made = Path(temporary) / "model"
+                _write(GgufHeader.read(path), made)
+                _publish(made, folder)
+    except OSError as error:
+        raise ConfigError(f"the model folder of {path} cannot be made: {error}") from error
+    return folder
+
+
+def _publish(made: Path, folder: Path) -> None:
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise
+
+
+def _write(header: GgufHeader, folder: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    rope = _rope(header)
+    source, name = str(header.path.parent), header.path.name
+    try:
+        fields = AutoConfig.from_pretrained(source, gguf_file=name).to_dict()
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+    except Exception as error:  # of many converters
+        raise header.error(f"transformers cannot convert it: {type(error).__name__}: {error}") from error
+    tokenizer.save_pretrained(folder)
+    fields |= _own_fields(header, rope)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    ends = [header.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    generation = {"eos_token_id": [each for each in dict.fromkeys(ends) if each is not None]}
+    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+
+
+def _own_fields(header: GgufHeader, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of config.json that transformers leaves out or takes from defaults."""
+    heads, hidden = header.of_architecture("attention.head_count"), header.of_architecture("embedding_length")
+    matrices = [name for name in header.tensors if name.endswith("_proj.weight")]
+    is_tied = "lm_head.weight" not in header.tensors
+    head = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+    if not matrices or head not in header.tensors:
+        raise header.error("the file has no weights of a decoder")
+    bits, types = header.bits_per_weight(matrices), {header.tensors[name].tensor_type.name for name in matrices}
+    quantised = {"quant_method": "gguf", "file": str(header.path), "bits_per_weight": bits}
+    return {
+        "architectures": [_ARCHITECTURES[header.architecture]],
+        "head_dim": header.of_architecture("attention.key_length") or hidden // heads,
+        "vocab_size": int(header.tensors["model.embed_tokens.weight"].shape[1]),
+        "tie_word_embeddings": is_tied,
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in header.tensors,
+        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in header.tensors,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "dtype": "float32" if types == {"F32"} else "bfloat16",
+        "bos_token_id": header.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": header.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": header.get("tokenizer.ggml.padding_token_id"),
+        "quantization_config": quantised | {"head_bits": header.bits_per_weight([head])},
+    }
+
+
+def _rope(header: GgufHeader) -> dict[str, Any]:
+    """Returns the rotary settings. Raises ConfigError for other kinds than linear, YaRN and Llama 3's."""
+    theta = float(header.of_architecture("rope.freq_base") or 10_000.0)
+    kind = header.of_architecture("rope.scaling.type") or "none"
+    original = header.of_architecture("rope.scaling.original_context_length")
+    settings: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    if kind in ("linear", "yarn"):
+        settings |= {"rope_type": kind, "factor": float(header.of_architecture("rope.scaling.factor") or 1.0)}
+        if kind == "yarn" and original:
+            settings["original_max_position_embeddings"] = int(original)
+    elif kind != "none":
+        raise header.error(f"rotary positions scaled by {kind!r} are not supported, only by linear and yarn")
+    if header.rope_factors is not None:
+        return settings | _llama3(header, theta, int(original or _LLAMA3_POSITIONS))
+    return settings
+
+
+def _llama3(header: GgufHeader, theta: float, original: int) -> dict[str, Any]:
+    """Returns Llama 3's settings, of which the file has only the divisors of the frequencies. Raises ConfigError if
+    other settings made these."""
+    assert header.rope_factors is not None
+    divisors = [float(each) for each in header.rope_factors]
+    factor, low, high = round(max(divisors), 3), 1.0, 4.0
+    for place, divisor in enumerate(divisors):
+        turns = original * theta ** (-place / len(divisors)) / (2 * math.pi)
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        if not math.isclose(divisor, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-3):
+            raise header.error(f"the rotary factors in {_ROPE_FACTORS} are not those of Llama 3")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
