@@ -39,7 +39,7 @@ def model_folder(config: ServeConfig, *, is_one_host: bool = True) -> Path:
             _require_memory(config, model, available_memory_bytes())
 
     if config.engine != "moonserve" and (config.model or "").endswith(GGUF):
-        raise ConfigError(f"--engine {config.engine} takes a model's folder or hub name; {GGUF} files need moonserve's own")
+        raise ConfigError(f"{GGUF} files are served by moonserve's own engine only, not with --engine {config.engine}")
     return resolve_model(config.model or str(demo_model_path()), judge)
 
 

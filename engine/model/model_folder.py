@@ -19,9 +19,10 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
 
 
 def resolve_model(name_or_path: str, judge: Callable[[Path], object] = lambda folder: None) -> Path:
-    """Returns the folder of a model: `name_or_path` itself if it is a folder, one made of the metadata if it is a GGUF
-    file, otherwise the hub repository `organisation/name`, downloaded or taken from the hub's cache. `judge` gets the folder once config.json is in it,
-    before weights are downloaded, and raises ConfigError for a model that cannot be served. Raises ConfigError."""
+    """Returns the folder of a model: `name_or_path` itself if it is a folder, one made of its metadata if it is a GGUF
+    file, otherwise the hub repository `organisation/name`, downloaded or taken from the hub's cache. `judge` gets the
+    folder once config.json is in it, before weights are downloaded, and raises ConfigError for a model that cannot be
+    served. Raises ConfigError."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         judge(path)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint from safetensors files, sharded or not, or a GGUF file, into the fused matrices of the forward pass.
+"""Loads a checkpoint from safetensors files or a GGUF file into the fused matrices of the forward pass.
 
 Owns tensor names and shapes, and the digest of the stored bytes and of the configuration that determines KV. Names and
 shapes are checked against the file headers before any tensor is read, so a wrong folder is refused at once with a list

@@ -32,7 +32,7 @@ FORMATS += [WeightFormat(4, 32, has_mins=True), WeightFormat(8, 16, has_mins=Tru
 
 
 def random_rows(seed: int, outputs: int, inputs: int, format: WeightFormat) -> QuantisedRows:
-    """Returns rows with any codes, scales of both signs and of all magnitudes, and zero points or minima of any value."""
+    """Returns rows with any codes, scales of both signs and all magnitudes, and any zero points or minima."""
     generator = torch.Generator().manual_seed(seed)
     lowest, highest = (0, 15) if format.bits == 4 else (-128, 127)
     groups = -(-inputs // format.group)
