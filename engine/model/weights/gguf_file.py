@@ -55,7 +55,7 @@ class GgufFile:
         if type == "BF16":
             rows = rows.view(torch.bfloat16)
         elif WEIGHT_FORMATS[type] is not None:
-            rows = rows.unflatten(1, (-1, _BLOCK_BYTES[type]))
+            rows = rows.view(len(rows), -1, _BLOCK_BYTES[type])
         heads = self._header.interleaved_heads(name)
         if heads is None:
             return rows
@@ -71,27 +71,27 @@ def weight_format(type: str) -> WeightFormat | None:
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantisedRows:
-    scales, codes = blocks.split((2, 32), -1)
+    scales, codes = torch.split(blocks, (2, 32), -1)
     return _rows("Q8_0", codes.view(torch.int8), _float16(scales))
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantisedRows:
-    scales, octets = blocks.split((2, 16), -1)
+    scales, octets = torch.split(blocks, (2, 16), -1)
     return _rows("Q4_0", _nibbles(octets, 16), _float16(scales))
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantisedRows:
-    scale, minimum, parts, octets = blocks.split((2, 2, 12, 128), -1)
-    scales, mins, last = parts.split(4, -1)  # 6 bits of 4 groups each, then 4 bits of both of the other groups
+    scale, minimum, parts, octets = torch.split(blocks, (2, 2, 12, 128), -1)
+    scales, mins, last = torch.split(parts, 4, -1)  # 6 bits of 4 groups each, then 4 bits of both of the other groups
     scales = torch.cat((scales & 63, last & 15 | scales >> 2 & 48), -1)
     mins = torch.cat((mins & 63, last >> 4 | mins >> 2 & 48), -1)
     return _rows("Q4_K", _nibbles(octets, 32), _float16(scale) * scales, _float16(minimum) * mins)
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantisedRows:
-    low, high, scales, scale = blocks.split((128, 64, 16, 2), -1)
+    low, high, scales, scale = torch.split(blocks, (128, 64, 16, 2), -1)
     places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    upper = (high.unflatten(-1, (2, 1, 32)) >> places & 3).flatten(-3)  # for each half: 4 times 32 inputs
+    upper = (high.reshape(*high.shape[:-1], 2, 1, 32) >> places & 3).flatten(-3)  # for each half: 4 times 32 inputs
     codes = (_nibbles(low, 64) | upper << 4).view(torch.int8) - 32
     return _rows("Q6_K", codes, _float16(scale) * scales.view(torch.int8))
 
@@ -107,7 +107,7 @@ _BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 144, "Q6_K": 210}
 
 def _nibbles(octets: torch.Tensor, size: int) -> torch.Tensor:
     """Returns the codes [n, blocks, 2 · octets]: of each `size` octets the low halves, then the high ones."""
-    pieces = octets.unflatten(-1, (-1, size))
+    pieces = octets.reshape(*octets.shape[:-1], -1, size)
     return torch.cat((pieces & 15, pieces >> 4), -1).flatten(-2)
 
 
