@@ -99,9 +99,10 @@ class GgufHeader:
         return own
 
     def _require_support(self) -> None:
-        if self.architecture not in _ARCHITECTURES:
+        experts = " with experts" if self.of_architecture("expert_count") else ""
+        if experts or self.architecture not in _ARCHITECTURES:
             raise self.error(
-                f"unsupported architecture: {self.architecture}; supported in GGUF are {', '.join(_ARCHITECTURES)}; "
+                f"unsupported architecture: {self.architecture}{experts}; supported in GGUF are {', '.join(_ARCHITECTURES)}; "
                 "serve another model from its Hugging Face folder"
             )
         if (self.get("split.count") or 1) > 1:

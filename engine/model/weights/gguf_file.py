@@ -71,17 +71,17 @@ def weight_format(type: str) -> WeightFormat | None:
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantisedRows:
-    scales, codes = torch.split(blocks, (2, 32), -1)
+    scales, codes = torch.split(blocks, [2, 32], -1)
     return _rows("Q8_0", codes.view(torch.int8), _float16(scales))
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantisedRows:
-    scales, octets = torch.split(blocks, (2, 16), -1)
+    scales, octets = torch.split(blocks, [2, 16], -1)
     return _rows("Q4_0", _nibbles(octets, 16), _float16(scales))
 
 
 def _q4_k(blocks: torch.Tensor) -> QuantisedRows:
-    scale, minimum, parts, octets = torch.split(blocks, (2, 2, 12, 128), -1)
+    scale, minimum, parts, octets = torch.split(blocks, [2, 2, 12, 128], -1)
     scales, mins, last = torch.split(parts, 4, -1)  # 6 bits of 4 groups each, then 4 bits of both of the other groups
     scales = torch.cat((scales & 63, last & 15 | scales >> 2 & 48), -1)
     mins = torch.cat((mins & 63, last >> 4 | mins >> 2 & 48), -1)
@@ -89,7 +89,7 @@ def _q4_k(blocks: torch.Tensor) -> QuantisedRows:
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantisedRows:
-    low, high, scales, scale = torch.split(blocks, (128, 64, 16, 2), -1)
+    low, high, scales, scale = torch.split(blocks, [128, 64, 16, 2], -1)
     places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     upper = (high.reshape(*high.shape[:-1], 2, 1, 32) >> places & 3).flatten(-3)  # for each half: 4 times 32 inputs
     codes = (_nibbles(low, 64) | upper << 4).view(torch.int8) - 32

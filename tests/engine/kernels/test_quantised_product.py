@@ -19,6 +19,7 @@ from moonserve.engine.model.weights.quantised_matrix import (
     QuantisedMatrix,
     QuantisedRows,
     WeightFormat,
+    common_format,
     quantise,
     rounded,
 )
@@ -179,3 +180,10 @@ def test_groups_are_not_cut() -> None:
     assert torch.equal(exact_weights(part), exact_weights(rows)[1:3, 32:])
     with pytest.raises(ConfigError, match="groups of 32 weights cannot be cut"):
         rows.part(slice(None), slice(16, 96))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_common_format_holds_the_same_weights(format: WeightFormat) -> None:
+    rows, common = random_rows(0, 5, 130, format), common_format([format, WeightFormat(8, 16)])
+    assert (common is None) == (format.bits == 8 and format.has_zeros), "other zero points do not fit"
+    assert common is None or torch.equal(exact_weights(rows.in_format(common)), exact_weights(rows))
