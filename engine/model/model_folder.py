@@ -28,7 +28,7 @@ def resolve_model(name_or_path: str, judge: Callable[[Path], object] = lambda fo
         judge(path)
         return path
     if path.is_file() and path.suffix == GGUF:
-        from moonserve.engine.model.config.gguf_folder import gguf_folder  # which imports this module
+        from moonserve.engine.model.config.gguf_folder import gguf_folder  # its package imports this module
 
         folder = gguf_folder(path)
         judge(folder)

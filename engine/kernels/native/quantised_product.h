@@ -1,10 +1,10 @@
 /* Products with weights of 4 or 8 bits, which stay integers in memory.
  *
- * Weights [out, in] have one scale, and maybe one zero point or minimum, per output and group of inputs: weight = (code -
- * zero) · scale, or code · scale - minimum. Each row of the input becomes integers of 16 bits with a scale per group, the highest magnitude divided by
- * 32,767: 2⁻¹⁶ of it is lost, where bfloat16 loses 2⁻⁹ of each value. So the sum over a group is exact in 32 bits, in any
- * order. It is multiplied by both scales and added to the output's running sum, group by group: a row's result does not
- * depend on the other rows, the threads or the width of the vectors.
+ * Weights [out, in] have one scale, and maybe one zero point or minimum, per output and group of inputs: weight =
+ * (code - zero) · scale, or code · scale - minimum. Each row of the input becomes integers of 16 bits with a scale per
+ * group, the highest magnitude divided by 32,767: 2⁻¹⁶ of it is lost, where bfloat16 loses 2⁻⁹ of each value. So the sum
+ * over a group is exact in 32 bits, in any order. It is multiplied by both scales and added to the output's running sum,
+ * group by group: a row's result does not depend on the other rows, the threads or the width of the vectors.
  *
  * Panels have 32 outputs like matrix_product.h: for each word of inputs (8 of 4 bits, 4 of 8 bits, the first one in the
  * lowest bits), the words of these outputs. A shift brings one input from each half of a word into 16-bit lanes, so the

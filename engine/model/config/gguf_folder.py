@@ -42,6 +42,8 @@ _MODULES = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_COUNTS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+_VOCABULARY = tuple(f"tokenizer.ggml.{each}" for each in ("tokens", "merges", "scores", "token_type"))
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_POSITIONS = 8192  # of the pre-training of Llama 3
 
@@ -76,7 +78,7 @@ class GgufHeader:
     """Metadata and tensors of a supported GGUF file. The tensors are mapped, not read."""
 
     path: Path
-    fields: dict[str, Any]  # of gguf.GGUFReader
+    fields: dict[str, Any]  # metadata, without the vocabulary
     tensors: dict[str, Any]  # gguf.ReaderTensor by the name of the Hugging Face model
     rope_factors: Any | None  # [head_dim / 2] float32: divisors of the rotary frequencies
 
@@ -91,7 +93,7 @@ class GgufHeader:
             raise ConfigError(f"{path} cannot be read as GGUF: {type(error).__name__}: {error}") from error
         own = cls(
             path,
-            dict(reader.fields),
+            {name: each.contents() for name, each in reader.fields.items() if not name.startswith(_VOCABULARY)},
             {_hugging_face(each.name): each for each in reader.tensors if each.name != _ROPE_FACTORS},
             next((each.data for each in reader.tensors if each.name == _ROPE_FACTORS), None),
         )
@@ -102,9 +104,11 @@ class GgufHeader:
         experts = " with experts" if self.of_architecture("expert_count") else ""
         if experts or self.architecture not in _ARCHITECTURES:
             raise self.error(
-                f"unsupported architecture: {self.architecture}{experts}; supported in GGUF are {', '.join(_ARCHITECTURES)}; "
-                "serve another model from its Hugging Face folder"
+                f"unsupported architecture: {self.architecture}{experts}; supported in GGUF are "
+                f"{', '.join(_ARCHITECTURES)}; serve another model from its Hugging Face folder"
             )
+        if any(isinstance(self.of_architecture(name), list) for name in _COUNTS):
+            raise self.error("layers of different shapes are not supported")
         if (self.get("split.count") or 1) > 1:
             raise self.error("the model is split into several files: merge them with `llama-gguf-split --merge`")
         found = {
@@ -124,8 +128,7 @@ class GgufHeader:
 
     def get(self, name: str) -> Any:
         """Returns a field of the metadata, or None if it is absent."""
-        field = self.fields.get(name)
-        return None if field is None else field.contents()
+        return self.fields.get(name)
 
     def of_architecture(self, name: str) -> Any:
         return self.get(f"{self.architecture}.{name}")
