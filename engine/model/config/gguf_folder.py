@@ -1,6 +1,8 @@
-"""Makes the model folder of a GGUF file: config.json, generation_config.json and the tokenizer with its chat template.
+"""Makes the model folder of a GGUF file: config.json, generation_config.json, the tokenizer with its chat template, and
+an index of the tensors.
 
 The folder lies in the machine's cache and names the file, which keeps the weights (`engine.model.weights.gguf_file`).
+Reading the vocabulary takes seconds, so only the first start does it.
 transformers converts the configuration and the tokenizer; this module adds what it leaves out. Files with other
 architectures, tensor types or rotary positions are refused before a weight is read. No torch; transformers and gguf are
 imported when a file is opened.
@@ -14,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +24,8 @@ from typing import Any
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.machine import cache_folder
 
+INDEX = "gguf.json"
+"""Size and time of the file, and its tensors."""
 _VERSION = 1
 """Changes whenever this module writes something else into the folder of the same file."""
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -73,34 +77,50 @@ WEIGHT_FORMATS = {
 """Tensor types that are read; None: plain weights."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """Place and type of a tensor in a file."""
+
+    type: str
+    shape: list[int]  # [out, in] or [n]
+    offset: int  # bytes from the file's beginning
+    heads: int | None  # whose rows llama.cpp reordered; None: it did not
+
+
 @dataclass(frozen=True, slots=True)
-class GgufHeader:
-    """Metadata and tensors of a supported GGUF file. The tensors are mapped, not read."""
+class _Header:
+    """Metadata and tensors of a supported GGUF file."""
 
     path: Path
     fields: dict[str, Any]  # metadata, without the vocabulary
-    tensors: dict[str, Any]  # gguf.ReaderTensor by the name of the Hugging Face model
-    rope_factors: Any | None  # [head_dim / 2] float32: divisors of the rotary frequencies
+    tensors: dict[str, GgufTensor]  # by the names of the Hugging Face model
+    rope_factors: list[float]  # divisors of the rotary frequencies; empty: none
 
     @classmethod
-    def read(cls, path: Path) -> GgufHeader:
+    def read(cls, path: Path) -> _Header:
         """Opens a file. Raises ConfigError, which says what would work."""
         from gguf import GGUFReader
 
         try:
-            reader = GGUFReader(path, "c")  # torch warns of memory that cannot be written
+            reader = GGUFReader(path)
         except Exception as error:  # of the operating system and of a reader that trusts the file
             raise ConfigError(f"{path} cannot be read as GGUF: {type(error).__name__}: {error}") from error
-        own = cls(
-            path,
-            {name: each.contents() for name, each in reader.fields.items() if not name.startswith(_VOCABULARY)},
-            {_hugging_face(each.name): each for each in reader.tensors if each.name != _ROPE_FACTORS},
-            next((each.data for each in reader.tensors if each.name == _ROPE_FACTORS), None),
-        )
-        own._require_support()
+        fields = {name: each.contents() for name, each in reader.fields.items() if not name.startswith(_VOCABULARY)}
+        own, found = cls(path, fields, {}, []), {each.name: each for each in reader.tensors}
+        own._require_architecture()
+        factors = found.pop(_ROPE_FACTORS, None)
+        for name, each in found.items():
+            own.tensors[_hugging_face(name)] = GgufTensor(
+                type=each.tensor_type.name,
+                shape=[int(size) for size in reversed(each.shape)],
+                offset=int(each.data_offset),
+                heads=own._reordered_heads(name),
+            )
+        own._require_types()
+        own.rope_factors.extend([] if factors is None else factors.data.tolist())
         return own
 
-    def _require_support(self) -> None:
+    def _require_architecture(self) -> None:
         experts = " with experts" if self.of_architecture("expert_count") else ""
         if experts or self.architecture not in _ARCHITECTURES:
             raise self.error(
@@ -111,11 +131,12 @@ class GgufHeader:
             raise self.error("layers of different shapes are not supported")
         if (self.get("split.count") or 1) > 1:
             raise self.error("the model is split into several files: merge them with `llama-gguf-split --merge`")
+
+    def _require_types(self) -> None:
         found = {
-            each.tensor_type.name
+            each.type
             for each in self.tensors.values()
-            if each.tensor_type.name not in WEIGHT_FORMATS
-            or (len(each.shape) != 2 and WEIGHT_FORMATS[each.tensor_type.name] is not None)
+            if each.type not in WEIGHT_FORMATS or (len(each.shape) != 2 and WEIGHT_FORMATS[each.type] is not None)
         }
         if found:
             raise self.error(
@@ -137,19 +158,16 @@ class GgufHeader:
     def architecture(self) -> str:
         return str(self.get("general.architecture"))
 
-    def interleaved_heads(self, name: str) -> int | None:
-        """Returns the number of heads of a tensor whose rows llama.cpp reordered; None: it did not."""
-        if self.architecture != "llama" or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+    def _reordered_heads(self, name: str) -> int | None:
+        if self.architecture != "llama" or not any(part in name for part in (".attn_q.", ".attn_k.")):
             return None
         heads = self.of_architecture("attention.head_count")
-        is_query = name.rpartition(".")[0].endswith("q_proj")
-        return int(heads if is_query else self.of_architecture("attention.head_count_kv") or heads)
+        return int(heads if ".attn_q." in name else self.of_architecture("attention.head_count_kv") or heads)
 
     def bits_per_weight(self, names: Iterable[str]) -> float | None:
         """Returns the mean bits in memory of matrices; None: all are plain. A fused matrix of several formats takes
         more."""
-        found = [(int(self.tensors[name].n_elements), self.tensors[name].tensor_type.name) for name in names]
-        formats = [(size, WEIGHT_FORMATS[type]) for size, type in found]
+        formats = [(math.prod(each.shape), WEIGHT_FORMATS[each.type]) for each in map(self.tensors.__getitem__, names)]
         if all(format is None for _, format in formats):
             return None
         bits = sum(size * (16 if format is None else format.bits_per_weight) for size, format in formats)
@@ -176,7 +194,7 @@ def gguf_folder(path: Path) -> Path:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=folder.parent) as temporary:
                 made = Path(temporary) / "model"
-                _write(GgufHeader.read(path), made)
+                _write(_Header.read(path), status, made)
                 _publish(made, folder)
     except OSError as error:
         raise ConfigError(f"the model folder of {path} cannot be made: {error}") from error
@@ -191,7 +209,7 @@ def _publish(made: Path, folder: Path) -> None:
             raise
 
 
-def _write(header: GgufHeader, folder: Path) -> None:
+def _write(header: _Header, status: os.stat_result, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     rope = _rope(header)
@@ -207,9 +225,13 @@ def _write(header: GgufHeader, folder: Path) -> None:
     ends = [header.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     generation = {"eos_token_id": [each for each in dict.fromkeys(ends) if each is not None]}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    index = {"size": status.st_size, "mtime_ns": status.st_mtime_ns} | {
+        "tensors": {name: asdict(each) for name, each in header.tensors.items()}
+    }
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
-def _own_fields(header: GgufHeader, rope: dict[str, Any]) -> dict[str, Any]:
+def _own_fields(header: _Header, rope: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of config.json that transformers leaves out or takes from defaults."""
     heads, hidden = header.of_architecture("attention.head_count"), header.of_architecture("embedding_length")
     matrices = [name for name in header.tensors if name.endswith("_proj.weight")]
@@ -217,12 +239,12 @@ def _own_fields(header: GgufHeader, rope: dict[str, Any]) -> dict[str, Any]:
     head = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
     if not matrices or head not in header.tensors:
         raise header.error("the file has no weights of a decoder")
-    bits, types = header.bits_per_weight(matrices), {header.tensors[name].tensor_type.name for name in matrices}
+    bits, types = header.bits_per_weight(matrices), {header.tensors[name].type for name in matrices}
     quantised = {"quant_method": "gguf", "file": str(header.path), "bits_per_weight": bits}
     return {
         "architectures": [_ARCHITECTURES[header.architecture]],
         "head_dim": header.of_architecture("attention.key_length") or hidden // heads,
-        "vocab_size": int(header.tensors["model.embed_tokens.weight"].shape[1]),
+        "vocab_size": header.tensors["model.embed_tokens.weight"].shape[0],
         "tie_word_embeddings": is_tied,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in header.tensors,
         "mlp_bias": "model.layers.0.mlp.up_proj.bias" in header.tensors,
@@ -236,7 +258,7 @@ def _own_fields(header: GgufHeader, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope(header: GgufHeader) -> dict[str, Any]:
+def _rope(header: _Header) -> dict[str, Any]:
     """Returns the rotary settings. Raises ConfigError for other kinds than linear, YaRN and Llama 3's."""
     theta = float(header.of_architecture("rope.freq_base") or 10_000.0)
     kind = header.of_architecture("rope.scaling.type") or "none"
@@ -248,16 +270,15 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
             settings["original_max_position_embeddings"] = int(original)
     elif kind != "none":
         raise header.error(f"rotary positions scaled by {kind!r} are not supported, only by linear and yarn")
-    if header.rope_factors is not None:
+    if header.rope_factors:
         return settings | _llama3(header, theta, int(original or _LLAMA3_POSITIONS))
     return settings
 
 
-def _llama3(header: GgufHeader, theta: float, original: int) -> dict[str, Any]:
+def _llama3(header: _Header, theta: float, original: int) -> dict[str, Any]:
     """Returns Llama 3's settings, of which the file has only the divisors of the frequencies. Raises ConfigError if
     other settings made these."""
-    assert header.rope_factors is not None
-    divisors = [float(each) for each in header.rope_factors]
+    divisors = header.rope_factors
     factor, low, high = round(max(divisors), 3), 1.0, 4.0
     for place, divisor in enumerate(divisors):
         turns = original * theta ** (-place / len(divisors)) / (2 * math.pi)

@@ -24,7 +24,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # stored by old exporters, but co
 def open_tensors(path: Path, stack: ExitStack, checkpoint: QuantisedCheckpoint | None) -> Iterator[tuple[str, Any]]:
     """Yields (name, open file) of every stored tensor. Raises ConfigError."""
     if checkpoint is not None and checkpoint.file:
-        gguf = GgufFile(Path(checkpoint.file))
+        gguf = GgufFile(Path(checkpoint.file), path)
         yield from ((name, gguf) for name in gguf.names)
         return
     for file_path in _files(path):

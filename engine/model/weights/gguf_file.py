@@ -7,23 +7,21 @@ of ggml-quants.h; the gguf package has the same in numpy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from moonserve.engine.model.config.gguf_folder import WEIGHT_FORMATS, GgufHeader
+from moonserve.engine.model.config.gguf_folder import INDEX, WEIGHT_FORMATS, GgufTensor
+from moonserve.engine.model.model_folder import read_json
 from moonserve.engine.model.weights.quantised_matrix import QuantisedRows, WeightFormat
 from moonserve.protocol.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Shape and type of a tensor, like the slices of safetensors."""
-
-    shape: list[int]
-    type: str
+class _Slice(GgufTensor):
+    """A tensor with the interface of a slice of safetensors."""
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -33,34 +31,39 @@ class _Slice:
 
 
 class GgufFile:
-    """A GGUF file with the interface of an open safetensors file. Raises ConfigError."""
+    """A GGUF file with the interface of an open safetensors file."""
 
-    def __init__(self, path: Path) -> None:
-        self._header = GgufHeader.read(path)
-        self._tensors = self._header.tensors
+    def __init__(self, path: Path, folder: Path) -> None:
+        """Maps the file of a model's folder. Raises ConfigError if it is not the file of which the folder was made."""
+        index = read_json(folder / INDEX)
+        try:
+            status = path.stat()
+            if (status.st_size, status.st_mtime_ns) != (index["size"], index["mtime_ns"]):
+                raise ConfigError(f"{path} has changed since it was opened: start again")
+            self._octets = torch.from_numpy(np.memmap(path, np.uint8, "c"))  # torch warns of read-only memory
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        self._tensors = {name: _Slice(**fields) for name, fields in index["tensors"].items()}
 
     @property
     def names(self) -> list[str]:
         return list(self._tensors)
 
     def get_slice(self, name: str) -> _Slice:
-        own = self._tensors[name]
-        return _Slice([int(size) for size in reversed(own.shape)], own.tensor_type.name)
+        return self._tensors[name]
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Returns a plain tensor, or the blocks [n, blocks of a row, bytes of a block] uint8 of a quantised one, in
         memory mapped from the file. The rows of q and k are in Hugging Face's order."""
         own = self._tensors[name]
-        rows, type = torch.from_numpy(own.data), own.tensor_type.name
-        if type == "BF16":
-            rows = rows.view(torch.bfloat16)
-        elif WEIGHT_FORMATS[type] is not None:
-            rows = rows.view(len(rows), -1, _BLOCK_BYTES[type])
-        heads = self._header.interleaved_heads(name)
-        if heads is None:
+        size, nbytes = _BLOCKS[own.type]
+        octets = self._octets[own.offset : own.offset + math.prod(own.shape) // size * nbytes]
+        dtype = _DTYPES.get(own.type)
+        rows = octets.view(own.shape[0], -1, nbytes) if dtype is None else octets.view(dtype).view(own.shape)
+        if own.heads is None:
             return rows
         # llama.cpp's order has the two halves of a head's rotary dimensions in turns.
-        order = torch.arange(len(rows)).view(heads, -1, 2).transpose(1, 2).flatten()
+        order = torch.arange(len(rows)).view(own.heads, -1, 2).transpose(1, 2).flatten()
         return rows[order]
 
 
@@ -102,7 +105,14 @@ DECODERS: dict[str, Callable[[torch.Tensor], QuantisedRows]] = {
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }
-_BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 144, "Q6_K": 210}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCKS = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)} | {
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
+}
+"""Weights and bytes of a block."""
 
 
 def _nibbles(octets: torch.Tensor, size: int) -> torch.Tensor:
