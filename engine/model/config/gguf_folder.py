@@ -46,7 +46,7 @@ _MODULES = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-_COUNTS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+_COUNTS = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 _VOCABULARY = tuple(f"tokenizer.ggml.{each}" for each in ("tokens", "merges", "scores", "token_type"))
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_POSITIONS = 8192  # of the pre-training of Llama 3
@@ -127,8 +127,11 @@ class _Header:
                 f"unsupported architecture: {self.architecture}{experts}; supported in GGUF are "
                 f"{', '.join(_ARCHITECTURES)}; serve another model from its Hugging Face folder"
             )
-        if any(isinstance(self.of_architecture(name), list) for name in _COUNTS):
-            raise self.error("layers of different shapes are not supported")
+        kv_heads = self.of_architecture("attention.head_count_kv")  # absent: as many as heads
+        if isinstance(kv_heads, list) or any(not isinstance(self.of_architecture(name), int) for name in _COUNTS):
+            raise self.error(
+                f"{', '.join(_COUNTS)} must be one number each: layers of different shapes are not supported"
+            )
         if (self.get("split.count") or 1) > 1:
             raise self.error("the model is split into several files: merge them with `llama-gguf-split --merge`")
 
@@ -237,13 +240,16 @@ def _own_fields(header: _Header, rope: dict[str, Any]) -> dict[str, Any]:
     matrices = [name for name in header.tensors if name.endswith("_proj.weight")]
     is_tied = "lm_head.weight" not in header.tensors
     head = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
-    if not matrices or head not in header.tensors:
+    if not matrices or "model.embed_tokens.weight" not in header.tensors:
         raise header.error("the file has no weights of a decoder")
+    head_dim = header.of_architecture("attention.key_length") or hidden // heads
+    if (header.of_architecture("rope.dimension_count") or head_dim) != head_dim:
+        raise header.error("rotary positions of a part of a head are not supported")
     bits, types = header.bits_per_weight(matrices), {header.tensors[name].type for name in matrices}
     quantised = {"quant_method": "gguf", "file": str(header.path), "bits_per_weight": bits}
     return {
         "architectures": [_ARCHITECTURES[header.architecture]],
-        "head_dim": header.of_architecture("attention.key_length") or hidden // heads,
+        "head_dim": head_dim,
         "vocab_size": header.tensors["model.embed_tokens.weight"].shape[0],
         "tie_word_embeddings": is_tied,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in header.tensors,
