@@ -121,7 +121,7 @@ class FormatConfig:
 class ReplicaConfig(ProcessConfig, FormatConfig, ElasticMemoryConfig, TracingConfig):
     """Options of every worker. Flags that vLLM also has mean the same."""
 
-    model: str = option(help="local Hugging Face folder or hub name")
+    model: str = option(help="local model folder, .gguf file or hub name")
     max_model_len: int | None = option(
         None,
         help="longest prompt plus output in tokens; default: what model and memory allow",

@@ -92,7 +92,7 @@ MIB = 2**20
 class ProfileConfig(FormatConfig):
     """Options of `moonserve profile`. Options that a worker has too have the same meaning."""
 
-    model: str | None = option(None, help="local Hugging Face folder or hub name; the demo model when not given")
+    model: str | None = option(None, help="local model folder, .gguf file or hub name; the demo model when not given")
     json: str | None = option(None, help="file for the profile, as moonserve simulate reads it")
     name: str | None = option(None, help="name of the profile; the model's when not given")
     kv_cache_memory: int = option(256 * MIB, help="bytes of KV of a worker", unit="bytes")

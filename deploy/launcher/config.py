@@ -64,7 +64,7 @@ class ServeConfig(
 ):
     """Options of a whole cluster on this machine."""
 
-    model: str | None = option(None, help="local Hugging Face folder or hub name; the demo model when not given")
+    model: str | None = option(None, help="local model folder, .gguf file or hub name; the demo model when not given")
     engine: str = option(
         "moonserve",
         help="what workers compute with: the own engine, or vLLM in an environment that has it (docs/vllm.md)",

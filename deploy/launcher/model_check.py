@@ -10,7 +10,7 @@ from moonserve.engine.config import DEFAULT_KV_BYTES
 from moonserve.engine.cuda.device import CPU, STAGED, count_gpus
 from moonserve.engine.kv_cache.pool_size import require_positions, weight_bytes
 from moonserve.engine.model.config import ModelConfig
-from moonserve.engine.model.model_folder import resolve_model
+from moonserve.engine.model.model_folder import GGUF, resolve_model
 from moonserve.engine.model.transformers_config import read_config
 from moonserve.models import demo_model_path
 from moonserve.protocol.errors import ConfigError
@@ -38,6 +38,8 @@ def model_folder(config: ServeConfig, *, is_one_host: bool = True) -> Path:
         elif is_one_host and (config.device in (CPU, STAGED) or not count_gpus()):
             _require_memory(config, model, available_memory_bytes())
 
+    if config.engine != "moonserve" and (config.model or "").endswith(GGUF):
+        raise ConfigError(f"{GGUF} files are served by moonserve's own engine only, not with --engine {config.engine}")
     return resolve_model(config.model or str(demo_model_path()), judge)
 
 
@@ -45,6 +47,8 @@ def _require_memory(config: ServeConfig, model: ModelConfig, available: int | No
     """Raises ConfigError if the weights and KV of all workers certainly exceed the available bytes."""
     dtype = model.resolve_dtype(config.dtype)
     format = dtype if config.quantize == "auto" else config.quantize
+    if model.quantised is not None and not model.quantised.is_float:
+        format = f"the format of {model.quantised.method}"
     weights = weight_bytes(model, DTYPE_BYTES[dtype], config.quantize) * (_LEAST_SHARE if format == "bfloat16" else 1.0)
     kv = config.kv_cache_memory or DEFAULT_KV_BYTES
     if config.is_elastic:

@@ -60,6 +60,7 @@ class CMatrix(ctypes.Structure):
         ("starts", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
+        ("mins", ctypes.c_void_p),
         ("bits", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("inputs", ctypes.c_int64),

@@ -102,12 +102,11 @@ class Matrix:
         if isinstance(own, torch.Tensor):
             return CMatrix(own.data_ptr(), bias, self.words, self.num_panels)
         if isinstance(own, QuantisedMatrix):
-            zeros = None if own.zeros is None else own.zeros.data_ptr()
-            quantised = (own.scales.data_ptr(), zeros, own.format.bits, own.format.group, own.inputs)
+            tables = (None if each is None else each.data_ptr() for each in (own.scales, own.zeros, own.mins))
+            quantised = (*tables, own.format.bits, own.format.group, own.inputs)
             compact = (None, None, None)
             return CMatrix(own.codes.data_ptr(), bias, self.words, self.num_panels, *compact, *quantised)
-        tables = (own.exponents, own.outliers, own.starts)
-        addresses = [table.data_ptr() for table in tables]
+        addresses = [table.data_ptr() for table in (own.exponents, own.outliers, own.starts)]
         return CMatrix(own.cells.data_ptr(), bias, self.words, self.num_panels, *addresses)
 
 

@@ -145,9 +145,11 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -
     if quantise in BITS_PER_WEIGHT:
         rounded = matrices * BITS_PER_WEIGHT[quantise] + vocabulary * BITS_PER_WEIGHT["int8"]
         return (vectors + vocabulary) * dtype_bytes + int(rounded) // 8
-    head = 0 if model.tie_word_embeddings else vocabulary
-    bits = 8 * dtype_bytes if model.quantised is None else model.quantised.bits_per_weight
-    return (vectors + vocabulary + head) * dtype_bytes + int(matrices * bits) // 8
+    bits, head = 8.0 * dtype_bytes, 0.0 if model.tie_word_embeddings else 8.0 * dtype_bytes * vocabulary
+    if model.quantised is not None and not model.quantised.is_float:
+        bits = model.quantised.bits_per_weight
+        head = head if model.quantised.head_bits is None else model.quantised.head_bits * vocabulary
+    return (vectors + vocabulary) * dtype_bytes + int(matrices * bits + head) // 8
 
 
 def step_bytes(config: ReplicaConfig, model: ModelConfig, dtype_bytes: int) -> int:

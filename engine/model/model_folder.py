@@ -12,21 +12,29 @@ from moonserve.protocol.errors import ConfigError
 
 T = TypeVar("T")
 
+GGUF = ".gguf"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _CONFIGURATION = ["config.json", "generation_config.json"]
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
 
 
 def resolve_model(name_or_path: str, judge: Callable[[Path], object] = lambda folder: None) -> Path:
-    """Returns the folder of a model: `name_or_path` itself if it is a folder, otherwise the hub repository
-    `organisation/name`, downloaded or taken from the hub's cache. `judge` gets the folder once config.json is in it,
-    before weights are downloaded, and raises ConfigError for a model that cannot be served. Raises ConfigError."""
+    """Returns the folder of a model: `name_or_path` itself if it is a folder, one made of its metadata if it is a GGUF
+    file, otherwise the hub repository `organisation/name`, downloaded or taken from the hub's cache. `judge` gets the
+    folder once config.json is in it, before weights are downloaded, and raises ConfigError for a model that cannot be
+    served. Raises ConfigError."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         judge(path)
         return path
+    if path.is_file() and path.suffix == GGUF:
+        from moonserve.engine.model.config.gguf_folder import gguf_folder  # its package imports this module
+
+        folder = gguf_folder(path)
+        judge(folder)
+        return folder
     if path.exists():
-        raise ConfigError(f"model {name_or_path} is a file; give the folder that holds config.json")
+        raise ConfigError(f"model {name_or_path} is a file; give the folder that holds config.json, or a {GGUF} file")
     if not _REPOSITORY.fullmatch(name_or_path):
         raise ConfigError(f"model {name_or_path} is neither a folder nor a hub name like organisation/name")
     judge(_download(name_or_path, _CONFIGURATION))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf  # type: ignore[import-not-found]
+import gguf
 import llama_cpp as api  # type: ignore[import-not-found]
 import numpy as np
 import numpy.typing as npt

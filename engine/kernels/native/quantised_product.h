@@ -1,10 +1,10 @@
 /* Products with weights of 4 or 8 bits, which stay integers in memory.
  *
- * Weights [out, in] have one scale, and maybe one zero point, per output and group of inputs: weight = (code - zero) ·
- * scale. Each row of the input becomes integers of 16 bits with a scale per group, the highest magnitude divided by
- * 32,767: 2⁻¹⁶ of it is lost, where bfloat16 loses 2⁻⁹ of each value. So the sum over a group is exact in 32 bits, in any
- * order. It is multiplied by both scales and added to the output's running sum, group by group: a row's result does not
- * depend on the other rows, the threads or the width of the vectors.
+ * Weights [out, in] have one scale, and maybe one zero point or minimum, per output and group of inputs: weight =
+ * (code - zero) · scale, or code · scale - minimum. Each row of the input becomes integers of 16 bits with a scale per
+ * group, the highest magnitude divided by 32,767: 2⁻¹⁶ of it is lost, where bfloat16 loses 2⁻⁹ of each value. So the sum
+ * over a group is exact in 32 bits, in any order. It is multiplied by both scales and added to the output's running sum,
+ * group by group: a row's result does not depend on the other rows, the threads or the width of the vectors.
  *
  * Panels have 32 outputs like matrix_product.h: for each word of inputs (8 of 4 bits, 4 of 8 bits, the first one in the
  * lowest bits), the words of these outputs. A shift brings one input from each half of a word into 16-bit lanes, so the
@@ -37,7 +37,8 @@ typedef int16_t LooseShorts __attribute__((vector_size(REGISTER / 2), aligned(2)
 
 struct Quantised {
     const uint16_t *scales; /* [panels, groups, 32] float16 */
-    const int16_t *zeros;   /* like `scales`; null: 8 for codes of 4 bits, 0 for codes of 8 */
+    const int16_t *zeros;   /* like `scales`; null: 8 for codes of 4 bits, 0 for codes of 8 and beside `mins` */
+    const uint16_t *mins;   /* like `scales`; null: no minima */
     int64_t bits;           /* 4: codes 0..15; 8: codes -128..127; 0: the matrix is not quantised */
     int64_t group;          /* inputs per scale, at most MOST_GROUP */
     int64_t inputs;         /* of a row; the panels are padded to whole groups with codes that are 0 */
@@ -156,19 +157,22 @@ INLINE Floats widen_scales(const uint16_t *scales) {
 #endif
 }
 
-/* Scales and zero points of one group of a panel. */
+/* Scales and zero points or minima of one group of a panel. */
 struct Group {
     const uint16_t *scales;
     const int16_t *zeros;
-    int32_t zero; /* of all, if `zeros` is null */
+    const uint16_t *mins;
+    int32_t zero; /* of all, if `zeros` and `mins` are null */
 
     Group(const Quantised &matrix, int64_t number)
         : scales(matrix.scales + number * PANEL),
-          zeros(matrix.zeros == nullptr ? nullptr : matrix.zeros + number * PANEL), zero(matrix.bits == 4 ? 8 : 0) {}
+          zeros(matrix.zeros == nullptr ? nullptr : matrix.zeros + number * PANEL),
+          mins(matrix.mins == nullptr ? nullptr : matrix.mins + number * PANEL), zero(matrix.bits == 4 ? 8 : 0) {}
 
     /* Returns the total of part `part` of the panel, increased by a group's sums. */
     inline __attribute__((always_inline)) Floats add(Floats total, Integers sums, int64_t part, float scale, int32_t input_sum) const {
-        if (zeros == nullptr) sums -= zero * input_sum;
+        if (mins != nullptr) total -= widen_scales(mins + part * LANES) * (scale * (float)input_sum);
+        else if (zeros == nullptr) sums -= zero * input_sum;
         else sums -= __builtin_convertvector((Shorts) * (const LooseShorts *)(zeros + part * LANES), Integers) * input_sum;
         return total + (__builtin_convertvector(sums, Floats) * scale) * widen_scales(scales + part * LANES);
     }

@@ -20,16 +20,21 @@ GROUP = 128
 class QuantisedCheckpoint:
     """Format of the quantised matrices of a checkpoint."""
 
-    method: str  # compressed-tensors, awq, gptq or fp8
-    bits: int  # 4 or 8
+    method: str  # compressed-tensors, awq, gptq, fp8 or gguf
+    bits: int  # 4 or 8, of a GGUF file at most
     group: int = GROUP  # inputs that share a scale: 32, 64 or 128, also if a stored scale is for more
     has_zeros: bool = False  # True: with zero points
-    is_float: bool = False  # True: fp8 (E4M3), which is computed in the model's dtype
+    is_float: bool = False  # True: fp8 (E4M3) or plain GGUF, which is computed in the model's dtype
     zero_offset: int = 0  # added to stored zero points
+    file: str = ""  # the GGUF file with the weights; empty: safetensors in the model's folder
+    mean_bits: float | None = None  # bits_per_weight of a GGUF file, whose tensors differ
+    head_bits: float | None = None  # the same of its head; None: the head is plain
 
     @property
     def bits_per_weight(self) -> float:
         """Bits in memory, with scales and zero points."""
+        if self.mean_bits is not None:
+            return self.mean_bits
         return 16.0 if self.is_float else self.bits + (32 if self.has_zeros else 16) / self.group
 
 
@@ -54,6 +59,8 @@ def read_quantised_checkpoint(fields: JsonFields) -> QuantisedCheckpoint | None:
         return _gptq(own)
     if method == "fp8":
         return QuantisedCheckpoint(method=method, bits=8, is_float=True)
+    if method == "gguf":
+        return _gguf(own)
     raise _unsupported(own, "here")
 
 
@@ -93,6 +100,15 @@ def _gptq(own: JsonFields) -> QuantisedCheckpoint:
         has_zeros=not own.flag("sym", default=True),
         zero_offset=1 if version == "gptq" else 0,
     )
+
+
+def _gguf(own: JsonFields) -> QuantisedCheckpoint:
+    """Reads what `gguf_folder` wrote."""
+    bits, head = own.optional_number("bits_per_weight"), own.optional_number("head_bits")
+    file = own.text("file", default="")
+    if not file:
+        raise own.error("file is missing: give `moonserve serve` the GGUF file itself")
+    return QuantisedCheckpoint(method="gguf", bits=8, is_float=bits is None, file=file, mean_bits=bits, head_bits=head)
 
 
 def _compressed(own: JsonFields) -> QuantisedCheckpoint:

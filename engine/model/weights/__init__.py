@@ -1,4 +1,4 @@
-"""Loads a checkpoint from safetensors files, sharded or not, into the fused matrices of the forward pass.
+"""Loads a checkpoint from safetensors files or a GGUF file into the fused matrices of the forward pass.
 
 Owns tensor names and shapes, and the digest of the stored bytes and of the configuration that determines KV. Names and
 shapes are checked against the file headers before any tensor is read, so a wrong folder is refused at once with a list
@@ -89,7 +89,7 @@ def load_weights(
         raise ConfigError(f"--quantize {quantise}: the weights are quantised by {checkpoint.method} already")
     memory = HugePages() if keeps_integers else None
     with ExitStack() as stack:
-        files = dict(sorted(open_tensors(path, stack))) if load_format == "auto" else {}
+        files = dict(sorted(open_tensors(path, stack, checkpoint))) if load_format == "auto" else {}
         headers = {name: file.get_slice(name) for name, file in files.items()}
         shapes = {name: header.get_shape() for name, header in headers.items()}
         stored = stored_tensors(shapes, {name: header.get_dtype() for name, header in headers.items()}, checkpoint)

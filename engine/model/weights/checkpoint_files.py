@@ -1,4 +1,5 @@
-"""Finds and opens the safetensors files of a checkpoint, sharded or not, and compares them with a list of tensors."""
+"""Finds and opens the files of a checkpoint (safetensors, sharded or not, or GGUF), and compares them with a list of
+tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from moonserve.engine.model.config.quantised_checkpoint import QuantisedCheckpoint
+from moonserve.engine.model.weights.gguf_file import GgufFile
 from moonserve.protocol.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
@@ -18,8 +21,12 @@ _NAMES_SHOWN = 5
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # stored by old exporters, but computed here
 
 
-def open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
+def open_tensors(path: Path, stack: ExitStack, checkpoint: QuantisedCheckpoint | None) -> Iterator[tuple[str, Any]]:
     """Yields (name, open file) of every stored tensor. Raises ConfigError."""
+    if checkpoint is not None and checkpoint.file:
+        gguf = GgufFile(Path(checkpoint.file), path)
+        yield from ((name, gguf) for name in gguf.names)
+        return
     for file_path in _files(path):
         try:
             file = stack.enter_context(safe_open(file_path, framework="pt"))

@@ -19,6 +19,7 @@ from moonserve.engine.model.weights.quantised_matrix import (
     QuantisedMatrix,
     QuantisedRows,
     WeightFormat,
+    common_format,
     rounded,
 )
 from moonserve.engine.model.weights.stored_tensors import StoredTensor
@@ -113,10 +114,9 @@ class Storage:
     stored: Mapping[str, StoredTensor]  # of the checkpoint
 
     def format_of(self, *names: str) -> WeightFormat | None:
-        """Returns the format of a matrix in memory; a fused one is plain unless its parts are stored in one format."""
-        found = {self.stored[name].format if name in self.stored else None for name in names}
-        stored = found.pop() if len(found) == 1 else None
-        return stored or QUANTISED_FORMATS.get(self.quantise)
+        """Returns the format of a matrix in memory; a fused one is plain unless one format holds all its parts."""
+        found = [self.stored[name].format if name in self.stored else None for name in names]
+        return common_format(found) or QUANTISED_FORMATS.get(self.quantise)
 
     def head_format(self, name: str) -> WeightFormat | None:
         stored = self.stored[name].format if name in self.stored else None

@@ -1,14 +1,15 @@
 """Weights as integers of 4 or 8 bits with a scale per output and group of inputs: rounding, and the layout in memory.
 
-weight = (code - zero) · scale. `QuantisedRows` are rows as a checkpoint or a rounding gives them. A `QuantisedMatrix`
-has them in the panels that the native products read (`engine/kernels/native/quantised_product.h`); it is filled row by
-row, so that no matrix is in memory twice. Knows neither names of tensors nor files.
+weight = (code - zero) · scale, or code · scale - minimum. `QuantisedRows` are rows as a checkpoint or a rounding gives
+them. A `QuantisedMatrix` has them in the panels that the native products read
+(`engine/kernels/native/quantised_product.h`); it is filled row by row, so that no matrix is in memory twice. Knows
+neither names of tensors nor files.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from moonserve.protocol.errors import ConfigError
 
 LANES = 16
 PANEL = 2 * LANES
-GROUPS = (32, 64, 128)
+GROUPS = (16, 32, 64, 128)
 _WORD_BITS = 32
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 64 << 20
@@ -33,11 +34,12 @@ class WeightFormat:
     bits: int  # 4 or 8
     group: int  # inputs that share a scale
     has_zeros: bool = False  # True: each group also has a zero point; False: the zero is 0 in codes with sign
+    has_mins: bool = False  # True: each group has a minimum instead, which is subtracted from code · scale
 
     @property
     def implied_zero(self) -> int:
-        """Zero of the codes as they are stored: codes of 4 bits have no sign."""
-        return 8 if self.bits == 4 else 0
+        """Zero of the codes as they are stored: codes of 4 bits have no sign. It is 0 beside minima."""
+        return 8 if self.bits == 4 and not self.has_mins else 0
 
     @property
     def inputs_per_word(self) -> int:
@@ -52,6 +54,7 @@ class QuantisedRows:
     scales: torch.Tensor  # [n, groups] float16
     zeros: torch.Tensor | None  # [n, groups] int16; None: the format's implied zero
     format: WeightFormat
+    mins: torch.Tensor | None = None  # [n, groups] float16, of a format with minima
 
     @property
     def shape(self) -> list[int]:
@@ -64,8 +67,8 @@ class QuantisedRows:
         if start % group or (stop % group and stop != self.codes.shape[1]):
             raise ConfigError(f"groups of {group} weights cannot be cut at {start} and {stop}; use fewer ranks")
         groups = slice(start // group, -(-stop // group))
-        zeros = None if self.zeros is None else self.zeros[rows, groups]
-        return replace(self, codes=self.codes[rows, columns], scales=self.scales[rows, groups], zeros=zeros)
+        zeros, mins = (None if each is None else each[rows, groups] for each in (self.zeros, self.mins))
+        return replace(self, codes=self.codes[rows, columns], scales=self.scales[rows, groups], zeros=zeros, mins=mins)
 
     def chunks(self) -> Iterator[tuple[int, QuantisedRows]]:
         """Yields (first row, some rows) for conversions that need much memory per row."""
@@ -74,9 +77,36 @@ class QuantisedRows:
 
     def dequantised(self) -> torch.Tensor:
         """Returns the weights [n, in] in float32."""
-        group = self.format.group
-        zeros = self.format.implied_zero if self.zeros is None else _spread(self.zeros, group, self.codes.shape[1])
-        return (self.codes.float() - zeros) * _spread(self.scales.float(), group, self.codes.shape[1])
+        group, inputs = self.format.group, self.codes.shape[1]
+        weights = (self.codes.float() - self._spread_zeros()) * _spread(self.scales.float(), group, inputs)
+        return weights if self.mins is None else weights - _spread(self.mins.float(), group, inputs)
+
+    def in_format(self, format: WeightFormat) -> QuantisedRows:
+        """Returns the same weights in their own format or a `common_format`."""
+        if format == self.format:
+            return self
+        repeats, groups = self.format.group // format.group, -(-self.codes.shape[1] // format.group)
+        scales, mins = (
+            None if each is None else each.repeat_interleave(repeats, 1)[:, :groups]
+            for each in (self.scales, self.mins)
+        )
+        assert scales is not None
+        return QuantisedRows((self.codes - self._spread_zeros()).to(torch.int8), scales, None, format, mins)
+
+    def _spread_zeros(self) -> torch.Tensor | int:
+        """Returns the zero of each code, [n, in] or one for all."""
+        implied = self.format.implied_zero
+        return implied if self.zeros is None else _spread(self.zeros, self.format.group, self.codes.shape[1])
+
+
+def common_format(formats: Collection[WeightFormat | None]) -> WeightFormat | None:
+    """Returns the format that holds rows of all these formats exactly; None if one is plain or if there is none."""
+    if len(set(formats)) == 1:
+        return next(iter(formats))
+    known = [each for each in formats if each is not None]
+    if len(known) < len(formats) or any(each.bits == 8 and each.has_zeros for each in known):
+        return None
+    return WeightFormat(8, min(each.group for each in known), has_mins=any(each.has_mins for each in known))
 
 
 def quantise(weights: torch.Tensor, format: WeightFormat) -> QuantisedRows:
@@ -123,21 +153,25 @@ class QuantisedMatrix:
         self.codes = memory.take(torch.int32, self.num_panels, self.words, PANEL)
         self.scales = memory.take(torch.float16, self.num_panels, groups, PANEL)
         self.zeros = memory.take(torch.int16, self.num_panels, groups, PANEL) if format.has_zeros else None
+        self.mins = memory.take(torch.float16, self.num_panels, groups, PANEL) if format.has_mins else None
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.codes, self.scales, self.zeros) if each is not None)
+        return sum(each.nbytes for each in (self.codes, self.scales, self.zeros, self.mins) if each is not None)
 
     def store(self, first: int, rows: QuantisedRows) -> None:
-        """Stores rows from row `first` on."""
+        """Stores rows from row `first` on, of this matrix's format or one that it is a `common_format` of."""
         if self.codes.is_meta:  # of another stage
             return
-        for start, some in rows.chunks():
+        for start, each in rows.chunks():
+            some = each.in_format(self.format)
             panels, lanes = self._places(first + start, len(some.codes))
             self.codes[panels, :, lanes] = _words(_pad(some.codes, self.format.group), self.format)
             self.scales[panels, :, lanes] = some.scales
             if self.zeros is not None:
                 self.zeros[panels, :, lanes] = _zeros(some)
+            if self.mins is not None and some.mins is not None:
+                self.mins[panels, :, lanes] = some.mins
 
     def round_and_store(self, first: int, weights: torch.Tensor) -> None:
         """Stores weights [n, in] from row `first` on, rounded to this matrix's format."""

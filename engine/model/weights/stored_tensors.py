@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moonserve.engine.model.config.quantised_checkpoint import QuantisedCheckpoint
+from moonserve.engine.model.weights.gguf_file import DECODERS, weight_format
 from moonserve.engine.model.weights.quantised_matrix import QuantisedRows, WeightFormat
 from moonserve.protocol.errors import ConfigError
 
@@ -46,6 +47,11 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """Returns the weights by name, sorted. `shapes`, `dtypes`: of each tensor in the files. A module is quantised if it
     has such tensors, whatever config.json says of it."""
+    if checkpoint is not None and checkpoint.method == "gguf":
+        return {
+            name: StoredTensor({"weight": name}, shape, weight_format(dtypes[name]), partial(_gguf, dtypes[name]))
+            for name, shape in sorted(shapes.items())
+        }
     found: dict[str, StoredTensor] = {}
     used: set[str] = set()
     if checkpoint is not None:
@@ -101,6 +107,11 @@ def _quantised(
 
 def _plain(parts: Parts) -> torch.Tensor:
     return parts["weight"]
+
+
+def _gguf(type: str, parts: Parts) -> torch.Tensor | QuantisedRows:
+    decode = DECODERS.get(type)
+    return parts["weight"] if decode is None else decode(parts["weight"])
 
 
 def _fp8(parts: Parts) -> torch.Tensor:

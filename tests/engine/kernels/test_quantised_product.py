@@ -19,6 +19,7 @@ from moonserve.engine.model.weights.quantised_matrix import (
     QuantisedMatrix,
     QuantisedRows,
     WeightFormat,
+    common_format,
     quantise,
     rounded,
 )
@@ -28,10 +29,11 @@ from tests.engine.kernels.test_matrix_product import gate, product
 from tests.thoroughness import examples
 
 FORMATS = [WeightFormat(bits, group, zeros) for bits in (4, 8) for group in GROUPS for zeros in (False, True)]
+FORMATS += [WeightFormat(4, 32, has_mins=True), WeightFormat(8, 16, has_mins=True)]
 
 
 def random_rows(seed: int, outputs: int, inputs: int, format: WeightFormat) -> QuantisedRows:
-    """Returns rows with any codes, scales of both signs and of all magnitudes, and zero points of any value."""
+    """Returns rows with any codes, scales of both signs and all magnitudes, and any zero points or minima."""
     generator = torch.Generator().manual_seed(seed)
     lowest, highest = (0, 15) if format.bits == 4 else (-128, 127)
     groups = -(-inputs // format.group)
@@ -39,13 +41,20 @@ def random_rows(seed: int, outputs: int, inputs: int, format: WeightFormat) -> Q
     zeros = torch.randint(lowest, highest + 2, (outputs, groups), generator=generator)
     scales = torch.randn(outputs, groups, generator=generator) * 10.0 ** torch.randint(-6, 1, (outputs, 1))
     own = zeros.to(torch.int16) if format.has_zeros else None
-    return QuantisedRows(codes.to(torch.int8), scales.half(), own, format)
+    mins = torch.randn(outputs, groups, generator=generator) * scales.abs().amax() * highest
+    return QuantisedRows(codes.to(torch.int8), scales.half(), own, format, mins.half() if format.has_mins else None)
 
 
 def exact_weights(rows: QuantisedRows) -> torch.Tensor:
-    zeros = torch.full_like(rows.scales, 8 if rows.format.bits == 4 else 0) if rows.zeros is None else rows.zeros
+    implied = 8 if rows.format.bits == 4 and rows.mins is None else 0
+    zeros = torch.full_like(rows.scales, implied) if rows.zeros is None else rows.zeros
     columns = torch.arange(rows.codes.shape[1]) // rows.format.group
-    return (rows.codes.double() - zeros.double()[:, columns]) * rows.scales.double()[:, columns]
+    return (rows.codes.double() - zeros.double()[:, columns]) * rows.scales.double()[:, columns] - exact_mins(rows)
+
+
+def exact_mins(rows: QuantisedRows) -> torch.Tensor:
+    mins = torch.zeros_like(rows.scales) if rows.mins is None else rows.mins
+    return mins.double().repeat_interleave(rows.format.group, 1)[:, : rows.codes.shape[1]]
 
 
 def matrix_of(rows: QuantisedRows, *, pairs: bool = False) -> QuantisedMatrix:
@@ -64,14 +73,14 @@ def packed(rows: QuantisedRows, bias: torch.Tensor | None = None) -> Matrix:
 
 def assert_exact(found: torch.Tensor, x: torch.Tensor, rows: QuantisedRows, bias: torch.Tensor | None = None) -> None:
     """Requires the exact product of inputs that are off by half a code of 16 bits of their group's highest magnitude,
-    three float32 roundings per group, and one rounding to the dtype."""
+    three float32 roundings per group and as many for its minimum, and one rounding to the dtype."""
     weights, wide = exact_weights(rows), x.double()
     group, groups = rows.format.group, rows.scales.shape[1]
     highest = F.pad(wide.abs(), (0, groups * group - x.shape[1])).view(len(x), groups, group).amax(-1)
     half_codes = highest.repeat_interleave(group, 1)[:, : x.shape[1]] / 32767 * 0.501
     added = torch.zeros(len(weights)) if bias is None else bias
     expected = wide @ weights.T + added
-    magnitude = wide.abs() @ weights.abs().T + added.abs()
+    magnitude = wide.abs() @ (weights.abs() + 4 * exact_mins(rows).abs()).T + added.abs()
     once = 0.0 if found.dtype == torch.float32 else 2.0**-8
     bound = once * expected.abs() + (1 + once) * half_codes @ weights.abs().T + 2.0**-24 * (3 * groups + 4) * magnitude
     off = ((found.double() - expected).abs() - bound * 1.001).max()
@@ -171,3 +180,10 @@ def test_groups_are_not_cut() -> None:
     assert torch.equal(exact_weights(part), exact_weights(rows)[1:3, 32:])
     with pytest.raises(ConfigError, match="groups of 32 weights cannot be cut"):
         rows.part(slice(None), slice(16, 96))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_common_format_holds_the_same_weights(format: WeightFormat) -> None:
+    rows, common = random_rows(0, 5, 130, format), common_format([format, WeightFormat(8, 16)])
+    assert (common is None) == (format.bits == 8 and format.has_zeros), "other zero points do not fit"
+    assert common is None or torch.equal(exact_weights(rows.in_format(common)), exact_weights(rows))
