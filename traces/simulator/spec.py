@@ -32,7 +32,7 @@ class Overheads:
     back_s: NotNegative = 0.0  # part of `request_s`: the first token's way back
     late_back_s: NotNegative = 0.0  # added to `back_s` while the machine continues with another prompt
     turnover_s: NotNegative = 0.0  # delay of the next prompt by handing off the one before it
-    landing_s: NotNegative = 0.0  # from requesting blocks at a decode machine to having them
+    landing_s: NotNegative = 0.0  # for which an idle prefill machine waits for its landing
     handoff_s: NotNegative = 0.0  # from a prompt's last chunk to its first decode step, without the KV transfer
 
 

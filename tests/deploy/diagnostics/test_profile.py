@@ -333,7 +333,7 @@ def test_overheads_of_serving_are_measured_through_a_real_cluster(
     assert main(["profile", str(model), *options]) == 0
     profile = read_profile(written)
     assert profile.overheads.request_s > 0.0
-    assert profile.overheads.landing_s > 0.0
+    assert profile.overheads.landing_s == 0.0, "an idle worker computes while it requests a landing"
     assert profile.prefill.seconds(512, 0) > 0.0
     assert profile.decode.step_s(8, 4096) > 0.0
     assert profile.crowding.prefill[0] == profile.crowding.decode[0] == 1.0
