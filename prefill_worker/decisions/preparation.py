@@ -33,7 +33,7 @@ class Preparation:
     def admit(self, now: float) -> None:
         """Gives blocks to the head of the queue and prepares it, while little work is prepared ahead of it."""
         shared, limits = self._shared, self._shared.limits
-        prepared = [s for s in shared.admitted.values() if s.phase in PREPARED]
+        prepared = [s for s in shared.admitted.values() if s.phase in PREPARED or s.is_reserving]
         while len(prepared) < limits.max_num_seqs:
             sequence = shared.queue.head()
             if sequence is None or not self._is_due(sequence, prepared):
@@ -51,9 +51,10 @@ class Preparation:
             prepared.append(sequence)
 
     def _is_due(self, sequence: Sequence, prepared: list[Sequence]) -> bool:
-        """Returns True if little prepared work ranks before the sequence. Work that it overtakes does not count."""
+        """Returns True if little prepared work ranks before the sequence. Work that it overtakes does not count. What
+        was computed before its landing counts whole: decode workers that are full need no more of it."""
         limits = self._shared.limits
-        ahead = [s.num_left for s in prepared if s.rank < sequence.rank]
+        ahead = [s.num_left or s.num_tokens for s in prepared if s.rank < sequence.rank]
         return len(ahead) < limits.prepare_ahead or sum(ahead) < limits.max_num_batched_tokens
 
     def _take_blocks(self, sequence: Sequence) -> bool:

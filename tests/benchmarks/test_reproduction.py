@@ -7,22 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.reproduction.__main__ import FIGURES, main
-from benchmarks.reproduction.published_figure import CONVERSATION, PublicTrace
-from moonserve.traces.format import TraceRecord
 from tests.traces.made import write_sessions
 from tests.traces.reports.document import Document
-
-RECORDS = [TraceRecord(arrived_s=float(n), input_length=1024, output_length=10, hash_ids=(0, n + 1)) for n in range(10)]
-SUBJECT = PublicTrace(name="conversation_trace.jsonl", kind=CONVERSATION, records=RECORDS)
-
-
-def test_names_of_figures_are_unique_and_runs_are_checked() -> None:
-    """Figure names are unique, and every run that a figure requests is valid."""
-    assert len({figure.name for figure in FIGURES}) == len(FIGURES)
-    for figure in FIGURES:
-        for work in figure.runs(SUBJECT).values():
-            work.check()
-
 
 EASY = "table-2,figure-8,figure-9,figure-11,figure-14"
 

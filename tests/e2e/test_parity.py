@@ -92,7 +92,7 @@ CASES = {
         family="qwen3_moe", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100)
     ),
     "the layers of transformers": Case(
-        family="olmo2", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100)
+        family="olmo2", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 101, 300)
     ),
     "int8 in blocks of 512": Case(
         family="llama",

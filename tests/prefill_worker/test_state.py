@@ -97,6 +97,14 @@ def test_number_of_requests_prepared_ahead_is_bounded() -> None:
     assert (walk.state.num_waiting, walk.state.num_running) == (3, 1)
 
 
+def test_few_prompts_are_computed_while_no_landing_is_granted() -> None:
+    walk = Walk(num_blocks=64, prepare_ahead=2, budget=8, computes_before_grant=True)
+    for number, name in enumerate("abcd"):
+        for step in all_of(walk.submit(name, 8, first=100 * number), ev.RunStep):
+            walk.done(step)
+    assert (walk.state.num_waiting, walk.state.num_running) == (2, 2)
+
+
 def test_prefix_blocks_come_from_the_stores_that_the_placement_names() -> None:
     walk, far = Walk(), endpoint("store-1")
     # Three blocks are usable, since the last token must be computed.
