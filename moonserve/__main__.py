@@ -93,7 +93,7 @@ SERVERS: dict[str, tuple[str, str]] = {
 BASE_VERBS = ("conductor", "store", "directory", "role", "drain", "kvctl", "keys", "explain", "top", "doctor", "traces")
 
 SERVE_MODULES = (
-    "aiohttp", "fastapi", "gguf", "httptools", "huggingface_hub", "jinja2", "llguidance", "pydantic", "safetensors",
+    "aiohttp", "fastapi", "httptools", "huggingface_hub", "jinja2", "llguidance", "pydantic", "safetensors",
     "tokenizers", "torch", "transformers", "uvicorn", "yaml",
 )  # fmt: skip
 

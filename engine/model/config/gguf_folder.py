@@ -99,8 +99,10 @@ class _Header:
     @classmethod
     def read(cls, path: Path) -> _Header:
         """Opens a file. Raises ConfigError, which says what would work."""
-        from gguf import GGUFReader
-
+        try:
+            from gguf import GGUFReader
+        except ImportError as error:  # in the environment of another engine
+            raise ConfigError(f"{path}: GGUF files need the package gguf: pip install 'moonserve[serve]'") from error
         try:
             reader = GGUFReader(path)
         except Exception as error:  # of the operating system and of a reader that trusts the file
