@@ -33,7 +33,9 @@ class Preparation:
     def admit(self, now: float) -> None:
         """Gives blocks to the head of the queue and prepares it, while little work is prepared ahead of it."""
         shared, limits = self._shared, self._shared.limits
-        prepared = [s for s in shared.admitted.values() if s.phase in PREPARED or s.is_reserving]
+        prepared = [
+            s for s in shared.admitted.values() if s.phase in PREPARED or (s.is_reserving and s.phase not in ENDED)
+        ]
         while len(prepared) < limits.max_num_seqs:
             sequence = shared.queue.head()
             if sequence is None or not self._is_due(sequence, prepared):

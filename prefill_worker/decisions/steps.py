@@ -61,7 +61,9 @@ class Steps:
         """Starts one step. Returns False if no sequence can run."""
         limits = self._shared.limits
         runnable = [
-            s for s in self._shared.admitted.values() if s.phase in RUNNABLE and s.early is None and s.num_unplanned
+            s
+            for s in self._shared.admitted.values()
+            if s.phase in RUNNABLE and s.early is None and s.num_unplanned and not s.is_reserving
         ]
         runnable.sort(key=lambda sequence: sequence.rank)
         early = self._early.best_candidate(now)
@@ -96,7 +98,8 @@ class Steps:
     def _without_landing(self) -> list[Sequence]:
         """Returns the sequence that an idle engine computes while its landing is requested, or none. It is alone in its
         step, to which `SendStep` refers."""
-        waiting = [s for s in self._shared.admitted.values() if s.phase is Phase.RESERVING and not s.is_loading]
+        admitted = [s for s in self._shared.admitted.values() if s.phase in (Phase.RESERVING, Phase.RUNNING)]
+        waiting = [s for s in admitted if s.is_reserving and not s.is_loading and s.num_unplanned]
         return sorted(waiting, key=lambda sequence: sequence.rank)[:1]
 
     def _begin(

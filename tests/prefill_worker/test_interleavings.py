@@ -47,7 +47,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.steps: list[int] = []
         self.sent_late: set[int] = set()  # of these steps, whose landing was granted while they ran
         self.sent: defaultdict[str, set[int]] = defaultdict(set)  # tokens by lease
-        self.end_of_step = 0
+        self.last_plans: Sequence[ev.SlicePlan] = ()
         self.reserving: dict[str, ev.ReserveLanding] = {}
         self.loading: dict[str, Load] = {}  # layered loads in flight
         self.early: dict[int, Load] = {}  # by sampled token: the load behind which its step ran
@@ -93,8 +93,9 @@ class PrefillWorkers(RuleBasedStateMachine):
                 self.check_step(action)
                 self.wait("step", self.answer_step(action))
             case ev.SendStep():
+                [plan] = self.last_plans  # otherwise it is not clear which slice is sent
                 self.sent_late.update(self.steps)
-                self.sent[action.landing.lease_id].update(range(action.send_from, self.end_of_step))
+                self.sent[action.landing.lease_id].update(range(action.send_from, plan.slice.end))
             case ev.CommitHandoff():
                 tokens = range(4 * action.num_cached_blocks, len(action.request.token_ids))
                 assert self.sent[action.lease_id].issuperset(tokens), "some KV was not sent"
@@ -124,7 +125,7 @@ class PrefillWorkers(RuleBasedStateMachine):
         assert sum(p.slice.num_tokens for p in plans) <= limits.max_num_batched_tokens
         assert len({p.slice.request_id for p in plans}) == len(plans)
         self.steps.append(step.step_id)
-        self.end_of_step = plans[0].slice.end
+        self.last_plans = plans
         for plan in plans:
             if plan.landing is not None:
                 self.sent[plan.landing.lease_id].update(range(plan.send_from, plan.slice.end))

@@ -233,3 +233,14 @@ def test_chunks_that_were_computed_before_the_grant_are_sent_with_the_next() -> 
     walk.grant(waiting)
     [plan] = only(walk.done(overtaking), ev.RunStep).plans
     assert (plan.slice.request_id, plan.slice.start, plan.send_from) == ("a", 8, 0)
+
+
+def test_a_prompt_without_a_landing_shares_no_step() -> None:
+    walk = Walk(computes_before_grant=True)
+    step = only(walk.submit("a", 10), ev.RunStep)
+    walk.grant(walk.submit("b", 2, first=50))
+    walk.submit("c", 10, first=90)
+    [step] = all_of(walk.done(step), ev.RunStep)
+    assert spans([step]) == [("b", 0, 2)]
+    walk.cancel("a")
+    assert spans(walk.done(step)) == [("c", 0, 8)]
