@@ -47,7 +47,6 @@ class PrefillWorkers(RuleBasedStateMachine):
         self.steps: list[int] = []
         self.sent_late: set[int] = set()  # of these steps, whose landing was granted while they ran
         self.sent: defaultdict[str, set[int]] = defaultdict(set)  # tokens by lease
-        self.last_plans: Sequence[ev.SlicePlan] = ()
         self.reserving: dict[str, ev.ReserveLanding] = {}
         self.loading: dict[str, Load] = {}  # layered loads in flight
         self.early: dict[int, Load] = {}  # by sampled token: the load behind which its step ran
