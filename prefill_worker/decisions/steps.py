@@ -1,8 +1,9 @@
 """Composition of prefill steps and handling of their results (READY → RUNNING).
 
 One step is in flight at a time, or one per stage of a pipeline: the next chunk of a prompt follows one stage behind.
-An engine that would idle computes a prompt while its landing is requested; KV and first token are sent from the grant
-on.
+An engine that would idle computes a prompt while its landing is requested, alone in its steps; KV and first token wait
+for the grant.
+
 A step holds at most `max_num_batched_tokens` tokens, taken from sequences in rank order, so that a long prompt runs in
 chunks. **A step in which a prompt ends is not filled up with part of the next one**, since the first token would wait
 for it. Only prompts that end in the step join it, and only if the step that is saved is worth more than the wait
