@@ -155,6 +155,11 @@ class ReplicaConfig(ProcessConfig, FormatConfig, ElasticMemoryConfig, TracingCon
     )
     zero_kv_blocks: bool = option(False, help="clear the memory of KV blocks before another request gets them")
     num_threads: int = option(1, help="compute threads")
+    shared_cores: str | None = option(
+        None,
+        help="PATH:ROW of the table in which the workers of a host show when they compute, so that others use their "
+        "cores meanwhile; moonserve serve gives it",
+    )
     tensor_parallel_size: int = option(
         1,
         help="ranks that compute every step together: processes of this host, each with a share of the heads, the MLP "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,7 @@ from moonserve.engine.kernels.selector import (
     make_kernels,
     thread_pool_of,
 )
+from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.batch import HiddenStates, Sampled, Slice
 from moonserve.engine.model.config import ModelConfig
@@ -65,6 +66,7 @@ class Engine:
         rank_group: RankGroup | None = None,
         host_memory: memoryview | None = None,
         grammars: GrammarMasks | None = None,
+        shared_cores: SharedCores | None = None,
     ) -> None:
         """`host_memory`: host memory to which `engine.cuda.staging` copies the pool's KV; None if the pool itself is
         shared."""
@@ -80,6 +82,7 @@ class Engine:
         self.fingerprint = fingerprint
         self.stage = stage or split_into_stages(config.num_layers, 1)[0]
         self._model = model
+        self._computing: AbstractContextManager[None] = shared_cores or nullcontext()
         self._attention = attention
         self._pool = pool
         self.rank_group = rank_group
@@ -119,6 +122,7 @@ class Engine:
         attention: str = "auto",
         cache_folder: Path | None = None,
         progress: Progress | None = None,
+        shared_cores: SharedCores | None = None,
     ) -> Engine:
         """Loads the weights and creates the KV pool in `memory`, or in newly allocated memory if None. Raises
         ConfigError. `dtype` is the compute dtype; None means the layout's dtype, which must not be quantised then.
@@ -131,7 +135,8 @@ class Engine:
 
         `stage`: only its layers are loaded and have KV in `memory`. `config` and `layout` describe the whole model, and
         so does the fingerprint, which is equal at all stages. `rank_group`: only this rank's share of the weights is
-        loaded, and only its heads are written to `memory`, which all ranks map."""
+        loaded, and only its heads are written to `memory`, which all ranks map. `shared_cores`: those of the host, from
+        which native kernels borrow; None = compute in `num_threads` only."""
         set_threads(num_threads)
         place = find_device(CPU if device == STAGED else device)
         is_staged = device == STAGED or (place.type == "cuda" and memory is not None)
@@ -178,8 +183,9 @@ class Engine:
             pool,
             num_threads=num_threads,
             cache_folder=cache_folder,
-            compiling=partial(_report_compiling, progress),
+            compiling=None if progress is None else partial(progress, "compiling kernels", 0.0),
             collectives=None if rank_group is None else rank_group.collectives,
+            shared_cores=shared_cores,
         )
         geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim)
         backend = make_attention(attention, geometry, pool, cache_folder, thread_pool_of(layers))
@@ -188,7 +194,7 @@ class Engine:
         identity = make_fingerprint(weights.digest, layout, dtype)
         host_memory = memory if is_staged else None
         grammars = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-        return cls(config, model, backend, pool, identity, own, rank_group, host_memory, grammars)
+        return cls(config, model, backend, pool, identity, own, rank_group, host_memory, grammars, shared_cores)
 
     @property
     def is_staged(self) -> bool:
@@ -300,7 +306,7 @@ class Engine:
     def run(self, step: Step, dirty: torch.Tensor | None, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Runs a step that is already checked and laid out, and returns the result of `ForwardPass.forward`. Called by
         `begin` and by a rank that follows rank 0. `dirty`: slots to zero beforehand."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._computing:
             if dirty is not None:
                 self._pool.clear(dirty)
             return self._model.forward(step, on_layer)
@@ -332,11 +338,6 @@ def _require_possible(
         raise ConfigError("tensor-parallel ranks run on CPUs only and without pipeline stages; start with --device cpu")
     if layout.is_quantised and triton:
         raise ConfigError(f"KV in {layout.dtype} is for CPUs only: the Triton kernels do not read it")
-
-
-def _report_compiling(progress: Progress | None) -> None:
-    if progress is not None:
-        progress("compiling kernels", 0.0)
 
 
 def set_threads(num_threads: int) -> None:

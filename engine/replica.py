@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from moonserve.protocol.rpc.wire import endpoint_to_wire, to_message
 
 if TYPE_CHECKING:
     from moonserve.engine.engine import Engine, EngineThread
+    from moonserve.engine.kernels.shared_cores import SharedCores
     from moonserve.engine.kv_cache.tensors import BlockZeroer
     from moonserve.engine.tensor_parallel import RankGroup
     from moonserve.engine.tensor_parallel.rank_processes import RankProcesses
@@ -248,8 +250,21 @@ def _load(
         quantise=config.quantize,
         cache_folder=cache_folder_of(config),
         progress=progress,
+        shared_cores=_shared_cores(config),
     )
     return EngineThread(engine)
+
+
+def _shared_cores(config: ReplicaConfig) -> SharedCores | None:
+    from moonserve.engine.kernels.shared_cores import SharedCores
+
+    if config.shared_cores is None:
+        return None
+    try:
+        return SharedCores(config.shared_cores, config.num_threads)
+    except (OSError, ValueError) as error:
+        logging.getLogger(__name__).warning("no cores of other workers are used: %s", error)
+        return None
 
 
 def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:

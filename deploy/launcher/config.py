@@ -45,7 +45,7 @@ def _option_of(cls: type, name: str, *, help: str | None = None) -> Any:
 
 _OWN_ENGINE = {o.name for cls in (PrefillConfig, RoleSwitchingConfig) for o in options_of(cls)} | {
     *("pipeline_parallel_size", "tensor_parallel_size", "prefill_tensor_parallel_size", "decode_tensor_parallel_size"),
-    *("role_switching", "conditional_disaggregation"),
+    *("role_switching", "conditional_disaggregation", "lend_cores"),
 }
 _OWN_ENGINE -= {o.name for cls in (VllmConfig, StoreConfig, ConductorConfig, TransferConfig) for o in options_of(cls)}
 _OWN_ENGINE -= {"device", "gpu_memory_utilization", "num_threads"}
@@ -164,6 +164,12 @@ class ServeConfig(
     scheduling_policy: str = _option_of(PrefillConfig, "scheduling_policy", help="order of a prefill worker's queue")
     num_threads: int | None = option(
         None, help="compute threads per worker; the cores shared out evenly when not given"
+    )
+    lend_cores: str = option(
+        "on",
+        help="workers of the own engine compute on each other's cores while these are idle, unless --num-threads is "
+        "given",
+        choices=("on", "off"),
     )
     placement_policy: str = _option_of(ConductorConfig, "placement_policy")
     ttft_slo: float = _option_of(ConductorConfig, "ttft_slo")
@@ -305,6 +311,12 @@ class ServeConfig(
         prefill, decode = self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
         both = self.tensor_parallel_size
         return both if prefill is None else prefill, both if decode is None else decode
+
+    @property
+    def lends_cores(self) -> bool:
+        """True if workers may compute on each other's cores, which they cannot with ranks and stages."""
+        is_simple = self.pipeline_parallel_size == 1 and self.tensor_parallel_sizes == (1, 1)
+        return self.lend_cores == "on" and self.num_threads is None and is_simple
 
     def threads_of(self, tensor_parallel_size: int) -> int:
         """Returns the compute threads of a worker with this many ranks: at least one per rank."""

@@ -112,11 +112,13 @@ def member_specs(
     listener: int | None = None,
     registry: str | None = None,
     cores: Sequence[int] = (),
+    core_table: int | None = None,
 ) -> list[ProcessSpec]:
     """Returns the specs of all other processes: store nodes, workers, gateways. `conductor`: comma-separated addresses;
     `ledger`: file for the shares of a memory budget, unless the configuration names another; `gpus`: GPUs of this
     machine as named in CUDA_VISIBLE_DEVICES; `listener`: see `deploy.launcher.ports.ReservedPort`; `registry`:
-    see `HostOptions`; `cores`: this machine's, if vLLM workers are to be bound to them."""
+    see `HostOptions`; `cores`: this machine's, if vLLM workers are to be bound to them; `core_table`: descriptor of
+    the memory in which workers show when they compute (`engine.kernels.shared_cores`)."""
     site = HostOptions(conductor=conductor, model_path=model_path, ledger=ledger, registry=registry)
     specs = [store_spec(config, site, f"store-{i}") for i in range(config.store_nodes)]
     gpus = gpus if config.device in ("auto", "cuda") else ()
@@ -131,6 +133,9 @@ def member_specs(
         share = config.gpu_memory_utilization / num_sharing
         home = f"store-{turn % config.store_nodes}" if config.store_nodes else None
         spec = worker_spec(config, site, name, role, home=home, share=share)
+        if core_table is not None and config.lends_cores and not gpus:
+            place = f"/proc/self/fd/{core_table}:{index}"
+            spec = replace(spec, flags=(*spec.flags, "--shared-cores", place), fds=(core_table,))
         seen = {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
         specs.append(replace(spec, environment={**spec.environment, **seen}))
     gateways = range(config.gateways)

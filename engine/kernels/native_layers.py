@@ -16,6 +16,7 @@ import torch
 from moonserve.engine.kernels import AllReduce, Heads, Step
 from moonserve.engine.kernels.native_library import CLayer, CMatrix, CMlp, CModel, CStep, LayersLibrary
 from moonserve.engine.kernels.rope import RopeTable
+from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.weight_packing import Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
@@ -85,8 +86,10 @@ class NativeKernels:
         cache_folder: Path | None,
         compiling: Callable[[], None] | None = None,
         collectives: AllReduce | None = None,
+        shared_cores: SharedCores | None = None,
     ) -> None:
-        """`collectives`: sums over the ranks that share the model; None = the model is whole."""
+        """`collectives`: sums over the ranks that share the model; None = the model is whole. `shared_cores`: from
+        which threads are borrowed."""
         _check_limits(config, weights)
         self._collectives = collectives
         self._library = LayersLibrary(pool.dtype, cache_folder, compiling)
@@ -94,7 +97,9 @@ class NativeKernels:
         self._dtype = weights.embedding.dtype
         self._pool = pool
         self._rope = RopeTable(config.rope, config.head_dim, self._dtype)
-        self.thread_pool = self._library.make_thread_pool(num_threads)  # attention may use it between two calls
+        self.thread_pool = self._library.make_thread_pool(
+            num_threads, shared_cores
+        )  # attention may use it between two calls
         self._embedding = weights.embedding.contiguous()
         self._final_norm = _floats(weights.norm)
         compactor = Compactor(self._library) if self._library.reads_compact else None
@@ -128,6 +133,7 @@ class NativeKernels:
             config.head_dim,
             config.vocab_size,
             *((0, 0, 0) if experts is None else (experts.count, experts.per_token, experts.normalised)),
+            _products(config),
             pool.slot_stride,
             _QUANTISED_FORMATS.get(pool.layout.dtype, 0),
             layers,
@@ -201,6 +207,13 @@ class NativeKernels:
 
 def _floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().contiguous()
+
+
+def _products(config: ModelConfig) -> int:
+    """Returns the multiplications per token of a layer's projections."""
+    mlps = 1 if config.experts is None else config.experts.per_token
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    return config.hidden_size * (heads + 3 * mlps * config.intermediate_size)
 
 
 def _row_bytes(weights: Weights) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.protocol.process.native_libraries import CompilerError, load_library
 
 # Only multiplications and additions may be fused, so that results do not depend on how a loop is cut. -ffast-math would
@@ -102,6 +103,7 @@ class CModel(ctypes.Structure):
         ("experts", ctypes.c_int64),
         ("experts_per_token", ctypes.c_int64),
         ("normalised", ctypes.c_int64),
+        ("layer_products", ctypes.c_int64),
         ("slot_stride", ctypes.c_int64),
         ("pool_format", ctypes.c_int64),
         ("layers", ctypes.POINTER(CLayer)),
@@ -177,21 +179,23 @@ class LayersLibrary:
         found.restype = None
         return found
 
-    def make_thread_pool(self, members: int) -> ThreadPool:
-        """Creates a thread pool of `members` threads, including the caller's. Raises CompilerError if the system
-        refuses more threads."""
-        return ThreadPool(self._library, members)
+    def make_thread_pool(self, members: int, shared: SharedCores | None = None) -> ThreadPool:
+        """Creates a thread pool of `members` threads, including the caller's, and of those it may borrow. Raises
+        CompilerError if the system refuses more threads."""
+        return ThreadPool(self._library, members, shared)
 
 
 class ThreadPool:
     """Threads that share the work of each call (`engine/kernels/native/thread_pool.h`). They end with this object."""
 
-    def __init__(self, library: ctypes.CDLL, members: int) -> None:
+    def __init__(self, library: ctypes.CDLL, members: int, shared: SharedCores | None = None) -> None:
         library.thread_pool_start.restype = ctypes.c_void_p
+        library.thread_pool_start.argtypes = [ctypes.c_int32, ctypes.c_void_p]
         library.thread_pool_stop.argtypes = [ctypes.c_void_p]
-        address = library.thread_pool_start(members)
+        address = library.thread_pool_start(members, None if shared is None else shared.address)
         if address is None:
             raise CompilerError(f"the system refused {members - 1} more threads")
         self.address: int = address
+        self._shared = shared  # whose memory the threads read
         # Not run at interpreter exit: the process can end while the threads sleep.
         weakref.finalize(self, library.thread_pool_stop, address).atexit = False

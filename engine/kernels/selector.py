@@ -13,6 +13,7 @@ from moonserve.engine.kernels import AllReduce, Attention, Geometry, Heads, Kern
 from moonserve.engine.kernels.native_attention import NativePagedAttention
 from moonserve.engine.kernels.native_layers import NativeKernels
 from moonserve.engine.kernels.native_library import ThreadPool
+from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.torch_attention import TorchPagedAttention
 from moonserve.engine.kernels.torch_layers import TorchKernels
 from moonserve.engine.kv_cache.tensors import KvTensors
@@ -114,12 +115,13 @@ def make_kernels(
     cache_folder: Path | None,
     compiling: Callable[[], None] | None = None,
     collectives: AllReduce | None = None,
+    shared_cores: SharedCores | None = None,
 ) -> Kernels:
     """Creates the implementation called `name`. auto means triton on a GPU; otherwise native, mixed with torch if that
     is faster for prompts and weights are plain, without experts; or torch without a `cache_folder`. Native kernels run
-    in `num_threads` own threads, torch's in the process's. `compiling` is called before a compilation, which takes
-    seconds. `collectives`: for a rank with a share of the model. Raises ConfigError for an unknown name, or if the
-    implementation is not available."""
+    in `num_threads` own threads and in those that `shared_cores` gives, torch's in the process's. `compiling` is called
+    before a compilation, which takes seconds. `collectives`: for a rank with a share of the model. Raises ConfigError
+    for an unknown name, or if the implementation is not available."""
     if name not in KERNEL_NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(KERNEL_NAMES)}")
     if name == "triton" or pool.device.type == "cuda":
@@ -127,7 +129,7 @@ def make_kernels(
     if name == "torch" or (name == "auto" and cache_folder is None):
         return TorchKernels(config, weights, pool, collectives)
     try:
-        native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, collectives)
+        native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, collectives, shared_cores)
     except CompilerError as error:
         raise ConfigError(f"native kernels are not available: {error}; or start with --kernels torch") from error
     if name == "native" or native.suits_many_rows or weights.is_quantised or config.experts is not None:

@@ -46,12 +46,6 @@ static long futex(std::atomic<uint32_t> *word, int operation, uint32_t value, co
     return syscall(SYS_futex, (uint32_t *)word, operation, value, timeout, nullptr, 0); /* shared between processes */
 }
 
-static int64_t now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1'000'000'000 + now.tv_nsec;
-}
-
 static bool peer_died(const Ranks *ranks) {
     pollfd waiting[MAX_RANKS];
     for (int32_t n = 0; n < ranks->num_sockets; n++) waiting[n] = {ranks->sockets[n], POLLRDHUP, 0};

@@ -85,7 +85,7 @@ def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts
 ) -> None:
     """A flood of prompts lasts until the role changes. The prompts are long enough that their computation takes most of
     the time."""
-    flags = (*FLAGS, "--ttft-slo", "0.2", "--role-hold-s", "0", "--no-enable-prefix-caching")
+    flags = (*FLAGS, "--ttft-slo", "0.02", "--role-hold-s", "0", "--no-enable-prefix-caching")
     with running_cluster(cluster.model, tmp_path, *flags) as cluster:
         with Background([partial(flood, cluster, over := threading.Event())] * 24):
             try:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -107,39 +106,3 @@ def test_training_record_names_the_current_corpus_rules(tmp_path: Path) -> None:
     training, validation = training_data.split_files({f"module_{number}.py": "" for number in range(10_000)})
     assert len(training) + len(validation) == 10_000
     assert 150 <= len(validation) <= 250  # about 2 %
-
-
-SOURCE = """\
-class A:
-    def area(self, width, height=2):
-        '''Return the area.
-
-        Both are in metres.
-        '''
-        if width < 0:
-            raise ValueError
-
-        return width * height
-
-    def tiny(self):
-        return 1
-"""
-
-
-def test_samples_are_whole_functions_and_depend_only_on_the_random_state() -> None:
-    (function,) = training_data.find_functions([SOURCE])
-    assert function.signature == "area(self, width, height=2)"
-    assert function.docstring == "Return the area.\n\nBoth are in metres."
-    body = "    if width < 0:\n        raise ValueError\n\n    return width * height\n"
-    assert function.bare_source == f"def area(self, width, height=2):\n{body}"
-    assert function.source.startswith("def area(self, width, height=2):\n    '''Return")
-    assert function.source.endswith(body)
-    first, second = (
-        [training_data.make_chat(function, rng) for _ in range(20)] for rng in (random.Random(7), random.Random(7))
-    )
-    assert first == second
-    rng = random.Random(7)
-    for _ in range(50):
-        prompt, continuation = training_data.make_snippet(function, rng)
-        assert prompt
-        assert prompt + continuation == function.source

@@ -10,6 +10,7 @@
 
 constexpr int64_t GROUP = 256;      /* rows */
 constexpr int64_t MOST_EXPERTS_PER_TOKEN = 64;
+constexpr int64_t MANY_PRODUCTS = 32'000'000; /* of a layer: some tenths of a millisecond on one core */
 constexpr int64_t ROWS_AT_ONCE = 8; /* fewest rows per part of an operation too short to divide by single rows */
 
 struct Mlp {
@@ -29,6 +30,7 @@ struct Model {
     int64_t heads, kv_heads, head_dim, vocab_size;
     int64_t experts, experts_per_token; /* 0: every layer has one MLP */
     int64_t normalised;                 /* 1: a token's weights of experts have the sum 1 */
+    int64_t layer_products;             /* multiplications per token in a layer's matrices */
     int64_t slot_stride;
     int64_t pool_format; /* 0: heads as they are computed, 1: rows of int8, 2: rows of fp8 */
     const Layer *layers;
@@ -109,7 +111,15 @@ template <typename T> static void place_token(const Model *model, const Layer *l
     store_heads(model, layer->values, heads + rotated * dim, step->slots[token]);
 }
 
+/* Decides how many threads work on this layer. */
+static void borrow_threads(const Model *model, const Step *step) {
+    ThreadPool *pool = model->thread_pool;
+    const bool is_long = step->tokens * model->layer_products >= MANY_PRODUCTS;
+    pool->borrowed = pool->num_borrowers > 0 && is_long ? idle_cores(pool) : 0;
+}
+
 template <typename T> static void project(const Model *model, const Step *step, const Layer *layer) {
+    borrow_threads(model, step);
     const int64_t size = model->hidden_size, width = (model->heads + 2 * model->kv_heads) * model->head_dim;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = least(GROUP, step->tokens - first);

@@ -23,7 +23,7 @@ def parsed(spec: ProcessSpec) -> Any:
 
 
 def members(gpus: tuple[str, ...] = (), ledger: str | None = None, **options: Any) -> dict[str, ProcessSpec]:
-    specs = member_specs(ServeConfig(**options), "/model", "127.0.0.1:5", ledger, gpus)
+    specs = member_specs(ServeConfig(**options), "/model", "127.0.0.1:5", ledger, gpus, core_table=9)
     return {spec.instance_id: spec for spec in specs}
 
 
@@ -31,7 +31,9 @@ def members(gpus: tuple[str, ...] = (), ledger: str | None = None, **options: An
 ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
     ({"gateways": 2, "port": 1234}, {name: {"port": 1234, "reuse_port": True} for name in ("gateway-0", "gateway-1")}),
     ({}, {"gateway-0": {"reuse_port": False}, "prefill-0": {"home_store": "store-0"}}),
-    ({"store_nodes": 0}, {"prefill-0": {"home_store": None}}),
+    ({"store_nodes": 0, "lend_cores": "off"}, {"prefill-0": {"home_store": None, "shared_cores": None}}),
+    ({}, {"prefill-0": {"shared_cores": "/proc/self/fd/9:0"}, "decode-0": {"shared_cores": "/proc/self/fd/9:1"}}),
+    ({"num_threads": 1}, {"prefill-0": {"shared_cores": None}}),
     ({"prefill_workers": 3, "store_nodes": 2}, {f"prefill-{n}": {"home_store": f"store-{n % 2}"} for n in range(3)}),
     (
         {"ssd": "/mnt/kv:4GiB", "ssd_write_through": True, "tenant_quota": ("a=2GiB", "b=1MiB")},
@@ -52,7 +54,10 @@ ARRIVES: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = [
     ),
     # No stage of a pipeline group has complete blocks to put into a store.
     ({"pipeline_parallel_size": 2}, {"prefill-0": {"pipeline_parallel_size": 2, "home_store": None}}),
-    ({"tensor_parallel_size": 2, "role_switching": "on"}, {"worker-0": {"tensor_parallel_size": 2}}),
+    (
+        {"tensor_parallel_size": 2, "role_switching": "on"},
+        {"worker-0": {"tensor_parallel_size": 2, "shared_cores": None}},
+    ),
     (
         {"kv_memory_budget": 800, "prefill_workers": 2, "decode_workers": 2},
         {
@@ -89,7 +94,7 @@ def test_every_process_accepts_its_flags_and_gets_the_shared_options() -> None:
 def test_every_option_of_serve_belongs_to_a_process_or_to_the_launcher() -> None:
     launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "gateways"}
     launchers |= {"prefill_tensor_parallel_size", "decode_tensor_parallel_size"}
-    launchers |= {"log_dir", "worker_nice", "engine", "vllm_python"}
+    launchers |= {"log_dir", "worker_nice", "engine", "vllm_python", "lend_cores"}
     known = {option.name for config, _ in SERVERS.values() for option in options_of(named(config))}
     assert {option.name for option in options_of(ServeConfig)} <= known | launchers
 

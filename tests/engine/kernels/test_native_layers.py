@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from moonserve.engine.kernels import Kernels, Step
 from moonserve.engine.kernels.native_layers import NativeKernels
 from moonserve.engine.kernels.native_library import FLAGS
 from moonserve.engine.kernels.selector import FEW_TOKENS, MixedKernels, make_kernels
+from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.torch_layers import TorchKernels
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 from moonserve.engine.model.config import ModelConfig, load_model_config
@@ -27,6 +29,7 @@ from tests.patience import until
 from tests.random_models import make_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 600
+CORES = os.sched_getaffinity(0)
 
 
 def replica(pair: Pair, dtype: str) -> tuple[ModelConfig, Weights, KvTensors]:
@@ -135,6 +138,35 @@ def test_thread_pool_ends_with_its_kernels(llama: Pair) -> None:
     del thread_pool
     gc.collect()
     until(lambda: not own & threads_now())
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="there is no core to borrow")
+def test_idle_cores_are_borrowed_while_no_other_worker_computes_and_change_no_bits(llama: Pair, tmp_path: Path) -> None:
+    table = tmp_path / "cores"
+    table.touch()
+    own, other = SharedCores(f"{table}:0", 1), SharedCores(f"{table}:63", len(CORES))
+    config, weights, pool = replica(llama, "bfloat16")
+    layers, step = pool.layout.num_layers, make_step(range(3000))
+    expected = run(native_kernels(llama, "bfloat16")[0], step, layers)
+    before = threads_now()
+    kernels = NativeKernels(config, weights, pool, 1, kernels_folder(), shared_cores=own)
+    borrowers = threads_now() - before
+    assert len(borrowers) == len(CORES) - 1
+
+    def compute() -> int:
+        """Returns the nanoseconds that the borrowing threads have computed for by the end of a step."""
+        assert all(map(torch.equal, run(kernels, step, layers), expected))
+        return sum(int(Path(f"/proc/self/task/{each}/schedstat").read_text().split()[0]) for each in borrowers)
+
+    with own:
+        begun = compute()
+        until(lambda: compute() > begun + 1_000_000)
+        with other:
+            until(lambda: compute() == compute())
+            assert compute() == compute()
+        until(lambda: compute() > begun + 2_000_000)
+    with pytest.raises(ValueError, match="rows are from 0 to 63"):
+        SharedCores(f"{table}:64", 1)
 
 
 def test_two_thread_pools_work_at_the_same_time(llama: Pair) -> None:
