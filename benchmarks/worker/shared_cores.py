@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serving.shared_cores`: what workers gain that compute on each other's idle cores.
+"""`python -m benchmarks.worker.shared_cores`: what workers gain that compute on each other's idle cores.
 
 Two clusters of one prefill and one decode worker, `--lend-cores on` and `off`, run at once on all cores of this machine
 and are measured one at a time, in turns, with a Llama of 110M random weights in bfloat16: prompts that find
