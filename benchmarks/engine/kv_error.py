@@ -292,7 +292,9 @@ def seconds(engine: Engine, shape: Shape) -> float:
 def _slice(engine: Engine, row: int, start: int, end: int) -> Slice:
     per_row = engine.layout.blocks_for(end)
     tokens = [token % engine.config.vocab_size for token in range(end)]
-    return greedy_slice(f"row-{row}", tokens, start, end, range(row * per_row, (row + 1) * per_row))
+    blocks = range(row * per_row, (row + 1) * per_row)
+    is_output = end == start + 1  # attention treats the last token of a prompt otherwise
+    return greedy_slice(f"row-{row}", tokens, start, end, blocks, num_prompt_tokens=start if is_output else None)
 
 
 def speeds(model: str, folder: Path, rounds: int) -> list[dict[str, Any]]:

@@ -29,6 +29,9 @@ template <int64_t DIM, typename T, typename S> static void attend_pieces(const P
 template <typename T, typename S> static void attend(const Plan &plan, const Tensors<T, S> &tensors) {
     if (plan.num_tiles > 0) attend_tiles(plan, tensors);
     if (plan.num_singles == 0) return;
-    if (plan.head_dim == 64) attend_pieces<64>(plan, tensors);
-    else attend_pieces<0>(plan, tensors);
+    using R = typename Read<T, S>::Type;
+    const R *keys = (const R *)tensors.keys, *values = (const R *)tensors.values;
+    const Tensors<T, R> read = {tensors.queries, tensors.query_stride, keys, values, tensors.out};
+    if (plan.head_dim == 64) attend_pieces<64>(plan, read);
+    else attend_pieces<0>(plan, read);
 }

@@ -21,6 +21,7 @@ struct Running {
     Floats totals[MAX_HEADS];
     Floats sums[MAX_HEADS * MAX_SUMS];
     Words queries[MAX_HEADS * MAX_SUMS];
+    float query_scales[MAX_HEADS]; /* 1 unless queries are rounded to integers */
 };
 
 /* Tokens of one block, and the tokens of the next run (null if there is none). */
@@ -49,14 +50,25 @@ template <typename S, int64_t DIM> INLINE int64_t num_vectors(const Plan &plan) 
 template <typename S, int64_t DIM> INLINE Words load_head(const Plan &plan, const S *head, int64_t vector) {
     const S *from = head + vector * LANES * PER_WORD<S>;
     const int64_t left = head_dim<DIM>(plan) - vector * LANES * PER_WORD<S>;
-    if constexpr (QUANTISED<S>) return (Words)load_some(from, left);
+    if constexpr (INTEGERS<S>) return load_pairs(from, left);
+    else if constexpr (QUANTISED<S>) return (Words)load_some(from, left);
     if (DIM % (LANES * PER_WORD<S>) == 0 && DIM > 0) return (Words) * (const LooseWords *)from;
     return load_words(from, left * (int64_t)sizeof(S));
 }
 
-/* Loads a vector of a query in the layout in which heads of the pool are loaded. */
-template <typename S, int64_t DIM, typename T> INLINE Words load_query(const Plan &plan, const T *query, int64_t vector) {
-    if constexpr (QUANTISED<S>) return (Words)load_some(query + vector * LANES, head_dim<DIM>(plan) - vector * LANES);
+/* Loads a vector of a query in the layout in which heads of the pool are loaded. `scale`: of integers. */
+template <typename S, int64_t DIM, typename T>
+INLINE Words load_query(const Plan &plan, const T *query, int64_t vector, [[maybe_unused]] float scale) {
+    if constexpr (INTEGERS<S>) {
+        float parts[2 * LANES] = {};
+        const int64_t first = vector * 2 * LANES, left = head_dim<DIM>(plan) - first;
+        for (int64_t at = 0; at < least(2 * LANES, left); at += LANES)
+            store_some(parts + at, load_some(query + first + at, left - at), left - at);
+        Words words;
+        for (int64_t lane = 0; lane < LANES; lane++)
+            words[lane] = integer_pair(parts[2 * lane] / scale, parts[2 * lane + 1] / scale);
+        return words;
+    } else if constexpr (QUANTISED<S>) return (Words)load_some(query + vector * LANES, head_dim<DIM>(plan) - vector * LANES);
     else return load_head<T, DIM>(plan, query, vector);
 }
 
@@ -96,7 +108,9 @@ INLINE void score(const Plan &plan, const Words *queries, const S *keys, int64_t
                 }
 #pragma GCC unroll 4
             for (int i = 0; i < AT_ONCE; i++)
-                for (int g = 0; g < HEADS; g++) parts[g][lane + i] = sums[g][i];
+                for (int g = 0; g < HEADS; g++)
+                    if constexpr (INTEGERS<S>) parts[g][lane + i] = __builtin_convertvector((Integers)sums[g][i], Floats);
+                    else parts[g][lane + i] = sums[g][i];
         }
         for (int g = 0; g < HEADS; g++) scores[g][batch] = sum_rows(parts[g]);
     }
@@ -105,9 +119,9 @@ INLINE void score(const Plan &plan, const Words *queries, const S *keys, int64_t
 static_assert(DECODE_TILE == LANES, "scales are one vector");
 
 /* Turns scores into weights by the new maximum of each head. `rescale` gets the factor of all earlier sums. The scores
- * are multiplied by `scales`; the weights, but not the totals, by `value_scales`. */
+ * are multiplied by `scales` and their head's query scale; the weights, but not the totals, by `value_scales`. */
 template <int HEADS>
-INLINE void weigh(Floats scales, Floats value_scales, int64_t count, float *highest, Floats *totals,
+INLINE void weigh(Floats scales, Floats value_scales, const float *query_scales, int64_t count, float *highest, Floats *totals,
                   Floats (&scores)[HEADS][DECODE_TILE / LANES], float (&weights)[HEADS][DECODE_TILE],
                   Floats (&rescale)[HEADS]) {
     Integers lanes = {};
@@ -115,7 +129,8 @@ INLINE void weigh(Floats scales, Floats value_scales, int64_t count, float *high
     for (int g = 0; g < HEADS; g++) {
         Floats best = splat(NOTHING);
         for (int64_t b = 0; b * LANES < count; b++) {
-            scores[g][b] = select(lanes < (int32_t)(count - b * LANES), scores[g][b] * scales, splat(NOTHING));
+            const Floats scaled = scores[g][b] * (scales * query_scales[g]);
+            scores[g][b] = select(lanes < (int32_t)(count - b * LANES), scaled, splat(NOTHING));
             best = maximum(best, scores[g][b]);
         }
         const float top = highest_lane(best), now = top > highest[g] ? top : highest[g];
@@ -127,6 +142,42 @@ INLINE void weigh(Floats scales, Floats value_scales, int64_t count, float *high
             totals[g] = totals[g] + p;
             *(LooseFloats *)(weights[g] + b * LANES) = p * value_scales;
         }
+    }
+}
+
+/* Adds the values of a tile in integers: pairs of tokens, with weights rounded to a share of the tile's highest. */
+template <typename S, int64_t DIM, int HEADS>
+INLINE void add_integer_values(const Plan &plan, const S *values, int64_t count, const float (&weights)[HEADS][DECODE_TILE],
+                               const Floats (&rescale)[HEADS], Floats *sums) {
+    const int64_t stride = plan.slot_stride, vectors = num_vectors<S, DIM>(plan);
+    float units[HEADS];
+    uint32_t pairs[HEADS][DECODE_TILE / 2];
+    for (int g = 0; g < HEADS; g++) {
+        const Floats all = *(const LooseFloats *)weights[g];
+        const float highest = highest_lane(all);
+        units[g] = highest / HIGHEST_INTEGER;
+        const float factor = highest > 0.0f ? HIGHEST_INTEGER / highest : 0.0f;
+        for (int t = 0; t < DECODE_TILE / 2; t++)
+            pairs[g][t] = integer_pair(weights[g][2 * t] * factor, weights[g][2 * t + 1] * factor);
+    }
+    for (int64_t v = 0; v < vectors; v++) {
+        Words own[HEADS][2] = {};
+        for (int64_t t = 0; t < count; t += 2) {
+            const Words first = load_head<S, DIM>(plan, values + t * stride, v);
+            const Words second = t + 1 < count ? load_head<S, DIM>(plan, values + (t + 1) * stride, v) : Words{};
+            Words low, high;
+            pair_rows(first, second, low, high);
+#pragma GCC unroll 4
+            for (int g = 0; g < HEADS; g++) {
+                own[g][0] = add_products(own[g][0], low, splat_word(pairs[g][t / 2]));
+                own[g][1] = add_products(own[g][1], high, splat_word(pairs[g][t / 2]));
+            }
+        }
+        for (int g = 0; g < HEADS; g++)
+            for (int part = 0; part < 2; part++) {
+                Floats &sum = sums[(g * vectors + v) * 2 + part];
+                sum = sum * rescale[g] + __builtin_convertvector((Integers)own[g][part], Floats) * units[g];
+            }
     }
 }
 
@@ -181,9 +232,12 @@ INLINE void attend_heads(const Plan &plan, Running &running, int64_t head, const
     fetch(prefetch.values, prefetch.elements / 2, prefetch.rows, prefetch.stride);
     const Floats scales = scales_of<S, DIM>(plan, keys, count) * (float)plan.scale;
     const Floats value_scales = scales_of<S, DIM>(plan, values, count);
-    weigh<HEADS>(scales, value_scales, count, running.highest + head, running.totals + head, scores, weights, rescale);
+    weigh<HEADS>(scales, value_scales, running.query_scales + head, count, running.highest + head, running.totals + head,
+                 scores, weights, rescale);
     fetch(prefetch.values + prefetch.elements / 2, prefetch.elements - prefetch.elements / 2, prefetch.rows, prefetch.stride);
-    add_values<S, DIM, HEADS>(plan, values, count, weights, rescale, running.sums + head * vectors * PER_WORD<S>);
+    Floats *sums = running.sums + head * vectors * PER_WORD<S>;
+    if constexpr (INTEGERS<S>) add_integer_values<S, DIM, HEADS>(plan, values, count, weights, rescale, sums);
+    else add_values<S, DIM, HEADS>(plan, values, count, weights, rescale, sums);
 }
 
 template <typename S, int64_t DIM>
@@ -205,6 +259,8 @@ INLINE void attend_run(const Plan &plan, Running &running, const TokenRun<S> &at
 /* Returns the place of a head's element d in `sums`. */
 template <typename S> INLINE int64_t sums_place(int64_t d) {
     const int64_t vector = d / (LANES * PER_WORD<S>), part = d % PER_WORD<S>;
+    if constexpr (INTEGERS<S>) /* `pair_rows` */
+        return (vector * 2 + d % 8 / 4) * LANES + d % (2 * LANES) / 8 * 4 + d % 4;
     return (vector * PER_WORD<S> + part) * LANES + d / PER_WORD<S> % LANES;
 }
 
@@ -232,7 +288,9 @@ static void attend_piece(const Plan &plan, const Tensors<T, S> &tensors, const P
         const T *query = tensors.queries + piece.row * tensors.query_stride + h * plan.head_dim;
         running.highest[h] = NOTHING;
         running.totals[h] = Floats{};
-        for (int64_t v = 0; v < vectors; v++) running.queries[h * vectors + v] = load_query<S, DIM>(plan, query, v);
+        const float scale = INTEGERS<S> ? (highest_magnitude(query, plan.head_dim) + 1e-30f) / HIGHEST_INTEGER : 1.0f;
+        running.query_scales[h] = scale;
+        for (int64_t v = 0; v < vectors; v++) running.queries[h * vectors + v] = load_query<S, DIM>(plan, query, v, scale);
         for (int64_t s = 0; s < vectors * PER_WORD<S>; s++) running.sums[h * vectors * PER_WORD<S> + s] = Floats{};
     }
     int64_t end;
