@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <new>
@@ -23,7 +24,7 @@ static void *borrower_loop(void *own) {
     Helper *helper = (Helper *)own;
     ThreadPool *pool = helper->pool;
     const int32_t number = (int32_t)(helper - borrower(pool, 0));
-    helper->id = gettid();
+    helper->id = (int32_t)syscall(SYS_gettid);
     for (uint32_t seen = 0;;) {
         wait_while(pool->long_jobs, seen);
         seen = pool->long_jobs.load(std::memory_order_acquire);
@@ -52,7 +53,7 @@ extern "C" void thread_pool_stop(ThreadPool *pool) {
 /* Starts a pool of `num_threads` threads, including the caller, which borrows more if it is given the table of the
  * host's workers. Returns null if threads or memory are not available. */
 extern "C" ThreadPool *thread_pool_start(int32_t num_threads, const Worker *workers) {
-    cpu_set_t cores;
+    cpu_set_t cores = {};
     const int32_t more = workers != nullptr && sched_getaffinity(0, sizeof cores, &cores) == 0
                              ? CPU_COUNT(&cores) - num_threads
                              : 0;
