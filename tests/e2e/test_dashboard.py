@@ -55,7 +55,7 @@ async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path:
         await shown(opened)
         await opened.wait_for("document.getElementById('state').textContent === 'ready'")
         for part in (
-            *("prefill-0", "decode-0", "store-0", "TTFT, p95", "Between tokens, p95", "Rejected"),
+            *("prefill-0", "decode-0", "store-0", "TTFT, p95", "Between tokens, p95", "Not served"),
             *("Transfers by rail", "Hot prefixes"),
         ):
             await opened.wait_for(f"document.body.innerText.includes({part!r})")
