@@ -3,7 +3,8 @@
 *Error*: the demo model in float32 reads files of this repository, on which it was not trained: the first half of each
 text as a prompt, the rest token by token as in decode. Its logits are compared with the logits over a float32 cache,
 for each dtype, block size and granularity of scales; also with quantised weights. Then each variant continues the
-prompts greedily. *Speed*: native kernels in bfloat16 on one core, in turns; medians of processor time.
+prompts greedily. *Products*: native kernels, which multiply quantised weights as integers, beside float32 products of
+the same weights. *Speed*: native kernels in bfloat16 on one core, in turns; medians of processor time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from benchmarks.engine.shapes import DEMO_FOLDER
 from benchmarks.harness.generate import greedy_slice
 from benchmarks.harness.measure import interleaved, median, report_progress, table, write_json
 from moonserve.engine.engine import Engine, set_threads
-from moonserve.engine.kernels import Geometry, Span, Step
+from moonserve.engine.kernels import Geometry, Kernels, Span, Step
+from moonserve.engine.kernels.native_layers import NativeKernels
 from moonserve.engine.kernels.torch_attention import TorchPagedAttention
 from moonserve.engine.kernels.torch_layers import TorchKernels
 from moonserve.engine.kv_cache.tensors import QUANTISATIONS, TORCH_DTYPES, KvTensors, Quantisation
@@ -113,6 +115,7 @@ TEXTS = (
 PROMPT, ANSWER = 256, 256
 BLOCK_SIZES = (16, 32, 128, 512)
 _PREFILL, _CHUNK = 2048, 512
+PARTS = ("error", "products", "speed")
 
 
 # -- error
@@ -127,6 +130,7 @@ class Variant:
     granularity: str = ""
     block_size: int = 32
     quantise: str = "auto"  # a `--quantize` value
+    is_native: bool = False  # weights stay integers
 
     @property
     def label(self) -> tuple[str, str, str]:
@@ -141,7 +145,13 @@ class Reader:
 
     def __init__(self, variant: Variant, num_texts: int) -> None:
         config = load_model_config(DEMO_FOLDER)
-        weights = load_weights(DEMO_FOLDER, config, TORCH_DTYPES[variant.dtype], quantise=variant.quantise)
+        weights = load_weights(
+            DEMO_FOLDER,
+            config,
+            TORCH_DTYPES[variant.dtype],
+            quantise=variant.quantise,
+            keeps_integers=variant.is_native,
+        )
         layout = config.kv_layout(variant.block_size, variant.dtype)
         self._size = variant.block_size
         self._per_text = layout.blocks_for(PROMPT + ANSWER)
@@ -151,7 +161,11 @@ class Reader:
         else:
             pool = FakeQuantPool(layout, num_blocks, variant.kept, variant.granularity)
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim)
-        kernels = TorchKernels(config, weights, pool)
+        kernels: Kernels
+        if variant.is_native:
+            kernels = NativeKernels(config, weights, pool, 1, cache_folder(os.environ, Path.home()))
+        else:
+            kernels = TorchKernels(config, weights, pool)
         self._model = Model(config, kernels, TorchPagedAttention(geometry, pool))
 
     def read(self, texts: torch.Tensor, start: int) -> torch.Tensor:
@@ -233,17 +247,65 @@ def _row(
     }
 
 
+def product_errors(texts: torch.Tensor) -> list[dict[str, Any]]:
+    """Returns one row of figures per format of weights, over every token of the texts."""
+
+    def logits(**options: Any) -> torch.Tensor:
+        return Reader(Variant("float32", **options), len(texts)).read(texts, 0).flatten(0, 1)
+
+    plain, rows = logits(), []
+    for name in QUANTISED_FORMATS:
+        report_progress(name)
+        rounded, found = logits(quantise=name), logits(quantise=name, is_native=True)
+        of_format, of_products = (rounded - plain).abs(), (found - rounded).abs()
+        same = found.argmax(-1) == rounded.argmax(-1)
+        best = rounded.topk(2).values
+        rows.append(
+            {
+                "weights": name,
+                "positions": len(same),
+                "format_mean": float(of_format.mean()),
+                "format_max": float(of_format.max()),
+                "products_mean": float(of_products.mean()),
+                "products_max": float(of_products.max()),
+                "same": float(same.float().mean()),
+                "same_where_clear": float(same[best[:, 0] - best[:, 1] > of_format.mean()].float().mean()),
+            }
+        )
+    return rows
+
+
+def product_table(rows: Sequence[dict[str, Any]]) -> str:
+    headers = ["weights", "positions", "format: mean error", "max", "products: mean error", "max", "same choice"]
+    cells = [
+        [
+            row["weights"],
+            f"{row['positions']:,}",
+            *(f"{row[name]:.5f}" for name in ("format_mean", "format_max", "products_mean", "products_max")),
+            *(f"{100 * row[name]:.3f} %" for name in ("same", "same_where_clear")),
+        ]
+        for row in rows
+    ]
+    return table([*headers, "where the best is clear"], cells)
+
+
 def _perplexity(logits: torch.Tensor, texts: torch.Tensor) -> float:
     loss = F.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), texts[:, PROMPT:].flatten())
     return float(loss.exp())
 
 
-def read_texts() -> torch.Tensor:
-    """Returns the token ids of all texts: [texts, PROMPT + ANSWER]."""
+def read_texts(names: Iterable[str] = TEXTS) -> torch.Tensor:
+    """Returns the token ids of all texts that are long enough: [texts, PROMPT + ANSWER]."""
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
-    contents = [(REPOSITORY / name).read_text(encoding="utf-8") for name in TEXTS]
-    tokens = [tokenizer.encode(content).ids[: PROMPT + ANSWER] for content in contents]
-    return torch.tensor(tokens)
+    contents = ((REPOSITORY / name).read_text(encoding="utf-8") for name in names)
+    tokens = (tokenizer.encode(content).ids[: PROMPT + ANSWER] for content in contents)
+    return torch.tensor([ids for ids in tokens if len(ids) == PROMPT + ANSWER])
+
+
+def many_texts() -> torch.Tensor:
+    """Returns 24 texts, for 12,288 positions."""
+    files = sorted(REPOSITORY.glob("engine/*/*.py")) + sorted(REPOSITORY.glob("kvstore/*/*.py"))
+    return read_texts(map(str, files))[:24]
 
 
 # -- speed
@@ -359,7 +421,7 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="kv_error", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of speed")
-    parser.add_argument("--only", nargs="*", default=("error", "speed"), help="error, speed")
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--models", nargs="*", default=("demo", "110M"), help="of speed")
     parser.add_argument("--json", type=Path, default=Path("out/engine_kv_error.json"))
     arguments = parser.parse_args()
@@ -369,6 +431,10 @@ def main() -> int:
         with torch.inference_mode():
             figures["errors"] = errors(read_texts())
         print(error_table(figures["errors"]) + "\n")
+    if "products" in arguments.only:
+        with torch.inference_mode():
+            figures["products"] = product_errors(many_texts())
+        print(product_table(figures["products"]) + "\n")
     if "speed" in arguments.only:
         with tempfile.TemporaryDirectory() as own:
             if "110M" in arguments.models:

@@ -19,14 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.shapes import Shape
-from benchmarks.engine.speed.contestant import LLAMA_CPP, VLLM, ContestantConfig, StepTimes
+from benchmarks.engine.speed.contestant import (
+    LLAMA_CPP,
+    LLAMA_CPP_4,
+    LLAMA_CPP_8,
+    VLLM,
+    ContestantConfig,
+    StepTimes,
+)
 from benchmarks.harness.measure import median
 
 # Locates the peers' installation (`make .venv-peers/.installed`) and sets their processes' environment variables.
 
 _ROOT = Path(__file__).parent.parent.parent.parent
 _PYTHON = _ROOT / ".venv-peers" / "bin" / "python"
-_NEEDED = {VLLM: ("vllm",), LLAMA_CPP: ("llama_cpp", "gguf", "safetensors")}
+_NEEDED = {
+    VLLM: ("vllm",),
+    **dict.fromkeys((LLAMA_CPP, LLAMA_CPP_8, LLAMA_CPP_4), ("llama_cpp", "gguf", "safetensors")),
+}
 # vLLM recommends on x86 (in a warning at start): Intel's OpenMP, which it brings along, and tcmalloc, if installed
 # (Debian: libtcmalloc-minimal4).
 _OPENMP = _PYTHON.parent.parent / "lib" / "libiomp5.so"

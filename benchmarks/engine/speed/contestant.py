@@ -63,7 +63,8 @@ def _waited_s() -> float:
 NATIVE, TORCH = "moonserve native", "moonserve torch"
 INT8, INT4 = "moonserve int8", "moonserve int4"
 TRANSFORMERS, VLLM, LLAMA_CPP = "transformers", "vLLM", "llama.cpp"
-CONTESTANTS = (NATIVE, INT8, INT4, TORCH, TRANSFORMERS, VLLM, LLAMA_CPP)
+LLAMA_CPP_8, LLAMA_CPP_4 = "llama.cpp Q8_0", "llama.cpp Q4_0"
+CONTESTANTS = (NATIVE, INT8, INT4, TORCH, TRANSFORMERS, VLLM, LLAMA_CPP, LLAMA_CPP_8, LLAMA_CPP_4)
 _MODULES = {
     NATIVE: "benchmarks.engine.speed.moonserve",
     INT8: "benchmarks.engine.speed.moonserve",
@@ -71,7 +72,7 @@ _MODULES = {
     TORCH: "benchmarks.engine.speed.moonserve",
     TRANSFORMERS: "benchmarks.engine.speed.transformers",
     VLLM: "benchmarks.engine.speed.vllm",
-    LLAMA_CPP: "benchmarks.engine.speed.llama_cpp",
+    **dict.fromkeys((LLAMA_CPP, LLAMA_CPP_8, LLAMA_CPP_4), "benchmarks.engine.speed.llama_cpp"),
 }
 
 

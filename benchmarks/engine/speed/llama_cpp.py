@@ -1,8 +1,8 @@
 """llama.cpp as a contestant, through the C interface of llama-cpp-python.
 
-Several variants are tried: 16-bit weights as bfloat16 and as float16, each with and without flash attention. Each shape
-is measured with the variant that was fastest during its preparation. The KV of one sequence is computed and copied for
-the other sequences of a batch, each into its own memory.
+Several variants are tried: 16-bit weights as bfloat16 and as float16, or weights in Q8_0 or Q4_0, each with and without
+flash attention. Each shape is measured with the variant that was fastest during its preparation. The KV of one sequence
+is computed and copied for the other sequences of a batch, each into its own memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file
 
 from benchmarks.engine.shapes import BATCHES, CONTEXTS, Shape, prompt_tokens
-from benchmarks.engine.speed.contestant import ContestantConfig, StepTimer, StepTimes, scratch_file
+from benchmarks.engine.speed.contestant import (
+    LLAMA_CPP,
+    LLAMA_CPP_4,
+    LLAMA_CPP_8,
+    ContestantConfig,
+    StepTimer,
+    StepTimes,
+    scratch_file,
+)
 
 # The model as a GGUF file, without a vocabulary, because only token ids are exchanged. llama.cpp applies rotary
 # positions to neighbouring elements, Hugging Face to the two halves of a head. So the rows of the query and key weights
 # are permuted (`permute` in llama.cpp's convert_hf_to_gguf.py), but not those of Qwen, whose halves it knows. A layer's
 # experts are one tensor.
 
-KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32}
+KINDS = {"bf16": Kind.BF16, "f16": Kind.F16, "f32": Kind.F32, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
 Floats = npt.NDArray[np.float32]
 
 _NAMES = {
@@ -55,13 +63,15 @@ _ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def _write_gguf(folder: Path, path: Path, kind: str) -> None:
-    """Writes the model to `path`. Norms stay in float32, as llama.cpp requires."""
+    """Writes the model to `path`. Norms stay in float32, as llama.cpp requires. Embedding and head of a model in 4 bits
+    have 8, like ours; llama.cpp's own tool gives the head 6."""
     config = json.loads((folder / "config.json").read_text())
     unfinished = path.with_suffix(".unfinished")
     writer = GGUFWriter(unfinished, _ARCHITECTURES[config["model_type"]])
     _describe(writer, config)
     for name, weight in _gguf_weights(folder, config):
-        wanted = KINDS[kind] if weight.ndim > 1 else Kind.F32
+        is_end = name.startswith(("token_embd", "output.")) and kind == "q4_0"
+        wanted = Kind.F32 if weight.ndim == 1 else Kind.Q8_0 if is_end else KINDS[kind]
         data = gguf.quants.quantize(weight, wanted)
         writer.add_tensor(name, data, raw_dtype=wanted)
     writer.write_header_to_file()
@@ -123,7 +133,12 @@ def _interleave(weight: Floats, heads: int) -> Floats:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-_WEIGHTS = {"bfloat16": ("bf16", "f16"), "float32": ("f32",)}
+_WEIGHTS = {
+    (LLAMA_CPP, "bfloat16"): ("bf16", "f16"),
+    (LLAMA_CPP, "float32"): ("f32",),
+    (LLAMA_CPP_8, "bfloat16"): ("q8_0",),
+    (LLAMA_CPP_4, "bfloat16"): ("q4_0",),
+}
 _FLASH = (api.LLAMA_FLASH_ATTN_TYPE_ENABLED, api.LLAMA_FLASH_ATTN_TYPE_DISABLED)
 _ROOM = 256  # tokens per sequence beyond the longest context
 _AT_ONCE = 2048  # tokens per call
@@ -135,8 +150,9 @@ class LlamaCpp:
     def __init__(self, config: ContestantConfig) -> None:
         api.llama_log_set(_SILENT, ctypes.c_void_p(0))
         api.llama_backend_init()
-        ways = itertools.product(_WEIGHTS[config.dtype], _FLASH)
-        models = {kind: _model(config, kind) for kind in _WEIGHTS[config.dtype]}
+        kinds = _WEIGHTS[config.name, config.dtype]
+        ways = itertools.product(kinds, _FLASH)
+        models = {kind: _model(config, kind) for kind in kinds}
         threads = len(config.cores)
         self._all = [_Variant(models[kind], flash, threads) for kind, flash in ways]
         self._best: dict[Shape, _Variant] = {}
