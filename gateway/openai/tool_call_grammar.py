@@ -248,6 +248,10 @@ class ToolCallFormat(ChatFormat):
 
     def piece(self, piece: Piece) -> str:
         choice, options = self.choice(piece), self._options
+        if choice["delta"].get("tool_calls") and choice["finish_reason"]:
+            # The openai client ends a call by the reason in a later chunk.
+            end = {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+            return self._chunk({**choice, "finish_reason": None}) + self._chunk(end)
         shows = choice["delta"] or choice["finish_reason"] or options.token_ids or options.logprobs
         return self._chunk(choice) if shows else ""
 

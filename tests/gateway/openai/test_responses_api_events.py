@@ -134,6 +134,19 @@ def test_logprobs_of_partial_characters_come_with_the_whole_character(tokenizer:
     assert bytes(spelled).decode() == delta["delta"] == "\U0001f389"
 
 
+def test_the_reason_follows_a_call_in_a_chunk_of_its_own(tokenizer: Tokenizer) -> None:
+    """The openai client ends a call by the reason in a later chunk; a client that lags gets both in one piece."""
+    plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
+    options = ReplyOptions(usage=False, token_ids=False, logprobs=False)
+    chunks = ToolCallFormat(HEADER, options, tokenizer, [()], plan, is_stream=True)
+    text = '<tool_call>{"name": "w", "arguments": {}}</tool_call>'
+    sent = chunks.piece(Piece(index=0, text=text, tokens=(), finish_reason=FinishReason.STOP))
+    called, ended = (json.loads(each.removeprefix("data: "))["choices"][0] for each in sent.split("\n\n") if each)
+    assert called["finish_reason"] is None
+    assert called["delta"]["tool_calls"]
+    assert (ended["delta"], ended["finish_reason"]) == ({}, "tool_calls")
+
+
 def test_truncated_response_marks_only_its_last_item_incomplete(tokenizer: Tokenizer) -> None:
     """A response that is cut off has only its last item incomplete, streamed or not, for any cut in the text."""
     plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
