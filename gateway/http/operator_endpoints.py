@@ -1,4 +1,4 @@
-"""Endpoints for operators: liveness, readiness, metrics, version, state of the cluster, dashboard."""
+"""Endpoints for operators: liveness, readiness, metrics, version, state of the cluster; the pages for browsers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BODY_ID = re.compile("^(?:(?:chat)?cmpl-|resp_)")
 
 ExplainCall = Callable[[str], Awaitable[conductor_pb2.ExplainReply]]
 
-_PAGE = Path(__file__).with_name("dashboard.html")
+_CHAT, _DASHBOARD = (Path(__file__).with_name(name) for name in ("chat.html", "dashboard.html"))
 
 
 class OperatorEndpoints:
@@ -45,7 +45,7 @@ class OperatorEndpoints:
         self._cluster_metrics = cluster_metrics
         self._registry = registry
         self._names = names
-        self._page = _PAGE.read_text(encoding="utf-8")
+        self._chat, self._dashboard = (page.read_text(encoding="utf-8") for page in (_CHAT, _DASHBOARD))
 
     async def health(self, request: Request) -> Response:
         """GET /health: the process is alive."""
@@ -120,9 +120,13 @@ class OperatorEndpoints:
             raise ApiError(404, _not_remembered(known_id, last), code="not_found")
         return JSONResponse({"request_id": request_id, "decisions": decisions})
 
+    async def chat(self, request: Request) -> Response:
+        """GET /: page for a conversation with the model."""
+        return HTMLResponse(self._chat)
+
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: page with the cluster's state."""
-        return HTMLResponse(self._page)
+        return HTMLResponse(self._dashboard)
 
 
 # Explanations of placements

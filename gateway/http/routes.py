@@ -111,6 +111,7 @@ def _routes(
             media_type="text/plain",
         ),
         Route("GET", "/version", ops.version, "Version of the software", _object(version=_TEXT)),
+        Route("GET", "/", ops.chat, "A chat with the model", media_type="text/html"),
         Route("GET", "/dashboard", ops.dashboard, "The cluster's state", media_type="text/html"),
         Route("DELETE", response, responses.delete, "Deletes a stored response", _DELETED),
     ]  # fmt: skip

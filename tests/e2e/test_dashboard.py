@@ -1,4 +1,4 @@
-"""The gateway's dashboard in a real browser, with a cluster under load: content, keyboard access, and any width."""
+"""The gateway's pages in a real browser, with a cluster under load: content, keyboard access, and any width."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,9 +96,8 @@ async def test_the_tab_key_reaches_every_control_with_a_visible_focus(cluster: C
             await opened.press("Tab")
             reached.append(await opened.evaluate(FOCUSED))
         names = [each["key"] for each in reached]
-        assert names[0] == "request"
-        assert names[1] == "Explain"
-        assert sum(name.startswith("req-") for name in names) >= expected - 2 - 4
+        assert names[:3] == ["Chat", "request", "Explain"]
+        assert sum(name.startswith("req-") for name in names) >= expected - 3 - 4
         assert all(each["outline"] for each in reached if each["tag"] != "BODY")
         # No clickable element lacks keyboard access.
         unreachable = "[...document.querySelectorAll('[onclick], [role=button]:not(button)')].length"
@@ -110,7 +109,7 @@ async def test_the_dashboard_explains_a_request_by_keyboard_alone(cluster: Clust
     is_open = "document.getElementById('explanation').open"
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
-        await opened.press("Tab")
+        await opened.evaluate("document.getElementById('request').focus()")
         await opened.write(known_id)
         await opened.press("Enter")
         await opened.wait_for(f"{is_open} && document.querySelectorAll('#explained table').length")
@@ -136,4 +135,30 @@ async def test_the_dashboard_explains_a_request_by_keyboard_alone(cluster: Clust
         await opened.wait_for(f"!{is_open}")
         focused = await opened.evaluate("document.activeElement.dataset.key || 'request'")
         assert focused in (row, "request"), "its row, or the field where the row has gone"
+        assert not opened.complaints
+
+
+async def test_the_chat_page_streams_stops_edits_and_links_to_the_reasons(cluster: Cluster, tmp_path: Path) -> None:
+    text, linked = "document.getElementById('log').innerText", "document.querySelector('article.assistant a')"
+    async with page(cluster.url, tmp_path / "profile") as opened:
+        await opened.wait_for("document.getElementById('state')?.textContent.includes('demo')")
+        await opened.write("Write a function that adds")
+        await opened.press("Enter")
+        await opened.wait_for(f"{linked} !== null")
+        for part in ("first token after", "tokens/s", "prompt tokens cached", "Retry"):
+            assert part in await opened.evaluate(text)
+        await opened.evaluate("document.querySelector('article.user button').click()")
+        await opened.write(" and another one")
+        await opened.press("Enter")
+        await opened.wait_for("document.querySelector('article.assistant .text').innerText.length > 1")
+        await opened.press("Escape")
+        await opened.wait_for(f"{linked} !== null && document.querySelectorAll('article').length === 2")
+        assert "and another one" in await opened.evaluate("localStorage.getItem('moonserve chat')")
+        for width in (390, 1280):
+            await opened.look(width=width, dark=width == 390)
+            await opened.wait_for(f"innerWidth === {width}")
+            assert await opened.evaluate(SIDEWAYS) <= 0
+            assert await opened.evaluate(CUT_OFF) == []
+        await opened.evaluate(f"{linked}.click()")
+        await opened.wait_for("document.querySelectorAll('#explanation[open] #explained table').length")
         assert not opened.complaints

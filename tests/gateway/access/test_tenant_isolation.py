@@ -53,7 +53,7 @@ async def test_tenant_comes_from_the_key_not_from_the_body(cluster: ScriptedClus
         for headers in ({}, *({"Authorization": each} for each in wrong)):
             error = await refused(http, PATH, 401, json=BODY, headers=headers)
             assert error["code"] == "invalid_api_key"
-        for path in ("/health", "/ready", "/metrics", "/version", "/dashboard"):
+        for path in ("/", "/health", "/ready", "/metrics", "/version", "/dashboard"):
             async with http.get(path) as reply:
                 assert reply.status == 200, "open to all"
         for key, tenant in (("one", "alice"), ("t=wo==", "bob"), ("three", "")):

@@ -51,9 +51,10 @@ async def test_operator_endpoints_reply(http: aiohttp.ClientSession) -> None:
     names = [i["instance_id"] for i in view["instances"]]
     assert names == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     assert set(view["instances"][0]) >= {"role", "rpc_address", "load", "num_blocks"}
-    page = await get(http, "/dashboard")
-    assert "v1/cluster" in page
-    assert not re.search(r"""(?:src|href)\s*=(?!"data:)|@import|https?://|url\(""", page), "nothing from elsewhere"
+    for path, asked in (("/", "v1/chat/completions"), ("/dashboard", "v1/cluster")):
+        page = await get(http, path)
+        assert asked in page
+        assert not re.search(r"src\s*=|@import|https?://|url\(", page), "nothing from elsewhere"
     assert json.loads(await get(http, "/version"))["version"]
     assert json.loads(await get(http, "/health"))["status"] == "ok"
     document = json.loads(await get(http, "/openapi.json"))
