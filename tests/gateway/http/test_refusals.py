@@ -206,7 +206,7 @@ async def test_unknown_paths_get_404_wrong_methods_405_and_embeddings_400(http: 
         ("POST", "/v1/models", 405),
         ("POST", "/metrics", 405),
         ("POST", "/v1/embeddings", 400),
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/..%2f..%2fetc/passwd", 404),
         ("GET", "/v1/models/nothing", 404),
     ):
