@@ -15,13 +15,18 @@ constexpr int64_t MAX_SUMS = (MAX_HEAD_DIM + LANES - 1) / LANES;
 constexpr int64_t SINGLES_AT_ONCE = 4; /* a thread merges at least this many: fewer cost less than waking it */
 constexpr float NOTHING = -1e30f; /* a score whose weight is 0 */
 
+/* Scales of queries that are rounded to integers, by head. */
+template <bool ARE_INTEGERS> struct QueryScales {
+    float query_scales[MAX_HEADS];
+};
+template <> struct QueryScales<false> {};
+
 /* Online softmax of all heads of a row. For each vector of words of V, `sums` has the low, then the high elements. */
-struct Running {
+template <typename S> struct Running : QueryScales<INTEGERS<S>> {
     float highest[MAX_HEADS]; /* scaled score */
     Floats totals[MAX_HEADS];
     Floats sums[MAX_HEADS * MAX_SUMS];
     Words queries[MAX_HEADS * MAX_SUMS];
-    float query_scales[MAX_HEADS]; /* 1 unless queries are rounded to integers */
 };
 
 /* Tokens of one block, and the tokens of the next run (null if there is none). */
@@ -119,8 +124,9 @@ INLINE void score(const Plan &plan, const Words *queries, const S *keys, int64_t
 static_assert(DECODE_TILE == LANES, "scales are one vector");
 
 /* Turns scores into weights by the new maximum of each head. `rescale` gets the factor of all earlier sums. The scores
- * are multiplied by `scales` and their head's query scale; the weights, but not the totals, by `value_scales`. */
-template <int HEADS>
+ * are multiplied by `scales` and, if IS_SCALED, their head's query scale; the weights, but not the totals, by
+ * `value_scales`. */
+template <int HEADS, bool IS_SCALED>
 INLINE void weigh(Floats scales, Floats value_scales, const float *query_scales, int64_t count, float *highest, Floats *totals,
                   Floats (&scores)[HEADS][DECODE_TILE / LANES], float (&weights)[HEADS][DECODE_TILE],
                   Floats (&rescale)[HEADS]) {
@@ -129,7 +135,7 @@ INLINE void weigh(Floats scales, Floats value_scales, const float *query_scales,
     for (int g = 0; g < HEADS; g++) {
         Floats best = splat(NOTHING);
         for (int64_t b = 0; b * LANES < count; b++) {
-            const Floats scaled = scores[g][b] * (scales * query_scales[g]);
+            const Floats scaled = scores[g][b] * (IS_SCALED ? scales * query_scales[g] : scales);
             scores[g][b] = select(lanes < (int32_t)(count - b * LANES), scaled, splat(NOTHING));
             best = maximum(best, scores[g][b]);
         }
@@ -222,7 +228,7 @@ template <typename S> INLINE PrefetchPart<S> prefetch_part(const Plan &plan, con
 
 /* Attends from HEADS query heads that share one KV head, starting at `head`, to one run. */
 template <typename S, int64_t DIM, int HEADS>
-INLINE void attend_heads(const Plan &plan, Running &running, int64_t head, const S *keys, const S *values, int64_t count,
+INLINE void attend_heads(const Plan &plan, Running<S> &running, int64_t head, const S *keys, const S *values, int64_t count,
                          const PrefetchPart<S> &prefetch) {
     const int64_t vectors = num_vectors<S, DIM>(plan);
     Floats scores[HEADS][DECODE_TILE / LANES], rescale[HEADS];
@@ -232,8 +238,10 @@ INLINE void attend_heads(const Plan &plan, Running &running, int64_t head, const
     fetch(prefetch.values, prefetch.elements / 2, prefetch.rows, prefetch.stride);
     const Floats scales = scales_of<S, DIM>(plan, keys, count) * (float)plan.scale;
     const Floats value_scales = scales_of<S, DIM>(plan, values, count);
-    weigh<HEADS>(scales, value_scales, running.query_scales + head, count, running.highest + head, running.totals + head,
-                 scores, weights, rescale);
+    const float *query_scales = nullptr;
+    if constexpr (INTEGERS<S>) query_scales = running.query_scales + head;
+    weigh<HEADS, INTEGERS<S>>(scales, value_scales, query_scales, count, running.highest + head, running.totals + head,
+                              scores, weights, rescale);
     fetch(prefetch.values + prefetch.elements / 2, prefetch.elements - prefetch.elements / 2, prefetch.rows, prefetch.stride);
     Floats *sums = running.sums + head * vectors * PER_WORD<S>;
     if constexpr (INTEGERS<S>) add_integer_values<S, DIM, HEADS>(plan, values, count, weights, rescale, sums);
@@ -241,7 +249,7 @@ INLINE void attend_heads(const Plan &plan, Running &running, int64_t head, const
 }
 
 template <typename S, int64_t DIM>
-INLINE void attend_run(const Plan &plan, Running &running, const TokenRun<S> &at) {
+INLINE void attend_run(const Plan &plan, Running<S> &running, const TokenRun<S> &at) {
     const int64_t group = plan.heads / plan.kv_heads, size = head_size<S>(head_dim<DIM>(plan));
     for (int64_t kv_head = 0; kv_head < plan.kv_heads; kv_head++) {
         const S *keys = at.keys + kv_head * size, *values = at.values + kv_head * size;
@@ -283,13 +291,13 @@ template <int64_t DIM, typename T, typename S>
 static void attend_piece(const Plan &plan, const Tensors<T, S> &tensors, const Piece &piece, const Piece *following,
                          float *partial) {
     const int64_t vectors = num_vectors<S, DIM>(plan);
-    Running running;
+    Running<S> running;
     for (int64_t h = 0; h < plan.heads; h++) {
         const T *query = tensors.queries + piece.row * tensors.query_stride + h * plan.head_dim;
         running.highest[h] = NOTHING;
         running.totals[h] = Floats{};
         const float scale = INTEGERS<S> ? (highest_magnitude(query, plan.head_dim) + 1e-30f) / HIGHEST_INTEGER : 1.0f;
-        running.query_scales[h] = scale;
+        if constexpr (INTEGERS<S>) running.query_scales[h] = scale;
         for (int64_t v = 0; v < vectors; v++) running.queries[h * vectors + v] = load_query<S, DIM>(plan, query, v, scale);
         for (int64_t s = 0; s < vectors * PER_WORD<S>; s++) running.sums[h * vectors * PER_WORD<S> + s] = Floats{};
     }
