@@ -142,23 +142,24 @@ async def test_the_chat_page_streams_stops_edits_and_links_to_the_reasons(cluste
     text, linked = "document.getElementById('log').innerText", "document.querySelector('article.assistant a')"
     async with page(cluster.url, tmp_path / "profile") as opened:
         await opened.wait_for("document.getElementById('state')?.textContent.includes('demo')")
+        await opened.evaluate("[current.temperature, current.max_tokens] = [0, 40]")
         await opened.write("Write a function that adds")
         await opened.press("Enter")
         await opened.wait_for(f"{linked} !== null")
-        for part in ("first token after", "tokens/s", "prompt tokens cached", "Retry"):
+        for part in ("first token after", "prompt tokens cached", "Retry"):
             assert part in await opened.evaluate(text)
         await opened.evaluate("document.querySelector('article.user button').click()")
         await opened.write(" and another one")
         await opened.press("Enter")
-        await opened.wait_for("document.querySelector('article.assistant .text').innerText.length > 1")
+        await opened.wait_for(f"document.querySelector('article.assistant .text').innerText.length > 1 || {linked}")
         await opened.press("Escape")
         await opened.wait_for(f"{linked} !== null && document.querySelectorAll('article').length === 2")
         assert "and another one" in await opened.evaluate("localStorage.getItem('moonserve chat')")
         for width in (390, 1280):
             await opened.look(width=width, dark=width == 390)
             await opened.wait_for(f"innerWidth === {width}")
-            assert await opened.evaluate(SIDEWAYS) <= 0
             assert await opened.evaluate(CUT_OFF) == []
+            await opened.wait_for(f"{SIDEWAYS} <= 0")
         await opened.evaluate(f"{linked}.click()")
         await opened.wait_for("document.querySelectorAll('#explanation[open] #explained table').length")
         assert not opened.complaints
