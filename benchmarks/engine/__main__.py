@@ -40,7 +40,7 @@ Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 """contestant → shape's label → wall_s, processor_s, waited"""
 
 _BARS = (
-    # model, shape, compared with, least speed-up: issue 6, must-show 1
+    # model, shape, compared with, least speed-up
     ("110M", "B1 C512", VLLM, 1.7),
     ("110M", "B8 C512", VLLM, 1.7),
     ("110M", "B1 C2048", VLLM, 1.7),
@@ -54,7 +54,7 @@ _BARS = (
     ("demo", "B1 C2048", TRANSFORMERS, 10.0),
 )
 _QUANTISED_BARS = tuple(
-    # model, shape, contestant, compared with, least speed-up: issue 21, point 2
+    # model, shape, contestant, compared with, least speed-up
     (model, *bar)
     for model in ("110M", "1B")
     for bar in (
@@ -63,11 +63,8 @@ _QUANTISED_BARS = tuple(
         ("B8 C512", INT4, NATIVE, 1.3),
         ("B8 C512", INT8, NATIVE, 1.2),
         *(
-            (label, INT4, LLAMA_CPP_4, least)
-            for label, least in (("B1 C512", 1.2), ("B8 C512", 2.5), ("prefill 512", 1.0))
-        ),
-        *(
-            (label, INT8, LLAMA_CPP_8, least)
+            (label, own, peer, least)
+            for own, peer in ((INT4, LLAMA_CPP_4), (INT8, LLAMA_CPP_8))
             for label, least in (("B1 C512", 1.2), ("B8 C512", 2.5), ("prefill 512", 1.0))
         ),
     )
@@ -233,7 +230,9 @@ def _differing(sides: Mapping[str, ContestantProcess]) -> list[str]:
 
 
 OTHERS = {
-    **{part: f"benchmarks.engine.{part}" for part in ("attention", "kv_error", "block_pool", "prefix", "lookahead")},
+    **{
+        part: f"benchmarks.engine.{part}" for part in ("attention", "quantisation", "block_pool", "prefix", "lookahead")
+    },
     **{part: f"benchmarks.worker.{part}" for part in ("overlap", "pipeline")},
     "tensor_parallel": "benchmarks.engine.tensor_parallel",
 }

@@ -33,7 +33,7 @@ template <typename S> INLINE int64_t head_size(int64_t head_dim) {
 #define PAIRS 0
 #endif
 
-/* The same codes, read in pairs. */
+/* A code of Int8; they are read in pairs. */
 struct PairedInt8 {
     int8_t bits;
 };

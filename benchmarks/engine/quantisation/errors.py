@@ -1,19 +1,8 @@
-"""Measures the error and the speed of a quantised KV cache: `python -m benchmarks.engine.kv_error`.
-
-*Error*: the demo model in float32 reads files of this repository, on which it was not trained: the first half of each
-text as a prompt, the rest token by token as in decode. Its logits are compared with the logits over a float32 cache,
-for each dtype, block size and granularity of scales; also with quantised weights. Then each variant continues the
-prompts greedily. *Products*: native kernels, which multiply quantised weights as integers, beside float32 products of
-the same weights. *Speed*: native kernels in bfloat16 on one core, in turns; medians of processor time.
-"""
+"""Errors of quantised KV and quantised weights, by the demo model on files of this repository."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,17 +13,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from benchmarks.engine import random_model
 from benchmarks.engine.shapes import DEMO_FOLDER
-from benchmarks.harness.generate import greedy_slice
-from benchmarks.harness.measure import interleaved, median, report_progress, table, write_json
-from moonserve.engine.engine import Engine, set_threads
+from benchmarks.harness.measure import report_progress, table
 from moonserve.engine.kernels import Geometry, Kernels, Span, Step
 from moonserve.engine.kernels.native_layers import NativeKernels
 from moonserve.engine.kernels.torch_attention import TorchPagedAttention
 from moonserve.engine.kernels.torch_layers import TorchKernels
 from moonserve.engine.kv_cache.tensors import QUANTISATIONS, TORCH_DTYPES, KvTensors, Quantisation
-from moonserve.engine.model.batch import Slice
 from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.forward_pass import Model
 from moonserve.engine.model.weights import load_weights
@@ -44,7 +29,7 @@ from moonserve.protocol.process.machine import cache_folder
 
 # Float32 pools that simulate quantised pools, with one scale per token and head, per token, or per block and head.
 #
-# `kv_error` compares them; workers have scales per token and head (`engine.kv_cache.tensors`). A scale per block grows
+# `errors` compares them; workers have scales per token and head (`engine.kv_cache.tensors`). A scale per block grows
 # as tokens arrive: earlier tokens are then quantised again from their rounded values, as a worker would have to do.
 
 GRANULARITIES = ("token, head", "token", "block, head")
@@ -93,7 +78,7 @@ def rounded(numbers: torch.Tensor, highest: torch.Tensor, code: Quantisation) ->
     return code.round(numbers / scales).to(code.dtype).float() * scales
 
 
-REPOSITORY = Path(__file__).parent.parent.parent
+REPOSITORY = Path(__file__).parents[3]
 TEXTS = (
     "engine/model/config/__init__.py",
     "engine/model/sampler.py",
@@ -114,8 +99,6 @@ TEXTS = (
 )
 PROMPT, ANSWER = 256, 256
 BLOCK_SIZES = (16, 32, 128, 512)
-_PREFILL, _CHUNK = 2048, 512
-PARTS = ("error", "products", "speed")
 
 
 # -- error
@@ -275,20 +258,6 @@ def product_errors(texts: torch.Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def product_table(rows: Sequence[dict[str, Any]]) -> str:
-    headers = ["weights", "positions", "format: mean error", "max", "products: mean error", "max", "same choice"]
-    cells = [
-        [
-            row["weights"],
-            f"{row['positions']:,}",
-            *(f"{row[name]:.5f}" for name in ("format_mean", "format_max", "products_mean", "products_max")),
-            *(f"{100 * row[name]:.3f} %" for name in ("same", "same_where_clear")),
-        ]
-        for row in rows
-    ]
-    return table([*headers, "where the best is clear"], cells)
-
-
 def _perplexity(logits: torch.Tensor, texts: torch.Tensor) -> float:
     loss = F.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), texts[:, PROMPT:].flatten())
     return float(loss.exp())
@@ -306,77 +275,6 @@ def many_texts() -> torch.Tensor:
     """Returns 24 texts, for 12,288 positions."""
     files = sorted(REPOSITORY.glob("engine/*/*.py")) + sorted(REPOSITORY.glob("kvstore/*/*.py"))
     return read_texts(map(str, files))[:24]
-
-
-# -- speed
-
-Shape = tuple[str, int, int]  # name, sequences (0: one prompt), tokens of each
-SHAPES: tuple[Shape, ...] = (
-    ("B1 C512", 1, 512),
-    ("B8 C512", 8, 512),
-    ("B1 C2048", 1, 2048),
-    ("B8 C2048", 8, 2048),
-    ("B32 C2048", 32, 2048),
-    (f"prompt of {_PREFILL}", 0, _PREFILL),
-)
-
-
-def load(folder: Path, kv_dtype: str) -> Engine:
-    config = load_model_config(folder)
-    layout = config.kv_layout(32, "bfloat16", kv_dtype)
-    num_blocks = max(max(1, batch) * layout.blocks_for(tokens) for _, batch, tokens in SHAPES)
-    return Engine.load(
-        folder,
-        config=config,
-        layout=layout,
-        dtype="bfloat16",
-        num_blocks=num_blocks,
-        kernels="native",
-        attention="native",
-        cache_folder=cache_folder(os.environ, Path.home()),
-    )
-
-
-def seconds(engine: Engine, shape: Shape) -> float:
-    """Returns the processor seconds of one decode step, or of a prompt in chunks."""
-    _, batch, tokens = shape
-    if batch:
-        steps = [[_slice(engine, row, tokens - 1, tokens) for row in range(batch)]] * 5
-    else:
-        cuts = range(0, tokens, _CHUNK)
-        steps = [[_slice(engine, 0, first, first + _CHUNK)] for first in cuts]
-    began = time.process_time()
-    for step in steps:
-        engine.execute(step)
-    return (time.process_time() - began) / (len(steps) if batch else 1)
-
-
-def _slice(engine: Engine, row: int, start: int, end: int) -> Slice:
-    per_row = engine.layout.blocks_for(end)
-    tokens = [token % engine.config.vocab_size for token in range(end)]
-    blocks = range(row * per_row, (row + 1) * per_row)
-    is_output = end == start + 1  # attention treats the last token of a prompt otherwise
-    return greedy_slice(f"row-{row}", tokens, start, end, blocks, num_prompt_tokens=start if is_output else None)
-
-
-def speeds(model: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Returns one row of figures per KV dtype."""
-    engines = {name: load(folder, name) for name in ("bfloat16", *QUANTISED_DTYPES[::-1])}
-    for engine in engines.values():
-        for shape in SHAPES:  # fills the blocks and warms up
-            seconds(engine, shape)
-    times: dict[tuple[str, Shape], list[float]] = {}
-    for name, shape in interleaved(list(engines), SHAPES, rounds):
-        times.setdefault((name, shape), []).append(seconds(engines[name], shape))
-    return [
-        {
-            "model": model,
-            "kv": name,
-            "bytes_per_token": engine.layout.block_bytes // engine.layout.block_size,
-            "seconds": {shape[0]: median(times[name, shape]) for shape in SHAPES},
-        }
-        for name, engine in engines.items()
-    ]
 
 
 # -- tables
@@ -402,51 +300,15 @@ def error_table(rows: Sequence[dict[str, Any]]) -> str:
     return table(headers, cells)
 
 
-def speed_table(rows: Sequence[dict[str, Any]]) -> str:
-    names = [name for name, _, _ in SHAPES]
-    headers = ["", "KV", "bytes per token", *names[:-1], f"{names[-1]}, tokens/s"]
+def product_table(rows: Sequence[dict[str, Any]]) -> str:
+    headers = ["weights", "positions", "format: mean error", "max", "products: mean error", "max", "same choice"]
     cells = [
         [
-            row["model"],
-            row["kv"],
-            f"{row['bytes_per_token']:,}",
-            *(f"{1000 * row['seconds'][name]:.2f}" for name in names[:-1]),
-            f"{_PREFILL / row['seconds'][names[-1]]:,.0f}",
+            row["weights"],
+            f"{row['positions']:,}",
+            *(f"{row[name]:.5f}" for name in ("format_mean", "format_max", "products_mean", "products_max")),
+            *(f"{100 * row[name]:.3f} %" for name in ("same", "same_where_clear")),
         ]
         for row in rows
     ]
-    return table(headers, cells)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="kv_error", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of speed")
-    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
-    parser.add_argument("--models", nargs="*", default=("demo", "110M"), help="of speed")
-    parser.add_argument("--json", type=Path, default=Path("out/engine_kv_error.json"))
-    arguments = parser.parse_args()
-    set_threads(1)
-    figures: dict[str, Any] = {}
-    if "error" in arguments.only:
-        with torch.inference_mode():
-            figures["errors"] = errors(read_texts())
-        print(error_table(figures["errors"]) + "\n")
-    if "products" in arguments.only:
-        with torch.inference_mode():
-            figures["products"] = product_errors(many_texts())
-        print(product_table(figures["products"]) + "\n")
-    if "speed" in arguments.only:
-        with tempfile.TemporaryDirectory() as own:
-            if "110M" in arguments.models:
-                random_model.write(Path(own))
-            folders = {"demo": DEMO_FOLDER, "110M": Path(own)}
-            figures["speeds"] = [
-                row for model in arguments.models for row in speeds(model, folders[model], arguments.rounds)
-            ]
-        print(speed_table(figures["speeds"]))
-    write_json(arguments.json, figures)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return table([*headers, "where the best is clear"], cells)
