@@ -187,7 +187,7 @@ class Engine:
             collectives=None if rank_group is None else rank_group.collectives,
             shared_cores=shared_cores,
         )
-        geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim)
+        geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim, weights.sinks)
         backend = make_attention(attention, geometry, pool, cache_folder, thread_pool_of(layers))
         plain = Model(part, layers, backend, gives_logits=own.is_last, logits_gather=rank_group)
         model = with_graphs(plain, config, pool)

@@ -21,6 +21,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
 }
 
 OTHERS: dict[str, tuple[Any, Any]] = {"olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)}

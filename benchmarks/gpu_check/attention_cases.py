@@ -113,9 +113,11 @@ def dense_attention(
     start: int,
     window: int | None,
     first: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention by its definition in float64. Queries [queries, heads, head_dim] are at positions from `start`
-    on, K and V [tokens, kv_heads, head_dim] from `first` on. Returns [queries, heads · head_dim]."""
+    on, K and V [tokens, kv_heads, head_dim] from `first` on. `sinks`: a score of each head that has no value. Returns
+    [queries, heads · head_dim]."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
     positions = torch.arange(start, start + len(queries))[:, None]
@@ -124,7 +126,10 @@ def dense_attention(
     if window is not None:
         hidden |= tokens <= positions - window
     scores = torch.einsum("qhd,thd->hqt", queries.double(), keys) * queries.shape[2] ** -0.5
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((sinks.double()[:, None, None].expand(*scores.shape[:2], 1), scores), -1)
+    weights = scores.softmax(-1)[..., -len(keys) :]
     return torch.einsum("hqt,thd->qhd", weights, values).flatten(1)
 
 

@@ -129,7 +129,9 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
             o=matrix(hidden, q_rows),
             o_bias=None,
             post_norm=norm(hidden),
+            sinks=None,
             router=None,
+            router_bias=None,
             mlps=[
                 MlpWeights(
                     gate_up=matrix(2 * inner, hidden), gate_up_bias=None, down=matrix(hidden, inner), down_bias=None

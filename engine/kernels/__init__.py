@@ -21,11 +21,13 @@ Plan = Any
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Head counts and head size of the model."""
+    """Head counts and head size of the model, and what a head may attend to besides tokens."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # Per layer [heads] float32: logit of each query head of attending to nothing, its attention sink. Empty: no sinks.
+    sinks: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,12 +95,13 @@ class NativePagedAttention:
         self._tile_tokens = max(1, _TILE_ROWS * geometry.num_kv_heads // geometry.num_heads)
         self._keys = [piece.data_ptr() for piece in pool.keys]
         self._values = [piece.data_ptr() for piece in pool.values]
+        self._sinks = [sinks * math.log2(math.e) for sinks in geometry.sinks]
         self._pool = pool  # keeps the pool's memory alive
         library, name = _kernel_of(pool, cache_folder)
         self._thread_pool = ThreadPool(library, torch.get_num_threads()) if thread_pool is None else thread_pool
         self._kernel = library[name]
         pointer = ctypes.c_void_p
-        self._kernel.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer]
+        self._kernel.argtypes = [pointer, ctypes.c_int64, pointer, pointer, pointer, pointer, pointer]
         self._kernel.restype = None
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -203,6 +204,7 @@ class NativePagedAttention:
                 queries.stride(0),
                 self._keys[layer],
                 self._values[layer],
+                self._sinks[layer].data_ptr() if self._sinks else None,
                 output.data_ptr(),
                 address,
             )

@@ -54,7 +54,7 @@ class _Layer:
     def make(cls, weights: LayerWeights, arena: Arena) -> _Layer:
         qk_norm = None if weights.qk_norm is None else _floats(weights.qk_norm)
         qkv, o = pack(weights.qkv, weights.qkv_bias, arena), pack(weights.o, weights.o_bias, arena)
-        router = None if weights.router is None else pack(weights.router, None, arena)
+        router = None if weights.router is None else pack(weights.router, weights.router_bias, arena)
         owners = []
         for mlp in weights.mlps:
             owners += [pack_gates(mlp.gate_up, mlp.gate_up_bias, arena), pack(mlp.down, mlp.down_bias, arena)]
@@ -124,6 +124,7 @@ class NativeKernels:
 
     def _make_structure(self, inner_size: int) -> CModel:
         config, pool, experts = self._config, self._pool, self._config.experts
+        clamped = None if experts is None else experts.clamped
         layers = (CLayer * len(self._layers))(*map(_Layer.structure, self._layers, pool.keys, pool.values))
         return CModel(
             config.hidden_size,
@@ -133,6 +134,7 @@ class NativeKernels:
             config.head_dim,
             config.vocab_size,
             *((0, 0, 0) if experts is None else (experts.count, experts.per_token, experts.normalised)),
+            *((0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)),
             _products(config),
             pool.slot_stride,
             _QUANTISED_FORMATS.get(pool.layout.dtype, 0),

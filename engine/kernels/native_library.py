@@ -65,6 +65,7 @@ class CMatrix(ctypes.Structure):
         ("bits", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
+        ("is_float", ctypes.c_int64),
     )
 
 
@@ -103,6 +104,8 @@ class CModel(ctypes.Structure):
         ("experts", ctypes.c_int64),
         ("experts_per_token", ctypes.c_int64),
         ("normalised", ctypes.c_int64),
+        ("alpha", ctypes.c_double),
+        ("limit", ctypes.c_double),
         ("layer_products", ctypes.c_int64),
         ("slot_stride", ctypes.c_int64),
         ("pool_format", ctypes.c_int64),

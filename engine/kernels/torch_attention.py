@@ -38,6 +38,7 @@ class ChunkAttention:
         self._pool = pool
         self._block_size = pool.layout.block_size
         self._dtype = TORCH_DTYPES[pool.dtype]
+        self._sinks = geometry.sinks
 
     def plan(self, span: Span, row: int, window: int | None) -> Chunk:
         """Plans a span of several tokens. `row`: its first row in the step."""
@@ -45,7 +46,7 @@ class ChunkAttention:
         sees_all = window is None or span.end <= window
         # With quantised KV, a chunk reads its own K and V from the pool like later chunks do, so that results do not
         # depend on where a prompt is cut.
-        if span.start == 0 and sees_all and not self._pool.layout.is_quantised:
+        if span.start == 0 and sees_all and not self._pool.layout.is_quantised and not self._sinks:
             return Chunk(row, end_row, None, span.end, None)
         begin = first_block(span, window, self._block_size)
         offset = begin * self._block_size
@@ -74,15 +75,32 @@ class ChunkAttention:
             seen_keys, seen_values = (
                 piece.flatten(0, 1)[: chunk.num_tokens] for piece in self._pool.gather(layer, chunk.blocks)
             )
+        seen_keys, seen_values, mask = seen_keys.transpose(0, 1)[None], seen_values.transpose(0, 1)[None], chunk.mask
+        if self._sinks:
+            assert mask is not None
+            seen_keys, seen_values, mask = _with_sinks(
+                seen_keys, seen_values, mask, self._sinks[layer][None, :, None, None]
+            )
         output = F.scaled_dot_product_attention(
             queries[own].transpose(0, 1)[None],
-            seen_keys.transpose(0, 1)[None],
-            seen_values.transpose(0, 1)[None],
-            attn_mask=chunk.mask,
+            seen_keys,
+            seen_values,
+            attn_mask=mask,
             is_causal=chunk.mask is None,
             enable_gqa=self._grouped,
         )
         return output[0].transpose(0, 1).reshape(own.stop - own.start, -1)
+
+
+def _with_sinks(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Appends a token whose key and value are 0 and whose score is the sink of its head. `mask` and `sinks` have any
+    shapes that broadcast to [sequences, heads, queries, tokens], the latter with 1 token."""
+    scores = sinks.to(mask.device, mask.dtype)
+    shape = (mask[..., :1] + scores).shape[:-1]
+    with_score = torch.cat((mask.expand(*shape, -1), scores.expand(*shape, 1)), -1)
+    return F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1)), with_score
 
 
 def plan_chunks(attention: ChunkAttention, spans: Sequence[Span], window: int | None) -> list[Chunk]:
@@ -138,6 +156,7 @@ class TorchPagedAttention:
         self._chunks = ChunkAttention(geometry, pool)
         self._block_size = pool.layout.block_size
         self._dtype = TORCH_DTYPES[pool.dtype]
+        self._sinks = geometry.sinks
         self._group_blocks = max(1, _GROUP_BYTES // (2 * pool.layout.piece_bytes))
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -211,10 +230,10 @@ class TorchPagedAttention:
         shape = (rows, group.num_blocks * self._block_size, self._kv_heads, self._head_dim)
         keys, values = self._pool.gather(layer, group.blocks)
         folded = (rows, self._kv_heads, self._queries_per_kv, self._head_dim)
-        output = F.scaled_dot_product_attention(
-            queries[group.first : group.end].reshape(folded),
-            keys.view(shape).transpose(1, 2),
-            values.view(shape).transpose(1, 2),
-            attn_mask=group.mask,
-        )
+        keys, values, mask = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2), group.mask
+        if self._sinks:
+            sinks = self._sinks[layer].view(1, self._kv_heads, self._queries_per_kv, 1)
+            keys, values, mask = _with_sinks(keys, values, mask, sinks)
+        query = queries[group.first : group.end].reshape(folded)
+        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return output.reshape(rows, self._heads * self._head_dim)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from moonserve.engine.kernels import AllReduce, Heads, Step
 from moonserve.engine.kernels.rope import RopeTable, apply_rope
 from moonserve.engine.kv_cache.tensors import KvTensors
-from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.config import ClampedGate, ModelConfig
 from moonserve.engine.model.weights import Weights
 from moonserve.engine.model.weights.layer_weights import LayerWeights, plain
 
@@ -82,7 +82,7 @@ class _Layer:
             qk_norm=weights.qk_norm,
             o=make_linear(plain(weights.o), weights.o_bias),
             post_norm=weights.post_norm,
-            router=None if weights.router is None else make_linear(weights.router, None),
+            router=None if weights.router is None else make_linear(weights.router, weights.router_bias),
             mlps=[
                 (make_linear(plain(mlp.gate_up), mlp.gate_up_bias), make_linear(plain(mlp.down), mlp.down_bias))
                 for mlp in weights.mlps
@@ -90,9 +90,12 @@ class _Layer:
         )
 
 
-def _mlp(mlp: tuple[Linear, Linear], x: torch.Tensor) -> torch.Tensor:
+def _mlp(mlp: tuple[Linear, Linear], x: torch.Tensor, clamped: ClampedGate | None = None) -> torch.Tensor:
     gate, up = mlp[0](x).chunk(2, dim=-1)
-    return mlp[1](F.silu(gate).mul_(up))
+    if clamped is None:
+        return mlp[1](F.silu(gate).mul_(up))
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return mlp[1]((up + 1) * (gate * torch.sigmoid(gate * clamped.alpha)))
 
 
 @dataclass(slots=True)
@@ -163,7 +166,7 @@ class TorchKernels:
         mixed = torch.zeros_like(normed)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
-            part = _mlp(own.mlps[expert], normed[rows]) * shares[rows, places, None]
+            part = _mlp(own.mlps[expert], normed[rows], self._experts.clamped) * shares[rows, places, None]
             mixed.index_add_(0, rows, part.to(mixed.dtype))
         return mixed
 

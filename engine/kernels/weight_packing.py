@@ -103,7 +103,7 @@ class Matrix:
             return CMatrix(own.data_ptr(), bias, self.words, self.num_panels)
         if isinstance(own, QuantisedMatrix):
             tables = (None if each is None else each.data_ptr() for each in (own.scales, own.zeros, own.mins))
-            quantised = (*tables, own.format.bits, own.format.group, own.inputs)
+            quantised = (*tables, own.format.bits, own.format.group, own.inputs, own.format.is_float)
             compact = (None, None, None)
             return CMatrix(own.codes.data_ptr(), bias, self.words, self.num_panels, *compact, *quantised)
         addresses = [table.data_ptr() for table in (own.exponents, own.outliers, own.starts)]

@@ -136,11 +136,13 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -
     hidden, heads = model.hidden_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attention = hidden * heads + model.num_heads * model.head_dim * hidden
     mlp = 3 * hidden * model.intermediate_size
-    if model.experts is not None:
-        mlp = model.experts.count * (mlp + hidden)  # with its row of the router
-    biases = heads + 2 * model.intermediate_size + 2 * hidden  # counted for every family
-    norms = 2 * hidden + 2 * model.head_dim
-    vectors = hidden + model.num_layers * (biases + norms)
+    mlps = 1 if model.experts is None else model.experts.count
+    router = 0 if model.experts is None else mlps * (hidden + 1)
+    mlp *= mlps
+    mlp_biases = (mlps if model.mlp_bias else 1) * (2 * model.intermediate_size + hidden)
+    biases = heads + hidden + mlp_biases  # counted for every family
+    norms = 2 * hidden + 2 * model.head_dim + model.num_heads * model.attention_sinks
+    vectors = hidden + model.num_layers * (biases + norms + router)
     matrices, vocabulary = model.num_layers * (attention + mlp), model.vocab_size * hidden
     if quantise in BITS_PER_WEIGHT:
         rounded = matrices * BITS_PER_WEIGHT[quantise] + vocabulary * BITS_PER_WEIGHT["int8"]
@@ -148,6 +150,8 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -
     bits, head = 8.0 * dtype_bytes, 0.0 if model.tie_word_embeddings else 8.0 * dtype_bytes * vocabulary
     if model.quantised is not None and not model.quantised.is_float:
         bits = model.quantised.bits_per_weight
+        if model.quantised.method == "mxfp4":  # of experts only
+            vectors, matrices = vectors + model.num_layers * attention, model.num_layers * mlp
         head = head if model.quantised.head_bits is None else model.quantised.head_bits * vocabulary
     return (vectors + vocabulary) * dtype_bytes + int(matrices * bits + head) // 8
 

@@ -27,6 +27,7 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+CLAMPED = {"swiglu_limit": 1.0}  # low enough to be met
 
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -39,6 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-biases": ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
     "qwen3-moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 48}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40} | CLAMPED),
 }
 
 

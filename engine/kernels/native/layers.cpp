@@ -30,6 +30,7 @@ struct Model {
     int64_t heads, kv_heads, head_dim, vocab_size;
     int64_t experts, experts_per_token; /* 0: every layer has one MLP */
     int64_t normalised;                 /* 1: a token's weights of experts have the sum 1 */
+    double alpha, limit;                /* of a clamped gate; 0: gates have SiLU */
     int64_t layer_products;             /* multiplications per token in a layer's matrices */
     int64_t slot_stride;
     int64_t pool_format; /* 0: heads as they are computed, 1: rows of int8, 2: rows of fp8 */
@@ -136,7 +137,11 @@ template <typename T> static void project(const Model *model, const Step *step, 
 template <typename T, typename Finish>
 static void mlp(const Model *model, const Mlp &own, const T *input, int64_t rows, const Finish &finish) {
     T *inner = (T *)model->inner;
-    shared_product(model, own.gate_up, input, model->hidden_size, rows, Gate<T>{inner, model->inner_size});
+    const float alpha = (float)model->alpha, limit = (float)model->limit;
+    if (limit > 0.0f)
+        shared_product(model, own.gate_up, input, model->hidden_size, rows,
+                       ClampedGate<T>{inner, model->inner_size, alpha, limit});
+    else shared_product(model, own.gate_up, input, model->hidden_size, rows, Gate<T>{inner, model->inner_size});
     shared_product(model, own.down, inner, model->inner_size, rows, finish);
 }
 

@@ -180,3 +180,20 @@ template <typename T> struct Gate {
             store(to, rounded(to, silu(rounded(to, sums[n]))) * rounded(to, sums[n + VECTORS / 2]));
     }
 };
+
+/* gate · sigmoid(alpha · gate) · (up + 1) of clamped gates and ups, from the same panels. */
+template <typename T> struct ClampedGate {
+    T *out;
+    int64_t stride;
+    float alpha, limit;
+    void operator()(int64_t row, int64_t panel, const PanelSums &sums) const {
+        T *to = out + row * stride + panel * PANEL / 2;
+        const Floats most = splat(limit), least = splat(-limit);
+        for (int n = 0; n < VECTORS / 2; n++, to += LANES) {
+            Floats gate = rounded(to, sums[n]), up = rounded(to, sums[n + VECTORS / 2]);
+            gate = select(gate > most, most, gate);
+            up = select(up > most, most, select(up < least, least, up));
+            store(to, rounded(to, silu(gate * alpha) / alpha) * rounded(to, up + 1.0f));
+        }
+    }
+};

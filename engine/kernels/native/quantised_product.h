@@ -1,7 +1,7 @@
-/* Products with weights of 4 or 8 bits, which stay integers in memory.
+/* Products with weights of 4 or 8 bits, which stay codes in memory.
  *
  * Weights [out, in] have one scale, and maybe one zero point or minimum, per output and group of inputs: weight =
- * (code - zero) · scale, or code · scale - minimum. Each row of the input becomes integers of 16 bits with a scale per
+ * (code - zero) · scale, or code · scale - minimum; codes of MXFP4 stand for integers, twice its numbers. Each row of the input becomes integers of 16 bits with a scale per
  * group, the highest magnitude divided by 32,767: 2⁻¹⁶ of it is lost, where bfloat16 loses 2⁻⁹ of each value. So the sum
  * over a group is exact in 32 bits, in any order. It is multiplied by both scales and added to the output's running sum,
  * group by group: a row's result does not depend on the other rows, the threads or the width of the vectors.
@@ -36,12 +36,13 @@ typedef int16_t Shorts __attribute__((vector_size(REGISTER / 2)));
 typedef int16_t LooseShorts __attribute__((vector_size(REGISTER / 2), aligned(2), may_alias));
 
 struct Quantised {
-    const uint16_t *scales; /* [panels, groups, 32] float16 */
+    const uint16_t *scales; /* [panels, groups, 32] float16, or bfloat16 if `is_float` */
     const int16_t *zeros;   /* like `scales`; null: 8 for codes of 4 bits, 0 for codes of 8 and beside `mins` */
     const uint16_t *mins;   /* like `scales`; null: no minima */
     int64_t bits;           /* 4: codes 0..15; 8: codes -128..127; 0: the matrix is not quantised */
     int64_t group;          /* inputs per scale, at most MOST_GROUP */
     int64_t inputs;         /* of a row; the panels are padded to whole groups with codes that are 0 */
+    int64_t is_float;       /* 1: codes are those of MXFP4 */
 };
 
 /* Rows of the input as integers. */
@@ -134,13 +135,31 @@ INLINE Pairs pair_of(const int16_t *inputs) {
     return (Pairs)(pair - Integers{});
 }
 
-template <int BITS> constexpr int64_t PAIRS = 16 / BITS; /* of a word */
+/* Returns twice the numbers of MXFP4 that codes 0..15 stand for. */
+INLINE Pairs floats_of(Pairs codes) {
+#if defined(__AVX512BW__)
+    const __m256i table = _mm256_setr_epi16(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    return (Pairs)_mm512_permutexvar_epi16((__m512i)codes, _mm512_castsi256_si512(table));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    return (Pairs)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes) << 8 >> 8;
+#else
+    constexpr int16_t table[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    for (int lane = 0; lane < REGISTER / 2; lane++) codes[lane] = table[codes[lane]];
+    return codes;
+#endif
+}
 
-/* Returns pair `n` of a vector of words; the codes of 4 bits without sign. */
-template <int BITS> INLINE Pairs widen(Pairs words, int n) {
-    if constexpr (BITS == 4) {
+enum Codes { INT4, INT8, FLOAT4 };
+template <Codes CODES> constexpr int64_t BITS = CODES == INT8 ? 8 : 4;
+template <Codes CODES> constexpr int64_t PAIRS = 16 / BITS<CODES>; /* of a word */
+
+/* Returns pair `n` of a vector of words; integers of 4 bits without sign. */
+template <Codes CODES> INLINE Pairs widen(Pairs words, int n) {
+    if constexpr (CODES != INT8) {
         const Unsigned moved = (Unsigned)words >> (uint16_t)(4 * n);
-        return (Pairs)(n == 3 ? moved : moved & 15);
+        const Pairs codes = (Pairs)(n == 3 ? moved : moved & 15);
+        return CODES == FLOAT4 ? floats_of(codes) : codes;
     } else {
         return n == 0 ? words << 8 >> 8 : words >> 8;
     }
@@ -163,37 +182,41 @@ struct Group {
     const int16_t *zeros;
     const uint16_t *mins;
     int32_t zero; /* of all, if `zeros` and `mins` are null */
+    bool is_float;
 
     Group(const Quantised &matrix, int64_t number)
         : scales(matrix.scales + number * PANEL),
           zeros(matrix.zeros == nullptr ? nullptr : matrix.zeros + number * PANEL),
-          mins(matrix.mins == nullptr ? nullptr : matrix.mins + number * PANEL), zero(matrix.bits == 4 ? 8 : 0) {}
+          mins(matrix.mins == nullptr ? nullptr : matrix.mins + number * PANEL), zero(matrix.bits == 4 && !matrix.is_float ? 8 : 0),
+          is_float(matrix.is_float) {}
 
     /* Returns the total of part `part` of the panel, increased by a group's sums. */
     inline __attribute__((always_inline)) Floats add(Floats total, Integers sums, int64_t part, float scale, int32_t input_sum) const {
         if (mins != nullptr) total -= widen_scales(mins + part * LANES) * (scale * (float)input_sum);
         else if (zeros == nullptr) sums -= zero * input_sum;
         else sums -= __builtin_convertvector((Shorts) * (const LooseShorts *)(zeros + part * LANES), Integers) * input_sum;
-        return total + (__builtin_convertvector(sums, Floats) * scale) * widen_scales(scales + part * LANES);
+        const uint16_t *own = scales + part * LANES;
+        const Floats own_scales = is_float ? load((const Bfloat16 *)own) : widen_scales(own);
+        return total + (__builtin_convertvector(sums, Floats) * scale) * own_scales;
     }
 };
 
 /* Adds one group to the totals of one row, straight from the codes. */
-template <int BITS>
+template <Codes CODES>
 INLINE void add_to_row(const Group &group, const uint32_t *words, int64_t num_words, const int16_t *inputs, float scale,
                        int32_t input_sum, Floats (&totals)[VECTORS]) {
     Integers sums[VECTORS][CHAINS] = {};
-    for (int64_t k = 0; k < num_words; k++, words += PANEL, inputs += 2 * PAIRS<BITS>) {
+    for (int64_t k = 0; k < num_words; k++, words += PANEL, inputs += 2 * PAIRS<CODES>) {
         __builtin_prefetch(words + WORDS_AHEAD * PANEL);
         __builtin_prefetch(words + WORDS_AHEAD * PANEL + PANEL / 2);
         Pairs codes[VECTORS];
         for (int64_t part = 0; part < VECTORS; part++) codes[part] = *(const LoosePairs *)(words + part * LANES);
 #pragma GCC unroll 4
-        for (int n = 0; n < PAIRS<BITS>; n++) {
+        for (int n = 0; n < PAIRS<CODES>; n++) {
             const Pairs pair = pair_of(inputs + 2 * n);
 #pragma GCC unroll 4
             for (int64_t part = 0; part < VECTORS; part++)
-                sums[part][n % CHAINS] = add_pairs(sums[part][n % CHAINS], widen<BITS>(codes[part], n), pair);
+                sums[part][n % CHAINS] = add_pairs(sums[part][n % CHAINS], widen<CODES>(codes[part], n), pair);
         }
     }
 #pragma GCC unroll 4
@@ -228,16 +251,16 @@ INLINE void add_to_rows(const Group &group, const Pairs (*pairs)[VECTORS], const
 }
 
 /* Writes the products of rows [first, first + rows) with one panel to `totals`. */
-template <int BITS>
+template <Codes CODES>
 static void multiply_quantised(const Quantised &matrix, const uint32_t *words, int64_t panel, const Inputs &inputs,
                                int64_t first, int64_t rows, float (*totals)[PANEL]) {
-    const int64_t num_words = matrix.group * BITS / 32, before = panel * inputs.groups;
+    const int64_t num_words = matrix.group * BITS<CODES> / 32, before = panel * inputs.groups;
     words += before * num_words * PANEL;
     if (rows == 1) {
         Floats own[VECTORS] = {};
         for (int64_t n = 0; n < inputs.groups; n++, words += num_words * PANEL) {
             const int64_t at = first * inputs.groups + n;
-            add_to_row<BITS>(Group(matrix, before + n), words, num_words, inputs.codes + at * inputs.group,
+            add_to_row<CODES>(Group(matrix, before + n), words, num_words, inputs.codes + at * inputs.group,
                              inputs.scales[at], inputs.sums[at], own);
         }
         memcpy(totals, own, sizeof own);
@@ -250,7 +273,7 @@ static void multiply_quantised(const Quantised &matrix, const uint32_t *words, i
             for (int64_t part = 0; part < VECTORS; part++) {
                 const Pairs codes = *(const LoosePairs *)(words + part * LANES);
 #pragma GCC unroll 4
-                for (int p = 0; p < PAIRS<BITS>; p++) pairs[k * PAIRS<BITS> + p][part] = widen<BITS>(codes, p);
+                for (int p = 0; p < PAIRS<CODES>; p++) pairs[k * PAIRS<CODES> + p][part] = widen<CODES>(codes, p);
             }
         const Group group(matrix, before + n);
         int64_t row = 0;
@@ -276,7 +299,9 @@ static void quantised_product(const Quantised &matrix, const void *panels, const
     for (int64_t first = 0; first < rows; first += ROWS_PER_PANEL)
         for (int64_t panel = from; panel < to; panel++) {
             const int64_t count = least(ROWS_PER_PANEL, rows - first);
-            const auto multiply = matrix.bits == 4 ? multiply_quantised<4> : multiply_quantised<8>;
+            const auto multiply = matrix.is_float    ? multiply_quantised<FLOAT4>
+                                  : matrix.bits == 4 ? multiply_quantised<INT4>
+                                                     : multiply_quantised<INT8>;
             multiply(matrix, (const uint32_t *)panels, panel, inputs, first, count, totals);
             for (int64_t row = 0; row < count; row++) {
                 PanelSums sums;

@@ -6,7 +6,7 @@ Weights are checked by `engine.model.weights`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,14 @@ from moonserve.engine.model.config.rope import RopeConfig, read_rope
 from moonserve.engine.model.model_folder import JsonFields, read_json
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import DTYPE_BYTES, KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """Activation of gpt-oss: gate · sigmoid(alpha · gate) · (up + 1), of gates of at most `limit` and ups within it."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +34,7 @@ class Experts:
     normalised: bool  # the weights of the chosen ones are divided by their sum
     module: str  # name of the mixture in a checkpoint
     projections: tuple[str, str, str]  # names of an expert's gate, up and down
+    clamped: ClampedGate | None = None  # None: SiLU. gpt-oss, which also stacks all experts in one tensor of each kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,7 @@ class ModelConfig:
     initializer_range: float
     dtype: str  # the checkpoint's, with float16 replaced by bfloat16
     eos_token_ids: tuple[int, ...]  # may be empty
+    attention_sinks: bool = False  # True: each query head has a logit of attending to nothing (gpt-oss)
     experts: Experts | None = None
     quantised: QuantisedCheckpoint | None = None  # None: weights are plain
     # Digest of the config.json of a model that only transformers computes; empty for the own families.
@@ -114,7 +124,9 @@ class _Family:
     qk_norm: bool = False
     experts: Callable[[JsonFields], Experts] | None = None
     inner_size: str = "intermediate_size"  # field of the MLP's or an expert's inner size
+    attention_sinks: bool = False
     # Defaults of transformers for fields that config.json lacks.
+    default_bias: bool = False
     default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
     default_kv_heads: int | None = None  # None = num_attention_heads
     default_positions: int = 2048
@@ -137,10 +149,20 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
     window = _window(fields)
     if window is None or not fields.flag("use_sliding_window", default=False):
         return (None,) * num_layers
-    layer_types = fields.strings("layer_types")
+    first = fields.count("max_window_layers", default=28, minimum=0)
+    return _windows_by_layer(fields, window, [layer >= first for layer in range(num_layers)])
+
+
+def _gpt_oss_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    window = fields.optional_count("sliding_window") if fields.has("sliding_window") else 128
+    return _windows_by_layer(fields, window, [layer % 2 == 0 for layer in range(num_layers)])
+
+
+def _windows_by_layer(fields: JsonFields, window: int | None, default: Sequence[bool]) -> tuple[int | None, ...]:
+    """Returns the window of the layers that have one by `layer_types`, or by default."""
+    layer_types, num_layers = fields.strings("layer_types"), len(default)
     if layer_types is None:
-        first = fields.count("max_window_layers", default=28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return tuple(window if has_window else None for has_window in default)
     if len(layer_types) != num_layers:
         raise fields.error(f"layer_types names {len(layer_types)} layers, num_hidden_layers says {num_layers}")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
@@ -154,6 +176,7 @@ def _experts(
     normalised: bool,
     module: str,
     projections: tuple[str, str, str],
+    clamped: ClampedGate | None = None,
 ) -> Experts:
     """`count`, `per_token`: defaults of transformers."""
     found = Experts(
@@ -162,6 +185,7 @@ def _experts(
         normalised=normalised,
         module=module,
         projections=projections,
+        clamped=clamped,
     )
     if found.per_token > found.count:
         raise fields.error(f"num_experts_per_tok {found.per_token} is above the number of experts, {found.count}")
@@ -176,6 +200,12 @@ def _qwen_experts(fields: JsonFields) -> Experts:
 
 def _mixtral_experts(fields: JsonFields) -> Experts:
     return _experts(fields, 8, 2, normalised=True, module="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+def _gpt_oss_experts(fields: JsonFields) -> Experts:
+    gate = ClampedGate(fields.number("swiglu_alpha", default=1.702), fields.number("swiglu_limit", default=7.0))
+    projections = ("gate_up_proj", "gate_up_proj", "down_proj")
+    return _experts(fields, 128, 4, normalised=True, module="mlp", projections=projections, clamped=gate)
 
 
 _FAMILIES = {
@@ -216,6 +246,16 @@ _FAMILIES = {
         default_kv_heads=4,
         default_positions=32_768,
     ),
+    "GptOssForCausalLM": _Family(
+        ("attention_bias", "attention_bias", True),
+        _gpt_oss_windows,
+        experts=_gpt_oss_experts,
+        attention_sinks=True,
+        default_bias=True,
+        default_head_dim=64,
+        default_kv_heads=8,
+        default_positions=131_072,
+    ),
 }
 
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
@@ -244,7 +284,7 @@ def load_model_config(path: Path) -> ModelConfig:
     vocab_size = fields.count("vocab_size")
     max_positions = fields.count("max_position_embeddings", default=family.default_positions)
     qkv_bias, o_bias, mlp_bias = (
-        fields.flag(each, default=False) if isinstance(each, str) else each for each in family.biases
+        fields.flag(each, default=family.default_bias) if isinstance(each, str) else each for each in family.biases
     )
     _require_silu(fields)
     return ModelConfig(
@@ -265,6 +305,7 @@ def load_model_config(path: Path) -> ModelConfig:
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         qk_norm=family.qk_norm,
+        attention_sinks=family.attention_sinks,
         initializer_range=fields.number("initializer_range", default=0.02),
         dtype=stored_dtype(fields),
         eos_token_ids=eos_token_ids(path, fields, vocab_size),

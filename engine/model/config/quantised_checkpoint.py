@@ -20,7 +20,7 @@ GROUP = 128
 class QuantisedCheckpoint:
     """Format of the quantised matrices of a checkpoint."""
 
-    method: str  # compressed-tensors, awq, gptq, fp8 or gguf
+    method: str  # compressed-tensors, awq, gptq, fp8, mxfp4 or gguf
     bits: int  # 4 or 8, of a GGUF file at most
     group: int = GROUP  # inputs that share a scale: 32, 64 or 128, also if a stored scale is for more
     has_zeros: bool = False  # True: with zero points
@@ -59,6 +59,8 @@ def read_quantised_checkpoint(fields: JsonFields) -> QuantisedCheckpoint | None:
         return _gptq(own)
     if method == "fp8":
         return QuantisedCheckpoint(method=method, bits=8, is_float=True)
+    if method == "mxfp4":  # of experts only; the other weights are plain
+        return QuantisedCheckpoint(method=method, bits=4, group=32)
     if method == "gguf":
         return _gguf(own)
     raise _unsupported(own, "here")

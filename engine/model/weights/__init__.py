@@ -58,6 +58,11 @@ class Weights:
         return any(isinstance(matrix, QuantisedMatrix) for matrix in self.projections)
 
     @property
+    def sinks(self) -> tuple[torch.Tensor, ...]:
+        """Attention sinks of the layers, [heads] float32 each; empty: there are none."""
+        return tuple(layer.sinks for layer in self.layers if layer.sinks is not None)
+
+    @property
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
             yield from layer.projections

@@ -61,7 +61,9 @@ class LayerWeights:
     o: Projection
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor
+    sinks: torch.Tensor | None  # [heads] float32
     router: torch.Tensor | None  # [experts, hidden]; None: the layer has one MLP
+    router_bias: torch.Tensor | None
     mlps: Sequence[MlpWeights]  # of each expert
 
     @property
@@ -77,7 +79,7 @@ class Destination:
 
     own: Projection
     shape: list[int]
-    part: tuple[slice, ...] = ()
+    part: tuple[slice | int, ...] = ()
     first: int = 0  # row of a quantised matrix
     format: WeightFormat | None = None  # to which weights are rounded
 
@@ -93,6 +95,8 @@ class Destination:
 
     def _fill_from_codes(self, stored: QuantisedRows) -> None:
         rows, columns = (*self.part, slice(None), slice(None))[:2]
+        assert isinstance(rows, slice)
+        assert isinstance(columns, slice)
         part = stored.part(rows, columns)
         if isinstance(self.own, QuantisedMatrix):
             self.own.store(self.first, part)
@@ -155,13 +159,12 @@ class _Part:
 
 
 def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Places, shard: Shard) -> LayerWeights:
-    def vector(name: str, size: int) -> torch.Tensor:
-        tensor = storage.vector(size)
-        places[f"model.layers.{layer}.{name}"] = [Destination(tensor, [size])]
+    def vector(name: str, *shape: int) -> torch.Tensor:
+        tensor = storage.vector(*shape)
+        places[f"model.layers.{layer}.{name}"] = [Destination(tensor, list(shape))]
         return tensor
 
-    def cut(name: str, outputs: int, columns: _Part) -> Projection:
-        format = storage.format_of(f"model.layers.{layer}.{name}")
+    def require_whole_groups(format: WeightFormat | None, columns: _Part, name: str) -> None:
         if format is not None and any(
             end % format.group for end in (columns.own.start, columns.own.stop % columns.size)
         ):
@@ -169,6 +172,10 @@ def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Pl
                 f"groups of {format.group} weights do not divide the {len(columns.own)} columns of {name} that each of "
                 f"{shard.size} ranks has: choose fewer ranks"
             )
+
+    def cut(name: str, outputs: int, columns: _Part) -> Projection:
+        format = storage.format_of(f"model.layers.{layer}.{name}")
+        require_whole_groups(format, columns, name)
         matrix = storage.matrix(outputs, len(columns.own), format)
         part = (slice(None), columns.slice)
         places[f"model.layers.{layer}.{name}"] = [Destination(matrix, [outputs, columns.size], part, format=format)]
@@ -211,16 +218,52 @@ def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Pl
             down_bias=once(vector(f"{module}.{down}.bias", hidden)) if config.mlp_bias else None,
         )
 
-    def router(name: str, count: int) -> torch.Tensor:
-        tensor = storage.vector(count, hidden)
-        places[f"model.layers.{layer}.{name}"] = [Destination(tensor, [count, hidden])]
-        return tensor
+    def stacked(module: str, count: int) -> list[MlpWeights]:
+        """Allocates experts that are one matrix in the checkpoint: of the first one gates and ups by turns, then of the
+        second one."""
+        size, own = inner.size, len(inner.own)
+        name = f"model.layers.{layer}.{module}"
+        gate_up_format, down_format = (storage.format_of(f"{name}.{each}") for each in ("gate_up_proj", "down_proj"))
+        require_whole_groups(down_format, inner, "down_proj")
+        mlps = []
+
+        def place(
+            own: Projection,
+            tensor: str,
+            shape: list[int],
+            *part: slice | int,
+            first: int = 0,
+            format: WeightFormat | None = None,
+        ) -> None:
+            places.setdefault(f"{name}.{tensor}", []).append(Destination(own, shape, part, first, format))
+
+        for expert in range(count):
+            gate_up = storage.matrix(2 * own, hidden, gate_up_format, pairs=True)
+            down = storage.matrix(hidden, own, down_format)
+            gate_up_bias, down_bias = storage.vector(2 * own), storage.vector(hidden)
+            for parity, first in ((0, 0), (1, own)):
+                rows = slice(2 * (expert * size + inner.own.start) + parity, 2 * (expert * size + inner.own.stop), 2)
+                some = _rows_of(gate_up, first, own)
+                place(some, "gate_up_proj", [2 * count * size, hidden], rows, first=first, format=gate_up_format)
+                columns = slice(2 * inner.own.start + parity, 2 * inner.own.stop, 2)
+                place(gate_up_bias[first : first + own], "gate_up_proj_bias", [count, 2 * size], expert, columns)
+            rows = slice(expert * hidden, (expert + 1) * hidden)
+            place(down, "down_proj", [count * hidden, size], rows, inner.slice, format=down_format)
+            place(down_bias, "down_proj_bias", [count, hidden], expert)
+            mlps.append(MlpWeights(gate_up=gate_up, gate_up_bias=gate_up_bias, down=down, down_bias=once(down_bias)))
+        return mlps
 
     experts = config.experts
+    router, router_bias = None, None
     if experts is None:
         mlps = [mlp("mlp", "gate_proj", "up_proj", "down_proj")]
+    elif experts.clamped is not None:
+        mlps = stacked(f"{experts.module}.experts", experts.count)
+        router = vector(f"{experts.module}.router.weight", experts.count, hidden)
+        router_bias = vector(f"{experts.module}.router.bias", experts.count)
     else:
         mlps = [mlp(f"{experts.module}.experts.{number}", *experts.projections) for number in range(experts.count)]
+        router = vector(f"{experts.module}.gate.weight", experts.count, hidden)
     return LayerWeights(
         input_norm=vector("input_layernorm.weight", hidden),
         qkv=fused(*qkv, qkv_rows, hidden),
@@ -229,7 +272,9 @@ def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Pl
         o=cut("self_attn.o_proj.weight", hidden, q_rows),
         o_bias=once(vector("self_attn.o_proj.bias", hidden)) if config.o_bias else None,
         post_norm=vector("post_attention_layernorm.weight", hidden),
-        router=None if experts is None else router(f"{experts.module}.gate.weight", experts.count),
+        sinks=_allocate_sinks(config, layer, places, shard) if config.attention_sinks else None,
+        router=router,
+        router_bias=router_bias,
         mlps=mlps,
     )
 
@@ -238,6 +283,13 @@ def _of_heads(config: ModelConfig, count: int, own: range) -> _Part:
     """Returns the rows of heads `own` in a projection to `count` heads."""
     dim = config.head_dim
     return _Part(count * dim, range(own.start * dim, own.stop * dim))
+
+
+def _allocate_sinks(config: ModelConfig, layer: int, places: Places, shard: Shard) -> torch.Tensor:
+    tensor = torch.empty(len(shard.heads))
+    part = slice(shard.heads.start, shard.heads.stop)
+    places[f"model.layers.{layer}.self_attn.sinks"] = [Destination(tensor, [config.num_heads], (part,))]
+    return tensor
 
 
 def _allocate_qk_norm(

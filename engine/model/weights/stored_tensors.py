@@ -6,7 +6,7 @@ Each becomes rows of `quantised_matrix`; weights in fp8 become float32. Knows ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ _PARTS = {
 _OF_INTEGERS = ("weight", "weight_scale", "weight_zero_point")
 _OF_FP8 = ("weight", "weight_scale", "weight_scale_inv")
 _OPTIONAL = ("weight_zero_point", "weight_shape", "qzeros", "g_idx", "weight_scale", "weight_scale_inv")
+_MXFP4 = WeightFormat(4, 32, is_float=True)
 _IGNORED = ("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale")  # of activations and of KV
 
 Parts = Mapping[str, torch.Tensor]
@@ -52,8 +53,8 @@ def stored_tensors(
             name: StoredTensor({"weight": name}, shape, weight_format(dtypes[name]), partial(_gguf, dtypes[name]))
             for name, shape in sorted(shapes.items())
         }
-    found: dict[str, StoredTensor] = {}
-    used: set[str] = set()
+    found = dict(_stacks(shapes))
+    used = {name for stack in found.values() for name in stack.names.values()}
     if checkpoint is not None:
         for name in shapes:
             module, _, part = name.rpartition(".")
@@ -67,6 +68,22 @@ def stored_tensors(
         if name not in used and not (checkpoint is not None and name.rpartition(".")[2] in _IGNORED)
     }
     return dict(sorted((plain | found).items()))
+
+
+def _stacks(shapes: Mapping[str, list[int]]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the weights of all experts of a layer that are one tensor (gpt-oss), as one matrix: the outputs of the
+    first expert, then those of the second one."""
+    for name, shape in shapes.items():
+        if name.endswith("_blocks") and len(shape) == 4:  # [experts, out, groups, 16]
+            module = name.removesuffix("_blocks")
+            parts = {"blocks": name, "scales": f"{module}_scales"}
+            if parts["scales"] not in shapes:
+                raise ConfigError(f"{module} is quantised by mxfp4 but lacks its scales")
+            size = [shape[0] * shape[1], shape[2] * _MXFP4.group]
+            yield module, StoredTensor(parts, size, _MXFP4, _mxfp4)
+        elif len(shape) == 3 and not name.endswith("_scales"):  # [experts, in, out]
+            size = [shape[0] * shape[2], shape[1]]
+            yield name, StoredTensor({"weight": name}, size, None, lambda parts: parts["weight"].mT.flatten(0, 1))
 
 
 def _has_codes(checkpoint: QuantisedCheckpoint, part: str, dtype: str) -> bool:
@@ -107,6 +124,11 @@ def _quantised(
 
 def _plain(parts: Parts) -> torch.Tensor:
     return parts["weight"]
+
+
+def _mxfp4(parts: Parts) -> QuantisedRows:
+    codes, exponents = _unpacked(parts["blocks"].flatten(2).flatten(0, 1), 4), parts["scales"].flatten(0, 1)
+    return QuantisedRows(codes.view(torch.int8), (exponents.float() - 128).exp2().bfloat16(), None, _MXFP4)
 
 
 def _gguf(type: str, parts: Parts) -> torch.Tensor | QuantisedRows:

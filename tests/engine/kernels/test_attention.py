@@ -46,6 +46,7 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     window: int | None = None
+    has_sinks: bool = False
     num_shared: int = 0  # number of leading tokens that all sequences have in the same blocks
     seed: int = 0
     pool: KvTensors = field(init=False)
@@ -73,7 +74,13 @@ class Case:
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.kv_heads * self.group, self.kv_heads, self.head_dim)
+        heads = self.kv_heads * self.group
+        return Geometry(heads, self.kv_heads, self.head_dim, (self.sinks,) if self.has_sinks else ())
+
+    @property
+    def sinks(self) -> torch.Tensor:
+        """Scores below, among and above those of tokens."""
+        return torch.linspace(-8, 12, self.kv_heads * self.group)
 
     @property
     def num_tokens(self) -> int:
@@ -149,7 +156,8 @@ class Case:
             end_row = row + span.end - span.start
             oldest = self._oldest(span)
             seen = self._read(self._slots(span, oldest))
-            parts.append(dense_attention(self.queries[row:end_row], *seen, span.start, self.window, oldest))
+            sinks = self.sinks if self.has_sinks else None
+            parts.append(dense_attention(self.queries[row:end_row], *seen, span.start, self.window, oldest, sinks))
             row = end_row
         return torch.cat(parts)
 
@@ -175,6 +183,8 @@ MIXED = [(0, 1), (15, 16), (16, 17), (599, 600), (0, 2), (0, 17), (0, 130), (70,
 SHAPES: list[dict[str, Any]] = [
     {},
     {"window": 1},
+    {"has_sinks": True, "window": 20},
+    {"has_sinks": True},
     {"window": 20, "block_size": 8},
     {"window": 64, "block_size": 32},
     {"window": 200, "block_size": 1},

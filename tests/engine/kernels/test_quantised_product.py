@@ -29,7 +29,8 @@ from tests.engine.kernels.test_matrix_product import gate, product
 from tests.thoroughness import examples
 
 FORMATS = [WeightFormat(bits, group, zeros) for bits in (4, 8) for group in GROUPS for zeros in (False, True)]
-FORMATS += [WeightFormat(4, 32, has_mins=True), WeightFormat(8, 16, has_mins=True)]
+FORMATS += [WeightFormat(4, 32, has_mins=True), WeightFormat(8, 16, has_mins=True), WeightFormat(4, 32, is_float=True)]
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]  # numbers of MXFP4
 
 
 def random_rows(seed: int, outputs: int, inputs: int, format: WeightFormat) -> QuantisedRows:
@@ -42,13 +43,16 @@ def random_rows(seed: int, outputs: int, inputs: int, format: WeightFormat) -> Q
     scales = torch.randn(outputs, groups, generator=generator) * 10.0 ** torch.randint(-6, 1, (outputs, 1))
     own = zeros.to(torch.int16) if format.has_zeros else None
     mins = torch.randn(outputs, groups, generator=generator) * scales.abs().amax() * highest
-    return QuantisedRows(codes.to(torch.int8), scales.half(), own, format, mins.half() if format.has_mins else None)
+    scales, mins = scales.to(format.scale_dtype), mins.half()
+    return QuantisedRows(codes.to(torch.int8), scales, own, format, mins if format.has_mins else None)
 
 
 def exact_weights(rows: QuantisedRows) -> torch.Tensor:
     implied = 8 if rows.format.bits == 4 and rows.mins is None else 0
     zeros = torch.full_like(rows.scales, implied) if rows.zeros is None else rows.zeros
     columns = torch.arange(rows.codes.shape[1]) // rows.format.group
+    if rows.format.is_float:
+        return 2 * torch.tensor(E2M1).double()[rows.codes.long()] * rows.scales.double()[:, columns]
     return (rows.codes.double() - zeros.double()[:, columns]) * rows.scales.double()[:, columns] - exact_mins(rows)
 
 
@@ -185,5 +189,6 @@ def test_groups_are_not_cut() -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_a_common_format_holds_the_same_weights(format: WeightFormat) -> None:
     rows, common = random_rows(0, 5, 130, format), common_format([format, WeightFormat(8, 16)])
-    assert (common is None) == (format.bits == 8 and format.has_zeros), "other zero points do not fit"
+    fits = not format.is_float and (format.bits == 4 or not format.has_zeros)
+    assert (common is not None) == fits, "other zero points and floats do not fit"
     assert common is None or torch.equal(exact_weights(rows.in_format(common)), exact_weights(rows))

@@ -39,7 +39,7 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     pairs[name].check(engines[name], prompts, num_top=5, chunk_size=37)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3-biases", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3-biases", "mixtral", "gpt-oss"])
 def test_bfloat16_stays_close_to_float32(name: str, pairs: dict[str, Pair], kernels: str) -> None:
     off_by = pairs[name].off_by(pairs[name].engine(dtype="bfloat16", kernels=kernels))
     assert off_by.max() < 0.5
@@ -128,7 +128,7 @@ def computed(engine: Engine, tokens: Sequence[int], ends: Sequence[int]) -> tupl
 
 @pytest.mark.parametrize("kept", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt-oss"])
 def test_recomputed_output_has_the_same_bits(
     name: str, dtype: str, kept: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,37 @@ def test_fp8_becomes_plain_weights(settings: dict[str, Any], make: Callable[...,
     assert all(isinstance(matrix, QuantisedMatrix) for matrix in rounded.projections)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def test_experts_in_mxfp4_give_the_tokens_of_the_model_that_they_stand_for(tmp_path: Path) -> None:
+    model = make_model("gpt_oss", tmp_path, num_local_experts=4, num_experts_per_tok=2)
+    stored, generator, plain = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0), 0
+    for name in [name for name in stored if name.endswith("_proj")]:
+        plain += stored[name].numel() * 2
+        experts, inputs, outputs = stored.pop(name).shape
+        codes = torch.from_numpy(generator.integers(0, 16, (experts, outputs, inputs)))
+        exponents = torch.from_numpy(generator.integers(122, 127, (experts, outputs, inputs // 32)))
+        pairs = codes[..., ::2] | codes[..., 1::2] << 4
+        stored[f"{name}_blocks"] = pairs.to(torch.uint8).view(experts, outputs, -1, 16)
+        stored[f"{name}_scales"] = exponents.to(torch.uint8)
+        exact = E2M1[codes] * (2.0 ** (exponents - 127)).repeat_interleave(32, 2)
+        model.get_parameter(name).data = exact.mT.contiguous()
+    plain_bytes = weight_bytes(load_model_config(tmp_path), 2)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert weight_bytes(load_model_config(tmp_path), 2) == plain_bytes - plain + plain * 4.5 / 16
+    pair, prompts = Pair(tmp_path, model), [random_prompt(length, length) for length in (1, 40, 100)]
+    pair.check(pair.engine(), prompts)
+    native = pair.engine(kernels="native", attention="native")
+    assert tokens_of(native, prompts, 10) == [pair.generate(prompt, 10) for prompt in prompts]
+    del stored["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="down_proj is quantised by mxfp4 but lacks its scales"):
+        pair.engine()
+
+
 def test_bytes_of_a_checkpoint_count_its_codes(model: Path) -> None:
     layout = LAYOUTS["awq"]
     plain = weight_bytes(load_model_config(model), 2)

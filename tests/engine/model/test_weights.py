@@ -116,7 +116,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-biases-llama3", "qwen3-biases", "mixtral"])
+@pytest.mark.parametrize("variant", ["llama", "llama-biases-llama3", "qwen3-biases", "mixtral", "gpt-oss"])
 def test_shards_together_are_the_whole_model(variant: str, pairs: dict[str, Pair]) -> None:
     """Each row and column is on one rank, biases of summed products on the first. The digest is the whole model's."""
     path = pairs[variant].path
@@ -125,6 +125,7 @@ def test_shards_together_are_the_whole_model(variant: str, pairs: dict[str, Pair
     parts = [load_weights(path, config, torch.float32, shard=shard) for shard in split_into_shards(config, 2)]
     assert {part.digest for part in parts} == {whole.digest}
     assert torch.equal(torch.cat([part.lm_head for part in parts]), whole.lm_head)
+    assert all(map(torch.equal, whole.sinks, map(torch.cat, zip(*(part.sinks for part in parts), strict=True))))
     for one, first, last in zip(whole.layers, parts[0].layers, parts[1].layers, strict=True):
         assert torch.equal(torch.cat([first.o, last.o], dim=1), one.o)
         for own, left, right in zip(one.mlps, first.mlps, last.mlps, strict=True):

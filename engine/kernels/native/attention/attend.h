@@ -22,7 +22,7 @@ template <int64_t DIM, typename T, typename S> static void attend_pieces(const P
         }
     });
     parallel_for(plan.thread_pool, plan.num_singles, SINGLES_AT_ONCE, [&](int64_t from, int64_t to) {
-        for (int64_t n = from; n < to; n++) merge_pieces(plan, tensors.out, plan.singles[n]);
+        for (int64_t n = from; n < to; n++) merge_pieces(plan, tensors, plan.singles[n]);
     });
 }
 
@@ -31,7 +31,7 @@ template <typename T, typename S> static void attend(const Plan &plan, const Ten
     if (plan.num_singles == 0) return;
     using R = typename Read<T, S>::Type;
     const R *keys = (const R *)tensors.keys, *values = (const R *)tensors.values;
-    const Tensors<T, R> read = {tensors.queries, tensors.query_stride, keys, values, tensors.out};
+    const Tensors<T, R> read = {tensors.queries, tensors.query_stride, keys, values, tensors.sinks, tensors.out};
     if (plan.head_dim == 64) attend_pieces<64>(plan, read);
     else attend_pieces<0>(plan, read);
 }

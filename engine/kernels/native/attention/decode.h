@@ -319,12 +319,14 @@ static void attend_piece(const Plan &plan, const Tensors<T, S> &tensors, const P
     }
 }
 
-/* Computes one token's output from its pieces, in their order. */
-template <typename T> static void merge_pieces(const Plan &plan, T *out, const Single &single) {
+/* Computes one token's output from its pieces, in their order. A sink is a score without a value. */
+template <typename T, typename S>
+static void merge_pieces(const Plan &plan, const Tensors<T, S> &tensors, const Single &single) {
     const int64_t entry = plan.head_dim + 2, step = plan.heads * entry;
     for (int64_t h = 0; h < plan.heads; h++) {
         const float *partial = plan.partials + single.first_piece * step + h * entry;
-        float highest = NOTHING, total = 0.0f, sums[MAX_HEAD_DIM] = {};
+        const float sink = tensors.sinks == nullptr ? NOTHING : tensors.sinks[h];
+        float highest = sink, total = 0.0f, sums[MAX_HEAD_DIM] = {};
         for (int64_t p = 0; p < single.num_pieces; p++)
             highest = partial[p * step] > highest ? partial[p * step] : highest;
         for (int64_t p = 0; p < single.num_pieces; p++) {
@@ -332,7 +334,8 @@ template <typename T> static void merge_pieces(const Plan &plan, T *out, const S
             total += worth * one[1];
             for (int64_t d = 0; d < plan.head_dim; d++) sums[d] += worth * one[2 + d];
         }
-        T *to = out + (single.row * plan.heads + h) * plan.head_dim;
+        if (tensors.sinks != nullptr) total += power_of_two(splat(sink - highest))[0];
+        T *to = tensors.out + (single.row * plan.heads + h) * plan.head_dim;
         for (int64_t d = 0; d < plan.head_dim; d++) narrow(to + d, sums[d] / total);
     }
 }

@@ -54,6 +54,7 @@ template <typename T, typename S = T> struct Tensors {
     const T *queries; /* [rows, heads, head_dim] */
     int64_t query_stride;
     const S *keys, *values; /* one layer of the pool */
+    const float *sinks;     /* [heads], scaled like scores; null: none */
     T *out;                 /* [rows, heads, head_dim], contiguous */
 };
 

@@ -74,10 +74,12 @@ INLINE void multiply(Floats *out, const Floats *keep, const uint32_t *left, int6
 
 /* -- filling the workspace */
 
-/* Row r is token r / group with query head r % group. Lanes behind the last row repeat its token with zero queries. */
+/* Row r is token r / group with query head r % group. Lanes behind the last row repeat its token with zero queries. A
+ * row with a sink begins as if it had seen that score, without a value. */
 template <typename T, typename S> static void load_queries(const Work<T, S> &work, int64_t num_vectors) {
     const Plan &plan = work.plan;
     const int64_t num_rows = work.tile.num_tokens * work.group;
+    const float *sinks = work.tensors.sinks == nullptr ? nullptr : work.tensors.sinks + work.kv_head * work.group;
     for (int64_t band = 0; band < num_vectors; band += WIDTH) {
         const int64_t width = least(WIDTH, num_vectors - band);
         uint32_t *to = (uint32_t *)(work.space.queries + band * work.words);
@@ -93,11 +95,12 @@ template <typename T, typename S> static void load_queries(const Work<T, S> &wor
             }
             for (int64_t w = 0; w < work.words; w++) to[w * width * LANES + r] = words[w];
             ((int32_t *)work.space.positions)[row] = (int32_t)(work.tile.position + token);
+            if (sinks != nullptr) ((float *)work.space.highest)[row] = sinks[row % work.group];
         }
     }
     for (int64_t v = 0; v < num_vectors; v++) {
-        work.space.highest[v] = splat(HIDDEN);
-        work.space.totals[v] = Floats{};
+        if (sinks == nullptr) work.space.highest[v] = splat(HIDDEN);
+        work.space.totals[v] = splat(sinks == nullptr ? 0.0f : 1.0f);
     }
     for (int64_t s = 0; s < num_vectors * work.dims; s++) work.space.sums[s] = Floats{};
 }

@@ -7,7 +7,7 @@
 #define POOL Int8
 #endif
 
-extern "C" void attend(const QUERIES *queries, int64_t query_stride, const POOL *keys, const POOL *values, QUERIES *out,
-                       const Plan *plan) {
-    attend<QUERIES, POOL>(*plan, {queries, query_stride, keys, values, out});
+extern "C" void attend(const QUERIES *queries, int64_t query_stride, const POOL *keys, const POOL *values,
+                       const float *sinks, QUERIES *out, const Plan *plan) {
+    attend<QUERIES, POOL>(*plan, {queries, query_stride, keys, values, sinks, out});
 }
