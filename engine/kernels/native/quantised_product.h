@@ -19,9 +19,11 @@
 
 #if defined(__AVX512F__)
 constexpr int64_t ROWS_IN_REGISTERS = 8;
+constexpr bool WIDENS_ONCE = false; /* widening again for each few rows is faster than reading widened codes again */
 constexpr int64_t CHAINS = 2; /* sums of one output in a product of one row: they hide the latency of a fused product */
 #else
 constexpr int64_t ROWS_IN_REGISTERS = 3;
+constexpr bool WIDENS_ONCE = true;
 constexpr int64_t CHAINS = 1;
 #endif
 constexpr int64_t MOST_GROUP = 128;
@@ -43,13 +45,15 @@ struct Quantised {
     int64_t group;          /* inputs per scale, at most MOST_GROUP */
     int64_t inputs;         /* of a row; the panels are padded to whole groups with codes that are 0 */
     int64_t is_float;       /* 1: codes are those of MXFP4 */
+
+    bool has_one_zero() const { return zeros == nullptr && mins == nullptr; }
 };
 
 /* Rows of the input as integers. */
 struct Inputs {
     int16_t *codes; /* [rows, groups · group]; in the order of pairs */
     float *scales;  /* [rows, groups] */
-    int32_t *sums;  /* [rows, groups]: of the codes */
+    int32_t *sums;  /* [rows, groups]: of the codes, times -zero if it is the same for all weights */
     int64_t groups, group;
 
     /* `memory` has room for input_bytes(matrix, rows) bytes. */
@@ -111,6 +115,7 @@ template <typename T> static void store_row(const Quantised &matrix, const T *fr
         const int64_t at = n * inputs.group, to = row * inputs.groups + n;
         store_group(from + at, least(inputs.group, matrix.inputs - at), matrix.bits, inputs.codes + to * inputs.group, inputs.group,
                     inputs.scales + to, inputs.sums + to);
+        if (matrix.has_one_zero()) inputs.sums[to] *= matrix.bits == 4 && !matrix.is_float ? -8 : 0;
     }
 }
 
@@ -178,37 +183,46 @@ INLINE Floats widen_scales(const uint16_t *scales) {
 
 /* Scales and zero points or minima of one group of a panel. */
 struct Group {
-    const uint16_t *scales;
+    Floats scales[VECTORS];
     const int16_t *zeros;
     const uint16_t *mins;
-    int32_t zero; /* of all, if `zeros` and `mins` are null */
-    bool is_float;
 
     Group(const Quantised &matrix, int64_t number)
-        : scales(matrix.scales + number * PANEL),
-          zeros(matrix.zeros == nullptr ? nullptr : matrix.zeros + number * PANEL),
-          mins(matrix.mins == nullptr ? nullptr : matrix.mins + number * PANEL), zero(matrix.bits == 4 && !matrix.is_float ? 8 : 0),
-          is_float(matrix.is_float) {}
+        : zeros(matrix.zeros == nullptr ? nullptr : matrix.zeros + number * PANEL),
+          mins(matrix.mins == nullptr ? nullptr : matrix.mins + number * PANEL) {
+        const uint16_t *own = matrix.scales + number * PANEL;
+        for (int64_t part = 0; part < VECTORS; part++, own += LANES)
+            scales[part] = matrix.is_float ? load((const Bfloat16 *)own) : widen_scales(own);
+    }
+
+    /* Returns where the sums of products with an input begin. */
+    inline __attribute__((always_inline)) Integers start(const int32_t &input_sum) const {
+        static const int32_t nothing = 0;
+        return Integers{} + *(zeros == nullptr && mins == nullptr ? &input_sum : &nothing);
+    }
 
     /* Returns the total of part `part` of the panel, increased by a group's sums. */
     inline __attribute__((always_inline)) Floats add(Floats total, Integers sums, int64_t part, float scale, int32_t input_sum) const {
         if (mins != nullptr) total -= widen_scales(mins + part * LANES) * (scale * (float)input_sum);
-        else if (zeros == nullptr) sums -= zero * input_sum;
-        else sums -= __builtin_convertvector((Shorts) * (const LooseShorts *)(zeros + part * LANES), Integers) * input_sum;
-        const uint16_t *own = scales + part * LANES;
-        const Floats own_scales = is_float ? load((const Bfloat16 *)own) : widen_scales(own);
-        return total + (__builtin_convertvector(sums, Floats) * scale) * own_scales;
+        if (zeros != nullptr) sums -= __builtin_convertvector((Shorts) * (const LooseShorts *)(zeros + part * LANES), Integers) * input_sum;
+        return total + (__builtin_convertvector(sums, Floats) * scale) * scales[part];
     }
 };
+
+/* Prefetches a word's codes. */
+INLINE void prefetch_word(const uint32_t *words) {
+    __builtin_prefetch(words);
+    __builtin_prefetch(words + PANEL / 2);
+}
 
 /* Adds one group to the totals of one row, straight from the codes. */
 template <Codes CODES>
 INLINE void add_to_row(const Group &group, const uint32_t *words, int64_t num_words, const int16_t *inputs, float scale,
-                       int32_t input_sum, Floats (&totals)[VECTORS]) {
+                       const int32_t &input_sum, Floats (&totals)[VECTORS]) {
     Integers sums[VECTORS][CHAINS] = {};
+    for (int64_t part = 0; part < VECTORS; part++) sums[part][0] = group.start(input_sum);
     for (int64_t k = 0; k < num_words; k++, words += PANEL, inputs += 2 * PAIRS<CODES>) {
-        __builtin_prefetch(words + WORDS_AHEAD * PANEL);
-        __builtin_prefetch(words + WORDS_AHEAD * PANEL + PANEL / 2);
+        prefetch_word(words + WORDS_AHEAD * PANEL);
         Pairs codes[VECTORS];
         for (int64_t part = 0; part < VECTORS; part++) codes[part] = *(const LoosePairs *)(words + part * LANES);
 #pragma GCC unroll 4
@@ -226,19 +240,42 @@ INLINE void add_to_row(const Group &group, const uint32_t *words, int64_t num_wo
     }
 }
 
-/* Adds one group, whose codes are widened, to the totals [rows, 32] of rows from `row` on. */
+/* Adds the products of pair `k` of a group with the rows to their sums. */
 template <int ROWS>
-INLINE void add_to_rows(const Group &group, const Pairs (*pairs)[VECTORS], const Inputs &inputs, int64_t row, int64_t number,
-                        float *totals) {
-    Integers sums[ROWS][VECTORS] = {};
+INLINE void add_pair(Integers (&sums)[ROWS][VECTORS], const Pairs (&pair)[VECTORS], const int16_t *codes, int64_t stride, int64_t k) {
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < ROWS; r++) {
+        const Pairs own = pair_of(codes + r * stride + 2 * k);
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < VECTORS; part++) sums[r][part] = add_pairs(sums[r][part], pair[part], own);
+    }
+}
+
+/* Adds one group to the totals [rows, 32] of rows from `row` on: from `pairs`, its codes if they are widened already,
+ * otherwise from its `num_words` words. */
+template <Codes CODES, int ROWS, bool IS_WIDENED>
+INLINE void add_to_rows(const Group &group, const uint32_t *words, int64_t num_words, const Pairs (*pairs)[VECTORS],
+                        const Inputs &inputs, int64_t row, int64_t number, float *totals) {
+    Integers sums[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < ROWS; r++)
+        for (int64_t part = 0; part < VECTORS; part++)
+            sums[r][part] = group.start(inputs.sums[(row + r) * inputs.groups + number]);
     const int64_t stride = inputs.groups * inputs.group;
     const int16_t *codes = inputs.codes + row * stride + number * inputs.group;
-    for (int64_t k = 0; k < inputs.group / 2; k++)
-#pragma GCC unroll 8
-        for (int64_t r = 0; r < ROWS; r++) {
-            const Pairs pair = pair_of(codes + r * stride + 2 * k);
+    if constexpr (IS_WIDENED) {
+        for (int64_t k = 0; k < inputs.group / 2; k++) add_pair<ROWS>(sums, pairs[k], codes, stride, k);
+    } else
+        for (int64_t k = 0; k < num_words; k++, words += PANEL) {
+            prefetch_word(words + WORDS_AHEAD * PANEL);
+            Pairs own[VECTORS];
+            for (int64_t part = 0; part < VECTORS; part++) own[part] = *(const LoosePairs *)(words + part * LANES);
 #pragma GCC unroll 4
-            for (int64_t part = 0; part < VECTORS; part++) sums[r][part] = add_pairs(sums[r][part], pairs[k][part], pair);
+            for (int n = 0; n < PAIRS<CODES>; n++) {
+                Pairs pair[VECTORS];
+                for (int64_t part = 0; part < VECTORS; part++) pair[part] = widen<CODES>(own[part], n);
+                add_pair<ROWS>(sums, pair, codes, stride, k * PAIRS<CODES> + n);
+            }
         }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < ROWS; r++)
@@ -248,6 +285,21 @@ INLINE void add_to_rows(const Group &group, const Pairs (*pairs)[VECTORS], const
             const int64_t at = (row + r) * inputs.groups + number;
             *total = group.add(*total, sums[r][part], part, inputs.scales[at], inputs.sums[at]);
         }
+}
+
+/* Adds one group to the totals of `rows` rows, fewer than fit into the registers or as many. */
+template <Codes CODES, bool IS_WIDENED>
+INLINE void add_to_few_rows(const Group &group, const uint32_t *words, int64_t num_words, const Pairs (*pairs)[VECTORS],
+                            const Inputs &inputs, int64_t row, int64_t rows, int64_t number, float *totals) {
+    switch (rows) {
+#define ROWS(COUNT) \
+    case COUNT: add_to_rows<CODES, COUNT, IS_WIDENED>(group, words, num_words, pairs, inputs, row, number, totals); break;
+        ROWS(1) ROWS(2) ROWS(3)
+#if defined(__AVX512F__)
+        ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+#endif
+#undef ROWS
+    }
 }
 
 /* Writes the products of rows [first, first + rows) with one panel to `totals`. */
@@ -267,27 +319,27 @@ static void multiply_quantised(const Quantised &matrix, const uint32_t *words, i
         return;
     }
     memset(totals, 0, rows * sizeof *totals);
-    for (int64_t n = 0; n < inputs.groups; n++) {
+    for (int64_t n = 0; n < inputs.groups; n++, words += num_words * PANEL) {
+        const Group group(matrix, before + n);
+        const auto add = [&]<bool IS_WIDENED>(const Pairs (*pairs)[VECTORS]) {
+            for (int64_t row = 0; row < rows; row += ROWS_IN_REGISTERS)
+                add_to_few_rows<CODES, IS_WIDENED>(group, words, num_words, pairs, inputs, first + row,
+                                                   least(ROWS_IN_REGISTERS, rows - row), n, totals[row]);
+        };
+        if (!WIDENS_ONCE || rows <= ROWS_IN_REGISTERS) {
+            add.template operator()<false>(nullptr);
+            continue;
+        }
         Pairs pairs[MOST_GROUP / 2][VECTORS];
-        for (int64_t k = 0; k < num_words; k++, words += PANEL)
+        for (int64_t k = 0; k < num_words; k++) {
+            prefetch_word(words + (num_words + k) * PANEL);
             for (int64_t part = 0; part < VECTORS; part++) {
-                const Pairs codes = *(const LoosePairs *)(words + part * LANES);
+                const Pairs codes = *(const LoosePairs *)(words + k * PANEL + part * LANES);
 #pragma GCC unroll 4
                 for (int p = 0; p < PAIRS<CODES>; p++) pairs[k * PAIRS<CODES> + p][part] = widen<CODES>(codes, p);
             }
-        const Group group(matrix, before + n);
-        int64_t row = 0;
-        for (; row + ROWS_IN_REGISTERS <= rows; row += ROWS_IN_REGISTERS)
-            add_to_rows<ROWS_IN_REGISTERS>(group, pairs, inputs, first + row, n, totals[row]);
-        switch (rows - row) {
-#define REST(COUNT) \
-    case COUNT: add_to_rows<COUNT>(group, pairs, inputs, first + row, n, totals[row]); break;
-            REST(1) REST(2)
-#if defined(__AVX512F__)
-            REST(3) REST(4) REST(5) REST(6) REST(7)
-#endif
-#undef REST
         }
+        add.template operator()<true>(pairs);
     }
 }
 
