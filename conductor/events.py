@@ -144,6 +144,8 @@ class Report:
     elapsed_s: float
     cached_tokens: int = 0
     output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     # Parts of the TTFT, on the prefill worker's clock; None = unknown.
     queue_s: float | None = None
     transfer_s: float | None = None  # delay by the prefix load and the grant of the landing

@@ -161,7 +161,10 @@ class Token:
     index: int
     token_id: int
     logprobs: Logprobs | None = None
-    finish_reason: FinishReason | None = None  # only on a request's last token
+    # Only on a request's last token.
+    finish_reason: FinishReason | None = None
+    num_draft_tokens: int = 0  # of the request, guessed by its decode worker and computed
+    num_accepted_tokens: int = 0  # of these, tokens that were right
 
 
 def finish_reason(sampling: SamplingParams, index: int, token_id: int) -> FinishReason | None:

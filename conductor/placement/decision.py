@@ -86,6 +86,8 @@ class Outcome:
     elapsed_s: float | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    num_draft_tokens: int = 0  # guessed by speculative decoding and computed
+    num_accepted_tokens: int = 0  # of these, tokens that were right
     # From the prefill worker's report; None = not reported.
     queue_s: float | None = None
     transfer_s: float | None = None

@@ -214,6 +214,8 @@ def outcome_of(report: Report, flight: InFlightRequest) -> Outcome:
         elapsed_s=report.elapsed_s,
         cached_tokens=flight.cached_tokens,
         output_tokens=report.output_tokens if ended else None,
+        num_draft_tokens=report.num_draft_tokens,
+        num_accepted_tokens=report.num_accepted_tokens,
         queue_s=report.queue_s,
         transfer_s=report.transfer_s,
         prefill_s=report.prefill_s,

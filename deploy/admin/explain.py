@@ -188,7 +188,9 @@ def _summary(outcome: Record) -> str:
     tokens = count(outcome["output_tokens"] or 0, "token")
     cached = count(outcome["cached_tokens"] or 0, "prompt token")
     after = seconds(outcome["elapsed_s"])
-    return f"{outcome['phase']} after {after} with {tokens}; the KV of {cached} was re-used"
+    guessed = outcome.get("num_draft_tokens", 0)  # an older conductor has none
+    drafts = f"; {outcome['num_accepted_tokens']} of {count(guessed, 'guessed token')} were right" if guessed else ""
+    return f"{outcome['phase']} after {after} with {tokens}; the KV of {cached} was re-used{drafts}"
 
 
 def _mark(candidate: Record, chosen: str) -> str:

@@ -157,6 +157,8 @@ class Report:
     elapsed_s: float = 0.0
     cached_tokens: int = 0
     output_tokens: int = 0
+    num_draft_tokens: int = 0  # of these, guessed and computed by the decode worker, and right
+    num_accepted_tokens: int = 0
     prefill: PrefillReport | None = None  # of this attempt, if known
 
 

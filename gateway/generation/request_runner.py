@@ -325,6 +325,8 @@ class Generation:
                 elapsed_s=action.elapsed_s,
                 cached_tokens=action.cached_tokens,
                 output_tokens=action.output_tokens,
+                num_draft_tokens=action.num_draft_tokens,
+                num_accepted_tokens=action.num_accepted_tokens,
                 queue_s=None if prefill is None else prefill.queue_s,
                 transfer_s=None if prefill is None else prefill.load_s,
                 prefill_s=None if prefill is None else prefill.compute_s,

@@ -93,6 +93,7 @@ class RequestState:
     attempt: int = 1
     losses: int = 0  # broken attempts since the last one that made progress
     ordered_tokens: OrderedTokens = field(init=False)
+    last_token: Token | None = None  # set in FINISHED, if no stop string ended the choice
     placement: Placement | None = None  # set in PREFILLING and DECODING; then the last one
     placed_at: float = 0.0  # time of the placement
     report: PrefillReport | None = None  # of the first attempt that sent one
@@ -235,6 +236,7 @@ class RequestState:
         actions += accepted
         if accepted[-1].finish_reason is not None:
             self.phase = Phase.FINISHED
+            self.last_token = tokens[-1]
             actions.append(self._report(ReportPhase.FINISHED, now))
             if self.output.stopped:
                 actions.append(self._cancel())
@@ -324,6 +326,8 @@ class RequestState:
             elapsed_s=now - self.placed_at if self.placement else 0.0,
             cached_tokens=self.cached_tokens,
             output_tokens=self.ordered_tokens.num_attempt_tokens,
+            num_draft_tokens=0 if self.last_token is None else self.last_token.num_draft_tokens,
+            num_accepted_tokens=0 if self.last_token is None else self.last_token.num_accepted_tokens,
             prefill=self.last_report,
         )
 

@@ -586,6 +586,8 @@ class ReportRequest(_message.Message):
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
@@ -595,6 +597,9 @@ class ReportRequest(_message.Message):
     """since the placement was received, on the gateway's clock"""
     cached_tokens: _builtins.int
     output_tokens: _builtins.int
+    num_draft_tokens: _builtins.int
+    """guessed by speculative decoding and computed; of these were right:"""
+    num_accepted_tokens: _builtins.int
     queue_s: _builtins.float
     """Of the first token, on the prefill worker's clock; unset = not known."""
     transfer_s: _builtins.float
@@ -608,13 +613,15 @@ class ReportRequest(_message.Message):
         elapsed_s: _builtins.float = ...,
         cached_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
         queue_s: _builtins.float | None = ...,
         transfer_s: _builtins.float | None = ...,
         prefill_s: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_transfer_s", b"_transfer_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_transfer_s", b"_transfer_s", "cached_tokens", b"cached_tokens", "elapsed_s", b"elapsed_s", "output_tokens", b"output_tokens", "phase", b"phase", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_transfer_s", b"_transfer_s", "cached_tokens", b"cached_tokens", "elapsed_s", b"elapsed_s", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_s: _TypeAlias = _typing.Literal["prefill_s"]  # noqa: Y015
     _WhichOneofArgType__prefill_s: _TypeAlias = _typing.Literal["_prefill_s", b"_prefill_s"]  # noqa: Y015

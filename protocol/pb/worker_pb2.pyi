@@ -369,6 +369,8 @@ class TokenEvent(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """0 = first generated token of the request, whatever worker made it"""
@@ -377,6 +379,9 @@ class TokenEvent(_message.Message):
     """set when num_logprobs is"""
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last one"""
+    num_draft_tokens: _builtins.int
+    """Of the last one: tokens of the request that this worker guessed and computed, and how many of these were right."""
+    num_accepted_tokens: _builtins.int
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]: ...
     def __init__(
@@ -388,10 +393,12 @@ class TokenEvent(_message.Message):
         logprob: _builtins.float = ...,
         top_logprobs: _abc.Iterable[Global___TopLogprob] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprob", b"logprob", "request_id", b"request_id", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprob", b"logprob", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "request_id", b"request_id", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -214,6 +214,7 @@ def token_to_wire(token: Token) -> worker_pb2.TokenEvent:
             event.top_logprobs.add(token_id=token_id, logprob=logprob)
     if token.finish_reason is not None:
         event.finish_reason = _FINISH[token.finish_reason]
+    event.num_draft_tokens, event.num_accepted_tokens = token.num_draft_tokens, token.num_accepted_tokens
     return event
 
 
@@ -225,6 +226,8 @@ def token_from_wire(message: worker_pb2.TokenEvent, *, with_logprobs: bool) -> T
         token_id=message.token_id,
         logprobs=_logprobs_from_wire(message) if with_logprobs else None,
         finish_reason=_FINISH_BACK.get(message.finish_reason),
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
     )
 
 
