@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -90,7 +91,7 @@ class BlockStores:
             fates = await self._direct.read(store, keys, slots, deadline_s)
             if ReadMiss not in set(map(type, fates)):  # faster than a Python loop
                 return cast("list[int]", fates)
-            checksums = _leading(fates)
+            checksums = cast("list[int]", list(takewhile(lambda fate: not isinstance(fate, ReadMiss), fates)))
             if corrupt := [k for k, fate in zip(keys, fates, strict=True) if fate is ReadMiss.CORRUPT]:
                 await self._remove_corrupt(store, corrupt)
             if fates[len(checksums)] is not ReadMiss.ASK_NODE:
@@ -302,15 +303,6 @@ def seconds_left(give_up_at: float) -> float:
     if left_s <= 0:
         raise DeadlineExceeded("the deadline passed before the operation was complete")
     return left_s
-
-
-def _leading(fates: Sequence[int | ReadMiss]) -> list[int]:
-    checksums: list[int] = []
-    for fate in fates:
-        if isinstance(fate, ReadMiss):
-            break
-        checksums.append(fate)
-    return checksums
 
 
 async def _wait_until_settled(batch: Batch) -> None:

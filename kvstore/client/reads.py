@@ -18,7 +18,7 @@ from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.deadline import Deadline
 from moonserve.kvstore.client.node_access.mapped_and_remote import MappedObjects
 from moonserve.kvstore.client.node_access.node import ClientResources, StoreNode
-from moonserve.kvstore.client.node_access.node_reads import NodeReads, select
+from moonserve.kvstore.client.node_access.node_reads import NodeReads, keys_read, select
 from moonserve.kvstore.client.node_access.objects import Block, Keys, ReadMiss
 from moonserve.kvstore.client.node_access.use_reports import ClientCounters, ClientEvent
 from moonserve.kvstore.client.placement import LocationHints, NodeSearch
@@ -98,15 +98,11 @@ class Reads:
         near = nodes[0].near if len(nodes) == 1 else None
         if near is None:
             return None
-        packed = pack_keys(keys.stored)
         try:
-            there = near.into(packed, slots, verify=verify)
+            there = near.into(pack_keys(keys.stored), slots, verify=verify)
         except IndexMoved:
             return None
-        if ReadMiss in set(map(type, there)):
-            read = zip(keys.stored, there, strict=True)
-            packed = pack_keys([key for key, length in read if not isinstance(length, ReadMiss)])
-        self._at_node.report_uses(nodes[0], packed)
+        self._at_node.report_uses(nodes[0], keys_read(keys.stored, there))
         return there
 
     def exist(self, keys: Keys, deadline: Deadline) -> list[bool]:

@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Sequence
-from types import TracebackType
 
 import xxhash
 
@@ -19,7 +18,7 @@ from moonserve.kvstore.client.node_access.deadline import Deadline
 from moonserve.kvstore.client.node_access.mapped_and_remote import read_runs
 from moonserve.kvstore.client.node_access.node import ClientResources, StoreNode
 from moonserve.kvstore.client.node_access.node_reads import NodeLease, select, take_lease
-from moonserve.kvstore.client.node_access.objects import Keys, LeasedObject, ReadMiss
+from moonserve.kvstore.client.node_access.objects import Keys, ReadMiss
 from moonserve.kvstore.client.reads import Reads
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey
@@ -81,12 +80,7 @@ class StoreLease:
     def __enter__(self) -> StoreLease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self.check()
@@ -123,7 +117,7 @@ class StoreLease:
         if not verify:
             return list(views)
         return [
-            view if _matches(view, entry) else ReadMiss.CORRUPT
+            view if xxhash.xxh3_64_intdigest(view) == entry.checksum else ReadMiss.CORRUPT
             for view, entry in zip(views, lease.entries, strict=True)
         ]
 
@@ -149,7 +143,3 @@ class StoreLease:
             await lease.renew_in_background(self._ttl_s)
         except MoonserveError as error:  # the lease expires unless a later attempt succeeds
             log.warning("lease %s was not renewed: %s", lease.lease.lease_id, error)
-
-
-def _matches(view: memoryview, entry: LeasedObject) -> bool:
-    return xxhash.xxh3_64_intdigest(view) == entry.checksum

@@ -74,18 +74,8 @@ class BackgroundLoop:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._end())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        finally:
-            self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels what is left at its end
+            runner.get_loop().run_forever()
 
 
 async def await_despite_cancellation(call: asyncio.Future[T]) -> T:

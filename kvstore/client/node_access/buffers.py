@@ -56,11 +56,10 @@ class RegisteredScratch:
 
     def _take(self, nbytes: int) -> Segment | None:
         with self._lock:
-            fitting = [segment for segment in self._idle if segment.nbytes >= nbytes]
-            if not fitting:
-                return None
-            smallest = min(fitting, key=lambda segment: segment.nbytes)
-            self._idle.remove(smallest)
+            fitting = (segment for segment in self._idle if segment.nbytes >= nbytes)
+            smallest = min(fitting, key=lambda segment: segment.nbytes, default=None)
+            if smallest is not None:
+                self._idle.remove(smallest)
             return smallest
 
     def _give_back(self, segment: Segment) -> None:
@@ -92,9 +91,7 @@ class BufferSlots:
     def scattered(cls, segment: Segment, offsets: npt.ArrayLike, piece_bytes: int) -> BufferSlots:
         """Returns slots made of equal pieces at `offsets` in the segment, of shape (keys, pieces)."""
         places = np.asarray(offsets, np.uint64)
-        count, pieces = places.shape
-        rooms = np.full((count, pieces), piece_bytes, np.uint64)
-        return cls(segment, places, rooms, np.full(count, pieces * piece_bytes, np.uint64))
+        return cls.pages(segment, places, [piece_bytes] * places.shape[1])
 
     @classmethod
     def pages(cls, segment: Segment, offsets: npt.ArrayLike, page_bytes: Sequence[int]) -> BufferSlots:

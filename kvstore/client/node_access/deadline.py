@@ -62,10 +62,6 @@ class Deadline:
         """True if a failed attempt failed by itself, not because the caller gave it hardly any time."""
         return self._limit_s >= AMPLE_S or time.monotonic() < self._ends_at
 
-    def ttl_s(self) -> float:
-        """Returns the seconds that a right must last for the rest of this call."""
-        return ttl_for(self.left_s())
-
 
 def ttl_for(needed_s: float) -> float:
     """Returns the seconds that a right must last if it is needed for `needed_s`."""

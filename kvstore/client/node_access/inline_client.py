@@ -107,7 +107,7 @@ class InlineClient:
         if link is None:
             return None
         left_s = deadline.left_s()
-        with _LentConnection(link, self._begin, self._end):
+        with _LentConnection(self, link):
             steps = _scatter_steps(link, keys, slots, left_s)
             return await run_steps_in_loop(steps, link, time.monotonic() + left_s)
 
@@ -164,15 +164,15 @@ class InlineClient:
 
     def _link(self, deadline: Deadline) -> _LentConnection:
         """Returns a context manager that lends a connection, and closes it if the block raises."""
-        return _LentConnection(self._take(deadline), self._begin, self._end)
+        return _LentConnection(self, self._take(deadline))
 
-    def _begin(self, link: InlineConnection) -> None:
+    def lend(self, link: InlineConnection) -> None:
         with self._lock:
             self._num_used += 1
             # Several spinning threads would only take time from each other.
             link.spin_ns = SPIN_NS if self._num_used == 1 else 0
 
-    def _end(self, link: InlineConnection, good: bool) -> None:
+    def take_back(self, link: InlineConnection, good: bool) -> None:
         with self._lock:
             self._num_used -= 1
             if good and not self._closed:
@@ -206,22 +206,17 @@ class InlineClient:
 class _LentConnection:
     """Context manager of one connection. A class, because a generator is noticeably slower in small calls."""
 
-    __slots__ = ("_begin", "_end", "_link")
+    __slots__ = ("_client", "_link")
 
-    def __init__(
-        self,
-        link: InlineConnection,
-        begin: Callable[[InlineConnection], None],
-        end: Callable[[InlineConnection, bool], None],
-    ) -> None:
-        self._link, self._begin, self._end = link, begin, end
+    def __init__(self, client: InlineClient, link: InlineConnection) -> None:
+        self._client, self._link = client, link
 
     def __enter__(self) -> InlineConnection:
-        self._begin(self._link)
+        self._client.lend(self._link)
         return self._link
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end(self._link, kind is None)
+        self._client.take_back(self._link, kind is None)
 
 
 def _get_steps(

@@ -220,14 +220,9 @@ class RemoteObjects:
             found = list(self.find(keys, deadline))
         if Entry not in set(map(type, found)):  # faster than a Python loop
             return cast("list[int | ReadMiss]", found)
-        fates = [ReadMiss.ASK_NODE if isinstance(each, Entry) else each for each in found]
-        places = [place for place, each in enumerate(found) if isinstance(each, Entry)]
-        if places:
-            entries = [each for each in found if isinstance(each, Entry)]
-            read = self.read_entries(entries, slots.at(places), deadline)
-            for place, fate in zip(places, read, strict=True):
-                fates[place] = fate
-        return fates
+        entries = {place: each for place, each in enumerate(found) if isinstance(each, Entry)}
+        read = iter(self.read_entries([*entries.values()], slots.at([*entries]), deadline))
+        return [next(read) if isinstance(each, Entry) else each for each in found]
 
     def scatter(self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline) -> list[int | ReadMiss]:
         """Reads objects into slots of several pieces and returns their checksums; ASK for all that it cannot read.

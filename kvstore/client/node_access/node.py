@@ -117,10 +117,10 @@ class Attachment:
     stub: Stub
     channel: SyncChannel
     data: RemoteSegment
-    mapped: MappedObjects | None
-    remote: RemoteObjects | None
     inline: InlineClient | None
     """None if the node's memory is mapped."""
+    mapped: MappedObjects | None = None
+    remote: RemoteObjects | None = None
 
 
 class StoreNode:
@@ -143,29 +143,25 @@ class StoreNode:
         self._attaching = threading.Lock()
         """Held during calls to the node, so never taken together with `_lock`."""
         self._channels: set[SyncChannel | InlineClient] = set()
-        self._attached: Attachment | None = None
+        self.attachment: Attachment | None = None
+        """Current attachment, or None if the node is not attached."""
         self._forgotten = False
 
     @property
     def is_mapped(self) -> bool:
         """True if the node's memory is mapped; before the first attachment, True if mapping is worth trying."""
-        attached = self._attached
+        attached = self.attachment
         return self._here if attached is None else attached.mapped is not None
 
     @property
     def near(self) -> MappedObjects | None:
         """Mapped memory of the node, or None if it is not mapped yet."""
-        attached = self._attached
+        attached = self.attachment
         return None if attached is None else attached.mapped
-
-    @property
-    def attachment(self) -> Attachment | None:
-        """Current attachment, or None if the node is not attached."""
-        return self._attached
 
     def attached(self, deadline: Deadline) -> Attachment:
         """Returns the attachment, made if needed. Raises PeerLost, DeadlineExceeded, Unauthenticated, Incompatible."""
-        return self._attached or self._changed(None, self._attach, deadline)
+        return self.attachment or self._changed(None, self._attach, deadline)
 
     def call(self, method: Callable[[Stub], Callable[..., T]], request: Any, deadline: Deadline) -> T:
         """Calls the node in the caller's thread. Raises the node's own error, PeerLost, DeadlineExceeded."""
@@ -238,7 +234,7 @@ class StoreNode:
 
     async def call_in_background(self, method: Callable[[Any], Any], request: Any, timeout_s: float) -> Any:
         """Calls the node from the background loop. Attaches nothing: raises PeerLost if the node is not attached."""
-        attached = self._attached
+        attached = self.attachment
         if attached is None:
             raise self._lost_error("is not attached")
         stub = self._async_stub(attached.lean_address)
@@ -277,8 +273,6 @@ class StoreNode:
                 stub=Stub(cast(grpc.Channel, channel)),  # SyncChannel implements what stubs use
                 channel=channel,
                 data=RemoteSegment(endpoint.transfer_address, described.segment_id),
-                mapped=None,
-                remote=None,
                 inline=self._inline_client(described.lean_address),
             ),
             described.index_segment_id,
@@ -328,8 +322,8 @@ class StoreNode:
         if not self._attaching.acquire(timeout=deadline.left_s()):
             raise DeadlineExceeded(f"store node {self.node_id} could not be reached in time")
         try:
-            if self._attached is not None and self._attached is not seen:
-                return self._attached
+            if self.attachment is not None and self.attachment is not seen:
+                return self.attachment
             if self.resting or self._forgotten:
                 raise self._lost_error("rests, since it did not answer")
             attached = self._settled(attach, deadline)
@@ -337,7 +331,7 @@ class StoreNode:
                 self._channels.add(attached.channel)
                 if attached.inline is not None:
                     self._channels.add(attached.inline)
-                self._attached = attached
+                self.attachment = attached
             return attached
         finally:
             self._attaching.release()
@@ -352,7 +346,7 @@ class StoreNode:
     def _detach(self) -> None:
         """Drops the attachment and its connections. Mapped memory stays mapped for readers that still use it."""
         with self._lock:
-            attached, self._attached = self._attached, None
+            attached, self.attachment = self.attachment, None
             channels = list(self._channels)
         # Close the channels of earlier attachments again: a call in flight may have left its connection open.
         for channel in channels:

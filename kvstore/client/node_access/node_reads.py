@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from moonserve.kvstore.client.node_access.buffers import BufferSlots, portions
-from moonserve.kvstore.client.node_access.deadline import Deadline
+from moonserve.kvstore.client.node_access.deadline import Deadline, ttl_for
 from moonserve.kvstore.client.node_access.inline_client import GET_BYTES, GET_KEYS
 from moonserve.kvstore.client.node_access.lease_and_put import (
     GIVE_BACK_TIMEOUT_S,
@@ -88,14 +88,14 @@ def take_lease(node: StoreNode, keys: Sequence[BlockKey], deadline: Deadline, tt
 
     Without `ttl_s`, the lease lasts as long as reading its objects may take.
     """
-    first_s = deadline.ttl_s() if ttl_s is None else ttl_s
+    first_s = ttl_for(deadline.left_s()) if ttl_s is None else ttl_s
     store = node.attached(deadline).endpoint
     steps = lease_steps(store, new_id("lease"), keys, first_s, time.monotonic())
     lease = NodeLease(node, node.run(steps, deadline))
     deadline.extend_for_bytes(sum(entry.length for entry in lease.entries))
     lasts = ttl_s is not None or lease.lease.expires_at >= time.monotonic() + deadline.left_s()
     if lease.entries and not lasts:
-        lease.renew(deadline.ttl_s(), deadline)
+        lease.renew(ttl_for(deadline.left_s()), deadline)
     return lease
 
 
