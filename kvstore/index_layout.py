@@ -56,10 +56,6 @@ def anonymous_memory(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
-def free_with_last_reference(_memory: memoryview) -> None:
-    """Does nothing: the memory is freed with its last reference."""
-
-
 # Native alignment and byte order, so that each field is read and written as a whole, also from Python.
 HEADER = struct.Struct("@8sIIQQQQQQ")
 """Fields: magic, format, retired, version, num_slots, seed, count, num_tail, 0."""

@@ -34,7 +34,6 @@ from moonserve.kvstore.index_layout import (
     check_key,
     check_keys,
     entry_of,
-    free_with_last_reference,
     to_offset_units,
 )
 from moonserve.protocol.errors import InvalidRequest
@@ -78,7 +77,7 @@ def bind_function(library: ctypes.CDLL, name: str, result: type | None, *argumen
     return function  # type: ignore[no-any-return]
 
 
-def load_with_and_without_gil(source: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+def load_with_and_without_gil(source: Path) -> tuple[ctypes.CDLL, ctypes.PyDLL]:
     """Loads a library twice: for long calls, which release the GIL, and for calls too short to be worth that.
 
     Raises CompilerError.
@@ -137,8 +136,9 @@ class KeyIndex:
     find every entry that is present throughout their search; a one-sided READ may miss it, and then asks the owner.
     """
 
-    def __init__(self, allocate: Allocate = anonymous_memory, retire: Retire = free_with_last_reference) -> None:
-        """Takes memory from `allocate` and passes outgrown memory to `retire`. Raises CompilerError."""
+    def __init__(self, allocate: Allocate = anonymous_memory, retire: Retire = lambda memory: None) -> None:
+        """Takes memory from `allocate` and passes outgrown memory to `retire`; by default it is freed with its last
+        reference. Raises CompilerError."""
         self._library = index_library()
         self._allocate, self._retire = allocate, retire
         self._found = ctypes.create_string_buffer(SLOT.size)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from moonserve.kvstore.index_layout import NO_RECORD
+from moonserve.kvstore.index_layout import NO_RECORD, check_keys
+from moonserve.kvstore.published_index import load_with_and_without_gil
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey, iter_keys
-from moonserve.protocol.process.native_libraries import C_FLAGS, load_library, shared_cache
 from moonserve.transfer.memory.data_plane import address_of
 
 SLOTS_SOURCE = Path(__file__).parents[1] / "native" / "block_table.c"
@@ -38,21 +38,18 @@ Column: TypeAlias = npt.NDArray[Any]
 WORD_BITS = 64
 
 
-def load_without_gil_release(source: Path) -> ctypes.PyDLL:
-    """Loads a library whose calls are short or rare, so they keep the GIL. Raises CompilerError."""
-    loaded = load_library(source, C_FLAGS, shared_cache())
-    return ctypes.PyDLL(loaded._name, handle=loaded._handle)
-
-
 @functools.cache
-def _slots() -> ctypes.PyDLL:
-    library = load_without_gil_release(SLOTS_SOURCE)
+def slots_library() -> ctypes.PyDLL:
+    """Returns the functions of block_table.c. They are short or rare, so they keep the GIL. Raises CompilerError."""
+    _, library = load_with_and_without_gil(SLOTS_SOURCE)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.slots_find.argtypes = pointer, pointer, pointer, number, pointer, ctypes.c_int32
     library.slots_find.restype = number
     for change in (library.slots_insert, library.slots_remove):
         change.argtypes, change.restype = (pointer, pointer, pointer, number), None
     library.slots_move.argtypes, library.slots_move.restype = (pointer, pointer, pointer), None
+    library.holders_leading.argtypes = pointer, number, pointer, number, pointer, pointer
+    library.holders_leading.restype = None
     return library
 
 
@@ -76,7 +73,7 @@ class SlotIndex:
     """
 
     def __init__(self) -> None:
-        self._library = _slots()
+        self._library = slots_library()
         self._seed = secrets.randbits(64)
         self._column: Column = np.empty(0, np.uint8)  # the last column passed, whose address is cached
         self._keys_at = 0
@@ -89,13 +86,12 @@ class SlotIndex:
     def nbytes(self) -> int:
         return self._places.nbytes
 
-    def find_all(self, column: Column, packed_keys: bytes) -> Rows:
-        """Returns the row of each key, NO_RECORD for absent ones."""
-        return self._find(column, packed_keys, leading=False)
-
-    def find_leading(self, column: Column, packed_keys: bytes) -> Rows:
-        """Returns the rows of the leading keys, up to and excluding the first absent one."""
-        return self._find(column, packed_keys, leading=True)
+    def find_all(self, column: Column, packed_keys: bytes, *, leading: bool = False) -> Rows:
+        """Returns the row of each key, NO_RECORD for absent ones. With `leading`, stops before the first absent one."""
+        count = check_keys(packed_keys)
+        rows = np.empty(count, np.int64)
+        found = self._library.slots_find(self._at, self._address(column), packed_keys, count, address_of(rows), leading)
+        return rows if found == count else rows[:found].copy()
 
     def insert(self, column: Column, rows: Rows) -> None:
         """Inserts rows that were written to the column. Their keys must be absent and distinct."""
@@ -113,12 +109,6 @@ class SlotIndex:
         _check_rows(column, rows)
         self._library.slots_remove(self._at, self._address(column), address_of(rows), len(rows))
 
-    def _find(self, column: Column, packed_keys: bytes, *, leading: bool) -> Rows:
-        count = _num_keys(packed_keys)
-        rows = np.empty(count, np.int64)
-        found = self._library.slots_find(self._at, self._address(column), packed_keys, count, address_of(rows), leading)
-        return rows if found == count else rows[:found].copy()
-
     def _address(self, column: Column) -> int:
         if column is not self._column:
             self._column, self._keys_at = column, address_of(column)
@@ -131,14 +121,6 @@ class SlotIndex:
     def _settle(self, places: npt.NDArray[np.uint32], state: _IndexState) -> None:
         self._places, self._state = places, state
         self._at = ctypes.addressof(state)
-
-
-def _num_keys(packed_keys: bytes) -> int:
-    """Returns the number of packed keys. Raises ValueError if it is not a whole number."""
-    count, rest = divmod(len(packed_keys), KEY_BYTES)
-    if rest:
-        raise ValueError(f"{len(packed_keys)} bytes are not a whole number of keys")
-    return count
 
 
 def _check_rows(column: Column, rows: Rows) -> None:
@@ -190,7 +172,7 @@ class BlockTable:
 
     def find_leading(self, packed_keys: bytes) -> Slots:
         """Returns the slots of the leading keys, up to the first key without a row."""
-        return self._index.find_leading(self.keys, packed_keys)
+        return self._index.find_all(self.keys, packed_keys, leading=True)
 
     def key(self, slot: int) -> BlockKey:
         return BlockKey(self.keys[slot].tobytes())
@@ -240,11 +222,6 @@ class BlockTable:
             held |= column[slots] != 0
         return held
 
-    def clear(self, slots: Slots) -> None:
-        """Removes all holders of these rows."""
-        for column in self.holders:
-            column[slots] = 0
-
     def with_holder(self, word: int, mask: np.uint64) -> Slots:
         """Returns the slots of the rows that one holder has."""
         return np.flatnonzero(self.holders[word][: self._end] & mask)
@@ -272,7 +249,8 @@ class BlockTable:
         self.keys[fresh] = np.frombuffer(packed_keys, _KEY)
         self.parents[fresh] = NO_SLOT
         self.children[fresh] = 0
-        self.clear(fresh)
+        for column in self.holders:
+            column[fresh] = 0
         self._index.insert(self.keys, fresh)
 
     def _allocate(self, count: int) -> Slots:

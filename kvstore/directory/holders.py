@@ -9,27 +9,23 @@ block.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moonserve.kvstore.directory.block_table import (
     NO_SLOT,
-    SLOTS_SOURCE,
     WORD_BITS,
     Bits,
     BlockTable,
     LeadingHolders,
     Slots,
     bits_of,
-    load_without_gil_release,
+    slots_library,
 )
 from moonserve.kvstore.index_layout import NO_RECORD
 from moonserve.protocol.errors import InvalidRequest
@@ -38,20 +34,11 @@ from moonserve.protocol.request import InstanceId
 from moonserve.transfer.memory.data_plane import address_of
 
 
-@functools.cache
-def _holders_leading() -> Any:
-    leading = load_without_gil_release(SLOTS_SOURCE).holders_leading
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    leading.argtypes = pointer, number, pointer, number, pointer, pointer
-    leading.restype = None
-    return leading
-
-
 class HolderKernel:
     """Reads the holders of rows of a table, and the length of each holder's run. Raises CompilerError."""
 
     def __init__(self) -> None:
-        self._leading = _holders_leading()
+        self._leading = slots_library().holders_leading
         self._columns: tuple[Bits, ...] = ()  # the last columns passed, whose addresses are cached
         self._addresses = np.zeros(0, np.uint64)
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 
 from moonserve.kvstore.directory.holders import Changes, Directory
 from moonserve.kvstore.directory.replica_plans import NodeView
@@ -142,7 +142,7 @@ class NodeFollower:
         taken = self._directory.apply_changes(
             self._id,
             events.epoch,
-            _changes(events),
+            Changes(added=events.added_keys, parents=events.added_parents, removed=events.removed_keys),
             events.first_seq,
             events.next_seq,
             snapshot=events.snapshot,
@@ -158,10 +158,6 @@ class NodeFollower:
             except MoonserveError as error:
                 log.debug("%s did not report its state: %s", self._id, error)
             await asyncio.sleep(STATS_EVERY_S)
-
-
-def _changes(events: kvstore_pb2.StoreEvents) -> Changes:
-    return Changes(added=events.added_keys, parents=events.added_parents, removed=events.removed_keys)
 
 
 STORE_ROLE = "store"
@@ -198,7 +194,11 @@ class ClusterFollower:
                 self._settle(self._known.update(stores, self._clock()))
         finally:
             self._timer.set(None)
-            await self._end(list(self._tasks))
+            tasks = list(self._tasks.values())
+            for name in list(self._tasks):
+                self._stop(name)
+            if tasks:
+                await asyncio.wait(tasks)
 
     def views(self) -> dict[InstanceId, NodeView]:
         """Returns the current view of each node."""
@@ -233,10 +233,3 @@ class ClusterFollower:
         task = self._tasks.pop(name, None)
         if task is not None:
             task.cancel()
-
-    async def _end(self, names: Iterable[InstanceId]) -> None:
-        tasks = [self._tasks[name] for name in names]
-        for name in names:
-            self._stop(name)
-        if tasks:
-            await asyncio.wait(tasks)

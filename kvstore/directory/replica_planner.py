@@ -99,7 +99,7 @@ class ReplicaPlanner:
     def copy_ended(self, copy: ReplicaCopy, *, succeeded: bool, now: float) -> None:
         """Reports the result of a copy. A failed one is planned again on another node."""
         if succeeded:
-            self._ledger.arrived(copy.keys, copy.target, now)
+            self._ledger.expect(copy.keys, copy.target, now + ANNOUNCEMENT_EXPECTED_S)
             return
         self._ledger.failed(copy.keys, copy.target, now)
         for key in copy.keys:
@@ -188,7 +188,7 @@ class ReplicaPlanner:
         if not steps:
             return []
         copy = ReplicaCopy(steps=tuple(steps), target=target.instance_id)
-        self._ledger.expect(copy.keys, copy.target, now)
+        self._ledger.expect(copy.keys, copy.target, now + COPY_EXPECTED_S)
         return [copy]
 
     def _step(self, keys: Sequence[BlockKey], target: NodeView, nodes: NodeViews) -> CopyStep | None:
@@ -288,13 +288,9 @@ class _PlannerMemory:
         self._shunned: dict[InstanceId, float] = {}  # until when
         self._made: dict[BlockKey, dict[InstanceId, float]] = {}  # since when
 
-    def expect(self, keys: Iterable[BlockKey], node: InstanceId, now: float) -> None:
+    def expect(self, keys: Iterable[BlockKey], node: InstanceId, until: float) -> None:
         for key in keys:
-            self._expected.setdefault(key, {})[node] = now + COPY_EXPECTED_S
-
-    def arrived(self, keys: Iterable[BlockKey], node: InstanceId, now: float) -> None:
-        for key in keys:
-            self._expected.setdefault(key, {})[node] = now + ANNOUNCEMENT_EXPECTED_S
+            self._expected.setdefault(key, {})[node] = until
 
     def announced(self, keys: Iterable[BlockKey], node: InstanceId) -> None:
         """Drops the expectation of these blocks, which the index knows now."""

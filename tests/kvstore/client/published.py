@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from moonserve.kvstore.index_layout import OFFSET_UNIT, Entry, free_with_last_reference
+from moonserve.kvstore.index_layout import OFFSET_UNIT, Entry
 from moonserve.kvstore.published_index import KeyIndex
 from moonserve.protocol.kv_blocks import checksum
 from moonserve.transfer import Segment, TransferEngine
@@ -21,7 +21,7 @@ class Published:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        self.index = KeyIndex(self._allocate, free_with_last_reference)
+        self.index = KeyIndex(self._allocate)
 
     def _allocate(self, nbytes: int) -> memoryview:
         self.index_segments.append(self.engine.allocate(nbytes, readable=True, name="index"))
