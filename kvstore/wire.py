@@ -40,7 +40,7 @@ def put_requests_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Put
     return [
         PutRequest(
             key=_key(put.key),
-            parent=_parent(put.parent),
+            parent=parent_from_wire(put.parent),
             length=put.length,
             tenant=put.tenant,
             pin=pin_from_wire(put.pin),
@@ -138,5 +138,5 @@ def _key(key: bytes) -> BlockKey:
     return BlockKey(key)
 
 
-def _parent(parent: bytes) -> BlockKey | None:
+def parent_from_wire(parent: bytes) -> BlockKey | None:
     return None if not parent or parent == NO_PARENT else _key(parent)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
@@ -308,10 +309,7 @@ class Recovery:
         return surveys
 
     async def _surveyed(self, files: Sequence[SegmentFile]) -> list[SegmentContents]:
-        def job(file: SegmentFile) -> Callable[[], SegmentContents]:
-            return lambda: self._scanner.scan(file)
-
-        outcomes = await self._segments.threads.run([job(file) for file in files])
+        outcomes = await self._segments.threads.run([partial(self._scanner.scan, file) for file in files])
         surveys = []
         for outcome in outcomes:
             if isinstance(outcome, OSError):

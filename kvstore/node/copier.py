@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from moonserve.kvstore.client.blocks import BlockStores
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
+from moonserve.kvstore.client.node_access.deadline import PATIENCE
 from moonserve.kvstore.client.node_access.objects import LeasedObject, ReadLease
 from moonserve.kvstore.node.removal_store import RemovalStore
 from moonserve.kvstore.state.objects import PutOutcome, PutRequest, Reservation
@@ -27,11 +28,9 @@ from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.request import Endpoint, new_id
 from moonserve.protocol.rpc.wire import endpoint_from_wire
 from moonserve.transfer import Segment
-from moonserve.transfer.config import TransferTimeout
 
 log = logging.getLogger(__name__)
 
-PATIENCE = TransferTimeout()
 LEASE_S = 4.0
 """How long a dead target may hold its source's objects. A suspended target that resumes finds its lease ended."""
 RENEW_EVERY_S = 1.0
@@ -118,7 +117,10 @@ class Copier:
         reply: kvstore_pb2.StoreCopyReply,
     ) -> int:
         """Copies the leased objects. Returns how many became visible. `heard`: their last removals before the lease."""
-        requests = [_put_request(stored) for stored in lease.objects]
+        requests = [
+            PutRequest(key=o.key, parent=o.parent, length=o.length, tenant=o.tenant, pin=o.pin, is_copied=True)
+            for o in lease.objects
+        ]
         reservation = self._state.reservations.reserve(new_id("copy"), requests, None, self._clock())
         outcomes = [slot.outcome for slot in reservation.slots]
         reply.refused = outcomes.count(PutOutcome.FULL)
@@ -153,11 +155,7 @@ class Copier:
 
     def _end(self, reservation: Reservation, checksums: dict[BlockKey, int]) -> None:
         """Makes the objects with a checksum visible and drops the rest. They were verified while being read."""
-        writers, reservation_id, now = (
-            self._state.reservations,
-            reservation.reservation_id,
-            self._clock(),
-        )
+        writers, reservation_id, now = self._state.reservations, reservation.reservation_id, self._clock()
         if checksums:
             writers.commit(reservation_id, checksums, now)
             writers.verified(reservation_id, (), now)
@@ -165,14 +163,3 @@ class Copier:
         else:
             writers.abort(reservation_id, now)
             writers.window_closed(reservation_id, now)
-
-
-def _put_request(stored: LeasedObject) -> PutRequest:
-    return PutRequest(
-        key=stored.key,
-        parent=stored.parent,
-        length=stored.length,
-        tenant=stored.tenant,
-        pin=stored.pin,
-        is_copied=True,
-    )

@@ -29,9 +29,9 @@ from moonserve.kvstore.client.node_access.inline_protocol import (
 from moonserve.kvstore.node.tier_mover import TierMover
 from moonserve.kvstore.state.objects import PutOutcome, PutRequest, Reservation
 from moonserve.kvstore.state.state import StoreState
-from moonserve.kvstore.wire import keys_from_wire, pin_from_wire
+from moonserve.kvstore.wire import keys_from_wire, parent_from_wire, pin_from_wire
 from moonserve.protocol.errors import InvalidRequest, MoonserveError
-from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
+from moonserve.protocol.kv_blocks import BlockKey, checksum
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.process.event_loop import LoopRunner
 from moonserve.protocol.request import new_id
@@ -199,13 +199,9 @@ def _put_requests(rows: npt.NDArray[np.void], pin: int, tenant: bytes) -> list[P
     columns = rows.tolist()
     keys = keys_from_wire(key for key, _, _ in columns)
     return [
-        PutRequest(key=key, parent=_parent(parent), length=length, tenant=name, pin=kind)
+        PutRequest(key=key, parent=parent_from_wire(parent), length=length, tenant=name, pin=kind)
         for key, (_, parent, length) in zip(keys, columns, strict=True)
     ]
-
-
-def _parent(parent: bytes) -> BlockKey | None:
-    return None if parent == NO_PARENT else BlockKey(parent)
 
 
 def _refuse(link: InlineConnection, error: MoonserveError, give_up_at: float) -> None:

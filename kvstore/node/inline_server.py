@@ -31,7 +31,7 @@ from moonserve.kvstore.client.node_access.inline_protocol import (
 )
 from moonserve.kvstore.index_layout import IndexMoved
 from moonserve.kvstore.node.inline_puts import InlinePuts
-from moonserve.kvstore.published_index import Function, KeyIndex, MappedReader
+from moonserve.kvstore.published_index import Function, KeyIndex, MappedReader, bind_function
 from moonserve.protocol.errors import DeadlineExceeded, Overloaded, PeerLost
 from moonserve.protocol.process.native_libraries import C_FLAGS, load_library, shared_cache
 from moonserve.transfer import Segment
@@ -81,9 +81,8 @@ class _State(ctypes.Structure):
 @functools.cache
 def answer_gets_function() -> Function:
     """Returns the compiled `answer_gets`. Raises CompilerError."""
-    function: Function = load_library(GETS_SOURCE, C_FLAGS, shared_cache()).answer_gets
-    function.argtypes, function.restype = (ctypes.c_int32, _pointer), ctypes.c_int32  # type: ignore[attr-defined]
-    return function
+    library = load_library(GETS_SOURCE, C_FLAGS, shared_cache())
+    return bind_function(library, "answer_gets", ctypes.c_int32, ctypes.c_int32, _pointer)
 
 
 class GetServer:

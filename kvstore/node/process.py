@@ -45,13 +45,13 @@ from moonserve.protocol.pb import common_pb2, conductor_pb2, kvstore_pb2, kvstor
 from moonserve.protocol.process.event_loop import LoopRunner, background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.machine import available_memory_bytes
-from moonserve.protocol.process.metrics import add_metrics_service, http_endpoint, process_registry
+from moonserve.protocol.process.metrics import add_metrics_service
 from moonserve.protocol.request import Endpoint
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.rpc.socket_server_connection import ConnectionTakeover
 from moonserve.protocol.rpc.wire import endpoint_to_wire
 from moonserve.transfer import Segment, TransferEngine
-from moonserve.transfer.metrics import TransferCollector, rail_totals
+from moonserve.transfer.metrics import engine_with_metrics, rail_totals
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ def _next_incarnation(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         incarnation = int(path.read_text()) + 1 if path.exists() else 1
-        _write_incarnation(path, incarnation)
+        _write_count(path, str(incarnation))
     except OSError as error:
         raise ConfigError(f"cannot use {folder} for objects: {error}") from error
     except ValueError as error:
@@ -279,21 +279,18 @@ def _next_incarnation(folder: Path) -> int:
     return incarnation
 
 
-def _write_incarnation(path: Path, incarnation: int) -> None:
+def _write_count(path: Path, text: str) -> None:
+    """Replaces the file. On a full disk, overwrites it in place: a few bytes in one existing block, which disks write
+    atomically."""
     try:
-        replace_durably(path, str(incarnation))
+        replace_durably(path, text)
     except OSError as error:
         if error.errno not in _FULL or not path.exists():
             raise
-        _overwrite(path, incarnation)
-
-
-def _overwrite(path: Path, incarnation: int) -> None:
-    """Overwrites the count in place on a full disk: a few bytes in one existing block, which disks write atomically."""
-    with path.open("r+") as file:
-        file.write(str(incarnation))
-        file.flush()
-        os.fsync(file.fileno())
+        with path.open("r+") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def offers_inline(config: StoreConfig) -> bool:
@@ -304,16 +301,9 @@ def offers_inline(config: StoreConfig) -> bool:
 
 async def serve(config: StoreConfig, lifecycle: Lifecycle) -> None:
     """Runs a store node until the process is stopped. Raises ConfigError if it cannot start."""
-    registry = process_registry()
     ssd = config.ssd_folder()
     generation = await asyncio.to_thread(first_generation, ssd[0] if ssd else None)
-    transfer = TransferEngine(
-        cluster_token=config.cluster_token,
-        name=config.instance_id,
-        options=config.transfer_options(config.host),
-    )
-    registry.register(TransferCollector(transfer))
-    with transfer, http_endpoint(registry, config.host, config.metrics_port):
+    with engine_with_metrics(config) as (transfer, registry):
         lifecycle.progress("allocating memory")
         segment = await asyncio.to_thread(_allocate, transfer, config.dram)
         await NodeProcess(config, transfer, segment, registry, generation).run(lifecycle)

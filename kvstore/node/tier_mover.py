@@ -153,7 +153,8 @@ class TierMover:
             stores = self._state.tier_moves.demotions(min(budget, PIECE_BYTES)) or self._copies()
             if not stores:
                 return
-            self._begin(stores)
+            self._writing_bytes += sum(store.object.length for store in stores)
+            self._tasks.start(self._write(stores))
 
     def enqueue_copies(self, keys: Iterable[BlockKey]) -> None:
         """Queues new objects to be copied to disk if write-through is on."""
@@ -248,15 +249,11 @@ class TierMover:
         await asyncio.gather(*self._tasks)
 
     def _copies(self) -> list[DiskWriteMove]:
-        stores: list[DiskWriteMove] = []
-        while self._fresh and not stores:
+        while self._fresh:
             stored = self._state.catalog.find(self._fresh.popleft())
-            stores = self._state.tier_moves.copies(PIECE_BYTES, [stored]) if stored else []
-        return stores
-
-    def _begin(self, stores: Sequence[DiskWriteMove]) -> None:
-        self._writing_bytes += sum(store.object.length for store in stores)
-        self._tasks.start(self._write(stores))
+            if stored is not None and (store := self._state.tier_moves.copy(stored)) is not None:
+                return [store]
+        return []
 
     async def _write(self, stores: Sequence[DiskWriteMove]) -> None:
         assert self.disk is not None

@@ -58,7 +58,9 @@ class Reservations:
         for tenant in {request.tenant for request in requests}:
             check_tenant(tenant)
         for request in requests:
-            self._check(request)
+            self._catalog.accounting.check_size(request.length)
+            if request.parent == request.key:  # it could never be evicted
+                raise InvalidRequest("an object cannot be its own parent", param="parent")
         expires_at = math.inf if ttl_s is None else now + ttl_s
         self._catalog.generation_clock.record(now, self._catalog.latest_generation + 1)
         reservation = self._grant(reservation_id, requests, expires_at)
@@ -162,11 +164,6 @@ class Reservations:
             endless = reservation.expires_at == math.inf
             assert timed or endless or reservation.phase is not ReservationPhase.OPEN
 
-    def _check(self, request: PutRequest) -> None:
-        self._catalog.accounting.check_size(request.length)
-        if request.parent == request.key:  # it could never be evicted
-            raise InvalidRequest("an object cannot be its own parent", param="parent")
-
     def _grant(self, reservation_id: str, requests: Sequence[PutRequest], expires_at: float) -> Reservation:
         objects: dict[BlockKey, StoredObject] = {}
         refused: set[BlockKey] = set()
@@ -182,10 +179,7 @@ class Reservations:
         if self._catalog.is_reserved(request.key):
             return Slot(outcome=PutOutcome.IN_PROGRESS)
         # A block whose parent was refused could never be reached, and would only take space from others.
-        headless = request.parent in refused
-        stored = None
-        if not headless:
-            stored = self._catalog.reserve(request)
+        stored = None if request.parent in refused else self._catalog.reserve(request)
         if stored is None:
             refused.add(request.key)
             self._counters["wishes_refused"] += 1

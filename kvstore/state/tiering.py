@@ -51,19 +51,13 @@ class TierMoves:
                 break
         return begun
 
-    def copies(self, limit_bytes: int, objects: Sequence[StoredObject]) -> list[DiskWriteMove]:
-        """Starts writes of those `objects` that are only in memory and not moving. They stay in memory. The last one
-        may exceed `limit_bytes`."""
-        begun: list[DiskWriteMove] = []
-        for stored in objects:
-            if limit_bytes <= 0:
-                break
-            if stored.offset is None or stored.place is not None or self._moving(stored):
-                continue
-            if self._begin_store(stored, demote=False):
-                begun.append(self._stores[stored.generation])
-                limit_bytes -= stored.space
-        return begun
+    def copy(self, stored: StoredObject) -> DiskWriteMove | None:
+        """Starts to write an object to disk that is only in memory and not moving; it stays in memory. None = it is
+        not, or the disk has no room."""
+        moves = stored.generation in self._stores or stored.generation in self._loads
+        if stored.offset is None or stored.place is not None or moves or not self._begin_store(stored, demote=False):
+            return None
+        return self._stores[stored.generation]
 
     def write_ended(self, store: DiskWriteMove, place: Place | None) -> None:
         """Ends a write. `place` None = the object was not written."""
@@ -186,9 +180,6 @@ class TierMoves:
     def reading_extents(self) -> list[tuple[int, int]]:
         """Returns (offset, length) of memory that is being loaded."""
         return [(load.offset, load.object.length) for load in self._loads.values()]
-
-    def _moving(self, stored: StoredObject) -> bool:
-        return stored.generation in self._stores or stored.generation in self._loads
 
     def _too_full(self) -> bool:
         space, marks = self._catalog.allocator, self._catalog.evictor.watermarks

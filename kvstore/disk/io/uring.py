@@ -81,7 +81,7 @@ class Flight:
 
     def report(self) -> None:
         """Calls and drops `on_done`, which often refers back to this flight: dropping it avoids a reference cycle."""
-        on_done, self.on_done = self.on_done, _already_reported
+        on_done, self.on_done = self.on_done, lambda flight: None
         on_done(self)
 
 
@@ -255,7 +255,3 @@ class Ring:
             if not flight.given_up:
                 flight.report()
             flight.on_released()
-
-
-def _already_reported(flight: Flight) -> None:
-    """Placeholder for a callback that was already called."""

@@ -19,13 +19,6 @@ from moonserve.protocol.errors import ConfigError
 __all__ = [
     "DEFAULT_POLICY",
     "POLICY_NAMES",
-    "EvictionPolicy",
-    "FirstInFirstOut",
-    "LeastFrequentlyUsed",
-    "LeastRecentlyUsed",
-    "LengthAware",
-    "ReuseCredit",
-    "S3Fifo",
     "make",
 ]
 

@@ -60,10 +60,7 @@ class HeapLibrary:
         self.heap_discard = bind_function(short, "heap_discard", None, _pointer, _uint32)
 
 
-@functools.cache
-def heap_library() -> HeapLibrary:
-    """Returns the library of this process."""
-    return HeapLibrary()
+heap_library = functools.cache(HeapLibrary)  # one per process
 
 
 class RankHeap:

@@ -212,7 +212,7 @@ class TwoTiers(TwoTiersInTruth):
     @rule(chain=chains)
     def copy(self, chain: int) -> None:
         found = map(self.state.catalog.find, blocks(chain))
-        self.stores += self.state.tier_moves.copies(2**30, [stored for stored in found if stored])
+        self.stores += filter(None, map(self.state.tier_moves.copy, filter(None, found)))
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), good=often)

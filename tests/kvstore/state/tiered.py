@@ -110,7 +110,7 @@ class Tiered:
     def copy(self, *numbers: int) -> None:
         """Copies objects to disk; they stay in memory."""
         found = [stored for n in numbers if (stored := self.state.catalog.find(key(n))) is not None]
-        self.written(self.state.tier_moves.copies(2**30, found))
+        self.written(filter(None, map(self.state.tier_moves.copy, found)))
 
     def sink(self, *numbers: int) -> None:
         """Moves objects to disk and out of memory."""
