@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvloop
 
@@ -184,18 +184,11 @@ async def send_trace(config: ReplayConfig) -> ReplayResult:
             began_at = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 async for index, prompt in _due_prompts(records, builder, began_at):
-                    sending = _DueRequest(records[index], prompt, ideal[index], began_at)
-                    tasks.append(group.create_task(_send_request(client, facts.name, sending)))
+                    sending = _send_request(client, facts.name, records[index], prompt, ideal[index], began_at)
+                    tasks.append(group.create_task(sending))
                     tasks[-1].add_done_callback(one_more)
             duration_s = time.monotonic() - began_at
     return ReplayResult(sent=[task.result() for task in tasks], duration_s=duration_s)
-
-
-class _DueRequest(NamedTuple):
-    record: TraceRecord
-    prompt: list[int]
-    ideal_cached: int  # tokens
-    began_at: float  # start of the replay
 
 
 async def _due_prompts(
@@ -217,23 +210,18 @@ async def _due_prompts(
 
 def _tenant_fields(record: TraceRecord) -> dict[str, str | int]:
     """Returns the request fields for the record's tenant and priority."""
-    said: dict[str, str | int] = {}
-    if record.tenant:
-        said["user"] = record.tenant
-    if record.priority:
-        said["priority"] = record.priority
-    return said
+    said: dict[str, str | int] = {"user": record.tenant, "priority": record.priority}
+    return {name: value for name, value in said.items() if value}
 
 
-async def _send_request(client: StreamClient, model: str, sending: _DueRequest) -> RequestResult:
-    record = sending.record
-    lateness_s = max(0.0, time.monotonic() - sending.began_at - record.arrived_s)
-    outcome = await client.complete(
-        model, sending.prompt, max_tokens=record.output_length, extra=_tenant_fields(record)
-    )
+async def _send_request(
+    client: StreamClient, model: str, record: TraceRecord, prompt: list[int], ideal_cached: int, began_at: float
+) -> RequestResult:
+    lateness_s = max(0.0, time.monotonic() - began_at - record.arrived_s)
+    outcome = await client.complete(model, prompt, max_tokens=record.output_length, extra=_tenant_fields(record))
     return RequestResult(
         lateness_s=lateness_s,
-        ideal_cached_tokens=sending.ideal_cached,
+        ideal_cached_tokens=ideal_cached,
         input_length=record.input_length,
         outcome=outcome,
     )

@@ -195,7 +195,6 @@ def _score_fields(scored: Scored | None) -> dict[str, Any] | None:
     return None if scored is None else {**asdict(scored.cluster), **asdict(scored.score)}
 
 
-PROG = "moonserve plan"
 _EXIT_NOT_MET = 1
 _MAX_MACHINES = 1024
 _PLAN, _RUNS = "plan.json", "runs"
@@ -231,7 +230,7 @@ class PlanConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `argv`, the arguments after `plan`; the first may be the trace. Returns 1 if no cluster meets the target."""
-    return run_command(PlanConfig, run, argv, prog=PROG, positional="--trace", interrupted=INTERRUPTED)
+    return run_command(PlanConfig, run, argv, prog="moonserve plan", positional="--trace", interrupted=INTERRUPTED)
 
 
 def run(config: PlanConfig) -> int:

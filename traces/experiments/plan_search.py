@@ -12,9 +12,8 @@ It misses a division that is bad in the first eighth and best later.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from moonserve.traces.request_metrics import ratio
 from moonserve.traces.simulator.results import SimulationResult, summary
@@ -89,10 +88,8 @@ _CACHE_HALVINGS = 4
 _MAX_LOSS = 0.005  # share of effective requests that a smaller cache may cost
 
 
-class Evaluate(Protocol):
-    """Simulates the first `share` of the trace on each cluster. Returns scores in the order of the clusters."""
-
-    def __call__(self, clusters: Sequence[CandidateCluster], share: float) -> Sequence[Score]: ...
+Evaluate = Callable[[Sequence[CandidateCluster], float], Sequence[Score]]
+"""Simulates the first share of the trace on each cluster. Returns scores in the order of the clusters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +119,8 @@ def plan(question: PlanRequirements, evaluate: Evaluate) -> Plan:
     finalists = _best(question, question.num_machines, question.policies, evaluate)
     best = finalists[0]
     sizes = [question.dram_tokens >> n for n in range(1, _CACHE_HALVINGS + 1)]
-    caches = _scored([_with_cache(best, size) for size in sizes if size], _WHOLE, evaluate)
+    smaller = [replace(best.cluster, dram_tokens=size) for size in sizes if size]
+    caches = _scored(smaller, _WHOLE, evaluate)
     smallest, too_small = _smallest(question, best, evaluate)
     return Plan(
         best=best,
@@ -142,10 +140,6 @@ def max_simulations(question: PlanRequirements) -> float:
     first = divisions * _FIRST + seconds * len(question.policies) * _SECOND + _KEPT_SECOND
     steps = math.ceil(math.log2(max(machines, 2)))
     return first + _CACHE_HALVINGS + steps * (divisions * _FIRST + seconds * _SECOND + _KEPT_SECOND)
-
-
-def _with_cache(scored: Scored, dram_tokens: int) -> CandidateCluster:
-    return replace(scored.cluster, dram_tokens=dram_tokens)
 
 
 def _smallest_cache(best: Scored, caches: Sequence[Scored]) -> Scored:

@@ -24,7 +24,6 @@ from moonserve.traces.simulator.model_profiles import LLAMA3_70B_8XA800, PROFILE
 from moonserve.traces.simulator.results import format_summary
 from moonserve.traces.simulator.spec import ADMISSIONS, ClusterSpec, CoupledSpec, Fault, ModelProfile
 
-PROG = "moonserve simulate"
 _BITS = 8
 _FAULT = re.compile(r"(?P<instance>[\w-]+)@(?P<at>[\d.]+)(\+(?P<for>[\d.]+))?(?P<silent>:silent)?")
 _COUPLED = {
@@ -90,7 +89,7 @@ class SimulateConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with `argv`, the arguments after `simulate`. The first one may be the trace."""
-    return run_command(SimulateConfig, run, argv, prog=PROG, positional="--trace")
+    return run_command(SimulateConfig, run, argv, prog="moonserve simulate", positional="--trace")
 
 
 def run(config: SimulateConfig) -> int:

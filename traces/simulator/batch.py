@@ -10,7 +10,7 @@ chunked prefill. Does not know the origin of sequences.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Callable
 
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile, StepBudget
@@ -377,14 +377,7 @@ class Batch:
         """Returns the largest number of steps, from 1 to `limit`, that need only free blocks."""
         if self._blocks_until(limit) <= 0:
             return limit
-        enough, too_many = 1, limit
-        while too_many - enough > 1:
-            middle = (enough + too_many) // 2
-            if self._blocks_until(middle) <= 0:
-                enough = middle
-            else:
-                too_many = middle
-        return enough
+        return max(bisect_right(range(1, limit), 0, key=self._blocks_until), 1)
 
     def validate(self) -> None:
         """Raises AssertionError unless every sequence is in one place and blocks suffice for the segment."""

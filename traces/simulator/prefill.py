@@ -224,9 +224,8 @@ class PrefillMachine:
     def _best_ready(self) -> list[Prompt]:
         """Returns the prompts that the next chunk may contain, best rank first."""
         ready = [p for p in self._prompts.values() if p.is_ready and p.dispatched < p.num_tokens]
-        if self._mixes_prompts or not ready:
-            return sorted(ready, key=lambda prompt: prompt.rank)
-        return [min(ready, key=lambda prompt: prompt.rank)]
+        ready.sort(key=lambda prompt: prompt.rank)
+        return ready if self._mixes_prompts else ready[:1]
 
     def _dispatch(self, prompts: list[Prompt], now: float) -> list[ChunkStarted]:
         """Sends the next chunk of these prompts into the pipeline."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from moonserve.protocol.kv_blocks import BlockKey
@@ -249,12 +250,7 @@ class PrefixCachingBlockPool(BlockPool):
         sequence.num_blocks = 0
 
     def _cached_prefix(self, keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
-        found: list[BlockKey] = []
-        for key in keys:
-            if key not in self._references and key not in self._idle:
-                break
-            found.append(key)
-        return tuple(found)
+        return tuple(takewhile(lambda key: key in self._references or key in self._idle, keys))
 
     def _reference(self, key: BlockKey) -> None:
         if key in self._references:

@@ -113,9 +113,6 @@ def _cell(value: float | None, style: str) -> str:
     return "-" if value is None else format(value, style)
 
 
-PROG = "moonserve traces analyze"
-
-
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeConfig:
     """Options of `moonserve traces analyze`."""
@@ -131,7 +128,7 @@ class AnalyzeConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with `argv`, the arguments after `analyze`. The first one may be the trace."""
-    return run_command(AnalyzeConfig, run, argv, prog=PROG, positional="--trace")
+    return run_command(AnalyzeConfig, run, argv, prog="moonserve traces analyze", positional="--trace")
 
 
 def run(config: AnalyzeConfig) -> int:

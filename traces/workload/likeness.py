@@ -15,7 +15,7 @@ A higher rate means more users, each with unchanged think times. Knows only the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from moonserve.protocol.errors import ConfigError
@@ -190,27 +190,6 @@ class DonorStream:
         return self._donors[self._next - 1], self._round
 
 
-class GapStream:
-    """An endless stream of seconds between arrivals: runs of the given trace's gaps, from near the current donors."""
-
-    def __init__(self, fit: FittedTrace, random: Random, rate: float, donors: DonorStream) -> None:
-        self._fit, self._random, self._rate, self._donors = fit, random, rate, donors
-        self._place = 1
-        self._left = 0
-
-    def draw(self) -> float:
-        """Returns the next gap. Raises nothing. The first donor is left out, because no gap precedes it."""
-        last = len(self._fit.donors) - 1
-        if not self._left:
-            near = self._random.randrange(-_GAPS_IN_A_ROW, _GAPS_IN_A_ROW + 1)
-            self._place = min(max(1, self._donors.place + near), last)
-            self._left = _GAPS_IN_A_ROW
-        gap_s = self._fit.donors[self._place].gap_s / self._rate
-        self._left -= 1
-        self._place = self._place + 1 if self._place < last else max(1, last // 2)
-        return gap_s
-
-
 def records_like(
     fit: FittedTrace,
     random: Random,
@@ -224,19 +203,25 @@ def records_like(
     if arrivals is not None:
         rate = arrivals.rate / fit.rate
     donors = DonorStream(fit, random, rate)
-    gaps = GapStream(fit, random, rate, donors)
-    times = arrival_times(arrivals, random) if arrivals else _times(gaps)
+    times = arrival_times(arrivals, random) if arrivals else _times(fit, random, rate, donors)
     likeness = _PromptMaker(fit.longest_input, PromptHistory(remembered))
     for at_s in times:
         donor, round_number = donors.draw(at_s)
         yield likeness.request(donor, round_number, at_s)
 
 
-def _times(gaps: GapStream) -> Iterator[float]:
-    at_s = 0.0
+def _times(fit: FittedTrace, random: Random, rate: float, donors: DonorStream) -> Iterator[float]:
+    """Yields endless arrival times from 0: runs of the given trace's gaps, from near the current donors. The first
+    donor's gap is left out, because it is none."""
+    at_s, last = 0.0, len(fit.donors) - 1
+    yield at_s
     while True:
-        yield at_s
-        at_s += gaps.draw()
+        near = random.randrange(-_GAPS_IN_A_ROW, _GAPS_IN_A_ROW + 1)
+        place = min(max(1, donors.place + near), last)
+        for _ in range(_GAPS_IN_A_ROW):
+            at_s += fit.donors[place].gap_s / rate
+            place = place + 1 if place < last else max(1, last // 2)
+            yield at_s
 
 
 class _PromptMaker:
@@ -292,7 +277,8 @@ class _PromptMaker:
         turn = earlier.turn + 1 if target.turn else 1
         uses = earlier.uses + 1 if depth <= earlier.shared else 2
         if donor.reuse is not None and donor.reuse.repeats:
-            return _repeated_prompt(earlier, uses, turn, target.now_s)
+            earlier.taken = earlier.whole  # the partial last block is shared too, so no block can follow
+            return replace(earlier, arrived_s=target.now_s, shared=earlier.whole, uses=uses, turn=turn, taken=0)
         earlier.taken = max(earlier.taken, depth)
         # The length follows the earlier prompt's, so that the new part keeps its length.
         length += (depth - target.blocks) * TOKENS_PER_HASH
@@ -313,18 +299,3 @@ class _PromptMaker:
             prefix=prefix,
             turn=turn,
         )
-
-
-def _repeated_prompt(earlier: Prompt, uses: int, turn: int, at_s: float) -> Prompt:
-    """Returns the same prompt once more. Its partial last block is shared too, so no block can follow."""
-    earlier.taken = earlier.whole
-    return Prompt(
-        arrived_s=at_s,
-        chain=earlier.chain,
-        input_length=earlier.input_length,
-        whole=earlier.whole,
-        shared=earlier.whole,
-        uses=uses,
-        prefix=earlier.prefix,
-        turn=turn,
-    )

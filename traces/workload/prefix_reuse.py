@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -244,12 +244,7 @@ class PromptHistory:
         def fits(prompt: Prompt) -> bool:
             return prompt.taken < prompt.whole <= target.most
 
-        found = (
-            (prompt, _age_mismatch(prompt, target) + _session_mismatch(prompt, target))
-            for whole in _sizes_around(target.size, at_least=1)
-            for prompt in self._around(self._by_whole.get((target.prefix, whole)), target, fits)
-        )
-        return _best(found)
+        return _nearest(self._by_whole, _sizes_around(target.size, at_least=1), target, fits, _own_mismatch)
 
     def private(self, target: ReuseTarget) -> Prompt | None:
         """Finds a prompt that introduced the deepest of the wanted blocks, which no other prompt uses yet."""
@@ -257,12 +252,8 @@ class PromptHistory:
         def fits(prompt: Prompt) -> bool:
             return max(prompt.taken, prompt.shared) < target.depth(prompt) <= prompt.whole
 
-        found = (
-            (prompt, _age_mismatch(prompt, target) + _session_mismatch(prompt, target))
-            for whole in _sizes_around(target.size, at_least=target.blocks if target.left else 1)
-            for prompt in self._around(self._by_whole.get((target.prefix, whole)), target, fits)
-        )
-        return _best(found)
+        sizes = _sizes_around(target.size, at_least=target.blocks if target.left else 1)
+        return _nearest(self._by_whole, sizes, target, fits, _own_mismatch)
 
     def popular(self, target: ReuseTarget) -> Prompt | None:
         """Finds the last user of a shared prefix with the wanted number of blocks, or a few more."""
@@ -270,12 +261,8 @@ class PromptHistory:
         def fits(prompt: Prompt) -> bool:
             return prompt.taken < target.blocks <= prompt.shared
 
-        found = (
-            (prompt, _popularity_mismatch(prompt, target))
-            for shared in _sizes_around(target.blocks, at_least=target.blocks)
-            for prompt in self._around(self._by_shared.get((target.prefix, shared)), target, fits)
-        )
-        return _best(found)
+        sizes = _sizes_around(target.blocks, at_least=target.blocks)
+        return _nearest(self._by_shared, sizes, target, fits, _popularity_mismatch)
 
     def validate(self) -> None:
         """Raises AssertionError unless each prompt is in exactly its lines."""
@@ -284,9 +271,6 @@ class PromptHistory:
         assert sum(map(len, self._by_shared.values())) == sum(p.uses > 1 for p in self._all)
         for prompt in self._all:
             prompt.validate()
-
-    def _around(self, line: _AgeIndex | None, target: ReuseTarget, fits: Callable[[Prompt], bool]) -> list[Prompt]:
-        return line.around(target.arrived_s, fits) if line else []
 
     def _lines_of(self, prompt: Prompt) -> Iterator[tuple[_AgeIndexes, tuple[SharedPrefixKey, int]]]:
         yield self._by_whole, (prompt.prefix, prompt.whole)
@@ -311,6 +295,10 @@ def _sizes_around(size: int, at_least: int) -> Iterator[int]:
             yield size - distance
 
 
+def _own_mismatch(prompt: Prompt, target: ReuseTarget) -> float:
+    return _age_mismatch(prompt, target) + _session_mismatch(prompt, target)
+
+
 def _popularity_mismatch(prompt: Prompt, target: ReuseTarget) -> float:
     """Sums the mismatches of depth, age and uses, and of the session if the target has a turn."""
     depth = abs(prompt.shared - target.blocks) / target.blocks
@@ -333,13 +321,20 @@ def _uses_mismatch(prompt: Prompt, target: ReuseTarget) -> float:
     return abs(math.log(prompt.uses / target.uses))
 
 
-def _best(found: Iterator[tuple[Prompt, float]]) -> Prompt | None:
-    """Returns the first prompt with a good match, otherwise the best one."""
+def _nearest(
+    lines: _AgeIndexes,
+    sizes: Iterable[int],
+    target: ReuseTarget,
+    fits: Callable[[Prompt], bool],
+    mismatch: Callable[[Prompt, ReuseTarget], float],
+) -> Prompt | None:
+    """Returns the first fitting prompt with a good match in the lines of these sizes, otherwise the best one."""
     best: Prompt | None = None
     least = math.inf
-    for prompt, mismatch in found:
-        if mismatch < least:
-            best, least = prompt, mismatch
-        if least < _GOOD_MISMATCH:
-            break
+    for line in filter(None, (lines.get((target.prefix, size)) for size in sizes)):
+        for prompt in line.around(target.arrived_s, fits):
+            if (found := mismatch(prompt, target)) < least:
+                best, least = prompt, found
+            if least < _GOOD_MISMATCH:
+                return best
     return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,15 +244,13 @@ def hit_curve(tree: PrefixTree, *, input_tokens: int, tokens_per_block: int) -> 
     return HitCurve(np.cumsum(at_distance)[:-1], input_tokens, tokens_per_block)
 
 
-def _distances(counts: _SuffixSums, visit: Visit) -> Sequence[tuple[int, int]]:
-    """Returns (stack distance of the first block, length) of each run of usable blocks. Distance 1 = used last."""
-    found = []
+def _distances(counts: _SuffixSums, visit: Visit) -> Iterator[tuple[int, int]]:
+    """Yields (stack distance of the first block, length) of each run of usable blocks. Distance 1 = used last."""
     for run in visit.runs:
         length = min(run.begin + run.length, visit.usable) - run.begin
         if length > 0:
             # Above the run in the stack are the blocks of later requests, including the head of this chain.
-            found.append((counts.after(run.last_request) + 1, length))
-    return found
+            yield counts.after(run.last_request) + 1, length
 
 
 def _move_to_top(counts: _SuffixSums, request: int, visit: Visit) -> None:
@@ -275,7 +273,7 @@ def describe_sharing(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[s
     return {
         "num_blocks": tree.num_blocks,
         "used_once_share": float((tree.uses == 1).mean()),
-        "popularity": _popularity(ranked),
+        "popularity": [{"rank": rank, "uses": int(ranked[rank - 1])} for rank in log_ranks(len(ranked))],
         "chain_blocks": distribution([len(visit.blocks) for visit in tree.visits]),
         "reuse_s": _reuse_seconds(tree, records),
     }
@@ -286,10 +284,6 @@ def log_ranks(count: int) -> list[int]:
     decades = np.log10(max(count, 1))
     points = 10 ** np.linspace(0, decades, int(decades * _RANKS_PER_DECADE) + 1)
     return sorted({min(count, round(float(point))) for point in points}) if count else []
-
-
-def _popularity(ranked: Ints) -> list[dict[str, int]]:
-    return [{"rank": rank, "uses": int(ranked[rank - 1])} for rank in log_ranks(len(ranked))]
 
 
 def _reuse_seconds(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, float | None]:
@@ -325,15 +319,9 @@ def analyze(
         "output_length": distribution(outputs),
         "arrivals": describe_arrivals([record.arrived_s for record in records], window_s),
         "prefixes": describe_sharing(tree, records),
-        "lru": _lru(curve, capacities_tokens),
+        "lru": {
+            "curve": [{"capacity_tokens": c, "hit_ratio": curve.ratio(c)} for c in (*capacities_tokens, None)],
+            "reuse_distance_tokens": {f"p{percent}": curve.distance_percentile(percent) for percent in PERCENTS},
+        },
         "sessions": describe_sessions(tree, records),
-    }
-
-
-def _lru(curve: HitCurve, capacities_tokens: Sequence[int]) -> dict[str, Any]:
-    points = [{"capacity_tokens": capacity, "hit_ratio": curve.ratio(capacity)} for capacity in capacities_tokens]
-    distances = {f"p{percent}": curve.distance_percentile(percent) for percent in PERCENTS}
-    return {
-        "curve": [*points, {"capacity_tokens": None, "hit_ratio": curve.ratio(None)}],
-        "reuse_distance_tokens": distances,
     }

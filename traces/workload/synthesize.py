@@ -28,8 +28,6 @@ from moonserve.traces.workload.generator import (
 )
 from moonserve.traces.workload.likeness import fit_trace, records_like
 
-PROG = "moonserve traces synthesize"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesizeConfig:
@@ -93,7 +91,7 @@ _NUMBERS = (
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with `argv`, the arguments after `synthesize`."""
-    return run_command(SynthesizeConfig, run, argv, prog=PROG)
+    return run_command(SynthesizeConfig, run, argv, prog="moonserve traces synthesize")
 
 
 def run(config: SynthesizeConfig) -> int:
@@ -173,15 +171,12 @@ def write_trace(path: Path, records: Iterable[TraceRecord]) -> int:
     """
     if path.is_dir():
         raise ConfigError(f"cannot write the trace {path}: it is a folder")
+    is_special = path.exists() and not path.is_file()
     with explain_write_errors(f"the trace {path}"):
-        number = _write(path, records) if _is_special(path) else _replace(path, records)
+        number = _write(path, records) if is_special else _replace(path, records)
     if not number:
         raise ConfigError("not one request comes in that time; make --duration or --rate larger")
     return number
-
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()
 
 
 def _replace(path: Path, records: Iterable[TraceRecord]) -> int:

@@ -45,8 +45,7 @@ class ConditionalCluster(DisaggregatedCluster):
     # -- life of a request
 
     def _begin(self, request: RequestState, now: float) -> None:
-        assert request.placement is not None
-        if not request.placement.is_local_prefill:
+        if not request.placed.is_local_prefill:
             super()._begin(request, now)
             return
         node, request_id = self._decode_node_of(request), request.request_id
@@ -61,8 +60,7 @@ class ConditionalCluster(DisaggregatedCluster):
         self._on_decode_outcomes(node, node.machine.reserve(request_id, request.num_tokens, now), now)
 
     def _decode_node_of(self, request: RequestState) -> DecodeNode:
-        assert request.placement is not None
-        node = self._nodes[request.placement.decode.instance_id]
+        node = self._nodes[request.placed.decode.instance_id]
         assert isinstance(node, DecodeNode)
         return node
 
@@ -72,18 +70,9 @@ class ConditionalCluster(DisaggregatedCluster):
             if isinstance(outcome, FirstToken):
                 self._sampled(node, outcome, now)
             elif isinstance(outcome, LandingGranted) and outcome.request_id in self._prompts:
-                self._granted(node, self._request_of[outcome.request_id], now)
+                self._load_prefix(node, self._request_of[outcome.request_id], now)
             else:
                 super()._on_decode_outcomes(node, [outcome], now)
-
-    def _granted(self, node: DecodeNode, request: RequestState, now: float) -> None:
-        """Starts loading the prefix into the granted blocks."""
-        assert request.placement is not None
-        sources = () if self.spec.pool == "local" else request.placement.prefix_sources
-        keys = request.reusable_keys(self._block_size)
-        loaded = self.loads.begin(request.request_id, node, keys, sources, now)
-        if loaded is not None:
-            self._loaded(loaded, now)
 
     def _loaded(self, loaded: Loaded, now: float) -> None:
         node = loaded.node
@@ -109,12 +98,9 @@ class ConditionalCluster(DisaggregatedCluster):
         if request.num_remaining > 1:
             self.gateway.first_token(request, prompt, outcome.at)
         else:  # `Finished` follows and ends the request
-            self._only_token(request, prompt, outcome.at)
+            request.cached_tokens, request.prefill_s = prompt.cached, prompt.compute_s
+            request.take_token(outcome.at)
         self._put(node, request, keys, prompt.cached // self._block_size, now)
-
-    def _only_token(self, request: RequestState, prompt: Prompt, at: float) -> None:
-        request.cached_tokens, request.prefill_s = prompt.cached, prompt.compute_s
-        request.take_token(at)
 
     def _put(
         self,
@@ -124,8 +110,7 @@ class ConditionalCluster(DisaggregatedCluster):
         num_cached: int,
         now: float,
     ) -> None:
-        assert request.placement is not None
-        target = self._store_for_new_blocks(node, request.placement)
+        target = self._store_for_new_blocks(request.placed)
         num_new = len(keys) - num_cached
         if not num_new or not target.is_alive:
             return
@@ -133,7 +118,7 @@ class ConditionalCluster(DisaggregatedCluster):
         flow = self.network.start(links, num_new * self._block_bytes, now)
         self._puts[flow] = _Put(target, keys, num_cached)
 
-    def _store_for_new_blocks(self, node: DecodeNode, placement: Placement) -> PrefillNode:
+    def _store_for_new_blocks(self, placement: Placement) -> PrefillNode:
         """Returns the machine whose store receives the new blocks of this prompt."""
         if placement.prefix_sources and self.spec.pool == "global":
             name = placement.prefix_sources[-1].store.instance_id
@@ -151,14 +136,12 @@ class ConditionalCluster(DisaggregatedCluster):
     # -- faults
 
     def _runs_on(self, request: RequestState, node: Node) -> bool:
-        assert request.placement is not None
-        if request.placement.is_local_prefill:
-            return node.name == request.placement.decode.instance_id
+        if request.placed.is_local_prefill:
+            return node.name == request.placed.decode.instance_id
         return super()._runs_on(request, node)
 
     def _end_attempt(self, request: RequestState, broken: Node, now: float) -> None:
-        assert request.placement is not None
-        if not request.placement.is_local_prefill:
+        if not request.placed.is_local_prefill:
             super()._end_attempt(request, broken, now)
             return
         node, request_id = self._decode_node_of(request), request.request_id
@@ -177,6 +160,5 @@ class ConditionalCluster(DisaggregatedCluster):
         super().validate()
         for request_id in self._prompts:
             request = self._request_of[request_id]
-            assert request.placement is not None
-            assert request.placement.is_local_prefill
+            assert request.placed.is_local_prefill
             assert request.phase is Phase.PREFILLING

@@ -161,16 +161,13 @@ class DisaggregatedCluster:
         if not prefill.is_alive:
             self._end_attempt(request, prefill, now)
             return
-        assert request.placement is not None
         self._request_of[request.request_id] = request
-        prompt = self._builder.prompt(request, request.placement, prefill, now)
+        prompt = self._builder.prompt(request, request.placed, prefill, now)
         self._on_prefill_outcomes(prefill, prefill.machine.submit(prompt, now), now)
 
     def _machines_of(self, request: RequestState) -> tuple[PrefillNode, DecodeNode]:
-        placement = request.placement
-        assert placement is not None
-        prefill = self._nodes[placement.prefill.instance_id]
-        decode = self._nodes[placement.decode.instance_id]
+        prefill = self._nodes[request.placed.prefill.instance_id]
+        decode = self._nodes[request.placed.decode.instance_id]
         assert isinstance(prefill, PrefillNode) and isinstance(decode, DecodeNode)  # noqa: PT018
         return prefill, decode
 
@@ -190,7 +187,6 @@ class DisaggregatedCluster:
 
     def _prepare(self, node: PrefillNode, request: RequestState, prompt: Prompt, now: float) -> None:
         """Reserves landing blocks on the decode machine and loads the prefix."""
-        assert request.placement is not None
         decode = self._machines_of(request)[1]
         request_id = prompt.request_id
         if request.num_remaining == 1:  # the first token is the last one
@@ -201,9 +197,12 @@ class DisaggregatedCluster:
         else:
             granted = decode.machine.reserve(request_id, prompt.num_tokens, now)
             self._on_decode_outcomes(decode, granted, now)
-        sources = () if self.spec.pool == "local" else request.placement.prefix_sources
+        self._load_prefix(node, request, now)
+
+    def _load_prefix(self, node: PrefillNode | DecodeNode, request: RequestState, now: float) -> None:
+        sources = () if self.spec.pool == "local" else request.placed.prefix_sources
         keys = request.reusable_keys(self._block_size)
-        loaded = self.loads.begin(request_id, node, keys, sources, now)
+        loaded = self.loads.begin(request.request_id, node, keys, sources, now)
         if loaded is not None:
             self._loaded(loaded, now)
 

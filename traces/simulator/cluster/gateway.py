@@ -122,9 +122,7 @@ class Gateway:
 
     def _stages_of(self, request: RequestState) -> int:
         """Returns the number of machines that shared the prompt's computation."""
-        placement = request.placement
-        assert placement is not None
-        return 1 if placement.is_local_prefill else self._num_stages
+        return 1 if request.placed.is_local_prefill else self._num_stages
 
     def finish(self, request: RequestState, now: float, back_s: float = 0.0) -> None:
         """Ends a request that has all its tokens. The last one reaches the client `back_s` later."""
@@ -138,13 +136,12 @@ class Gateway:
 
     def end_attempt(self, request: RequestState, broken: Iterable[str], now: float) -> bool:
         """Ends the attempt. True = another one is to be placed; otherwise the request has failed."""
-        assert request.placement is not None
         self._report(request, ReportPhase.FAILED, now - request.placed_at, now)
         if request.attempt == MAX_ATTEMPTS:
             self.end(request, End.FAILED, PeerLost.code, now)
             return False
         names = frozenset(broken)
-        for endpoint in (request.placement.prefill, request.placement.decode):
+        for endpoint in (request.placed.prefill, request.placed.decode):
             if endpoint.instance_id in names:
                 request.lost[endpoint.instance_id, endpoint.epoch] = now
         request.excluded |= names

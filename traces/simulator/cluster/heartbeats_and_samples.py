@@ -22,7 +22,6 @@ from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
 from moonserve.protocol.request import InstanceId, Role
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.cluster.nodes import DecodeNode, Node, PrefillNode, layout_of
-from moonserve.traces.simulator.pool import Store
 from moonserve.traces.simulator.prefill import PrefillMachine
 from moonserve.traces.simulator.results import InstanceSample, ReplicaSample
 from moonserve.traces.simulator.spec import ClusterSpec
@@ -116,10 +115,11 @@ def _prefill_heartbeats(node: PrefillNode, spec: ClusterSpec, changes: BlockChan
         queued_tokens=machine.queued_tokens,
     )
     if spec.pool == "global":
+        store, block_bytes = node.store, spec.model.kv_bytes_per_token * spec.block_size
         yield Heartbeat(
             instance_id=InstanceId(node.store_id),
             epoch=node.epoch,
-            load=_load_of(node.store, spec),
+            load=Load(free_bytes=store.num_free * block_bytes, capacity_bytes=store.num_blocks * block_bytes),
             changes=changes,
         )
     yield Heartbeat(
@@ -129,11 +129,6 @@ def _prefill_heartbeats(node: PrefillNode, spec: ClusterSpec, changes: BlockChan
         changes=changes,
         draining=node.is_draining,
     )
-
-
-def _load_of(store: Store, spec: ClusterSpec) -> Load:
-    block_bytes = spec.model.kv_bytes_per_token * spec.block_size
-    return Load(free_bytes=store.num_free * block_bytes, capacity_bytes=store.num_blocks * block_bytes)
 
 
 def _decode_heartbeat(node: DecodeNode, now: float) -> Heartbeat:

@@ -61,6 +61,12 @@ class RequestState:
         return f"r{self.index}" if self.attempt == 1 else f"r{self.index}~{self.attempt}"
 
     @property
+    def placed(self) -> Placement:
+        """The current placement, or the last one. There must have been one."""
+        assert self.placement is not None
+        return self.placement
+
+    @property
     def num_tokens(self) -> int:
         """Prompt tokens of the current attempt, including the tokens generated before it."""
         return self.record.input_length + self.num_generated
