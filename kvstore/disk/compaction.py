@@ -123,7 +123,8 @@ class Compactor:
         """Copies a segment's live objects and tombstones. False if they could not all be copied."""
         file = self._segments.files[segment.number]
         with file:
-            survey, records = await self._segments.threads.call(lambda: self._scanner.scan_with_records(file))
+            survey = await self._segments.threads.call(lambda: self._scanner.scan(file))
+            records = await self._segments.threads.call(lambda: self._scanner.records(file, survey))
         if survey.error is not None:
             self._segments.report_error(DiskOperation.READ, survey.error)
             return False
@@ -134,7 +135,8 @@ class Compactor:
         for batch in self._batches(segment, records):
             if self._closed or not await self._copy(segment, batch):
                 return False
-        self._drop_rest(segment)
+        for page in segment.live():  # the footer does not list them, so they cannot be read
+            self._drop(place_of(segment.number, page))
         return True
 
     async def _unwanted_forgotten(self) -> bool:
@@ -206,11 +208,6 @@ class Compactor:
         if self._log.release(place):
             self._counters["objects_rotten"] += 1
             logger.warning("an object at %#x of the SSD tier is damaged and was dropped", place)
-
-    def _drop_rest(self, segment: Segment) -> None:
-        """Drops live objects that the footer does not list, since they cannot be read."""
-        for page in segment.live():
-            self._drop(place_of(segment.number, page))
 
 
 def merge_tombstones(tombstones: Iterable[Tombstone]) -> list[Tombstone]:

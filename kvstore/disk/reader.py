@@ -86,7 +86,7 @@ class Reader:
             return runs
         lent = FlightResources(files, pages)
         answer: OwnedResult[Flight] = OwnedResult()
-        direct = any(landing.is_direct for landing in landings)
+        direct = any(arrival.direct for landing in landings for arrival in landing.arrivals)
         ring.submit(
             DiskOperation.READ, asked, on_done=answer.set_result, on_released=lent.done, waits_for_release=direct
         )
@@ -95,7 +95,10 @@ class Reader:
             if flight.given_up:
                 return []
             if sum([run.nbytes for run in asked]) <= _VERIFIED_IN_LOOP_BYTES:
-                outcomes = self._verified(flight, landings)
+                outcomes = [
+                    self._io.verify_run(landing) if flight.is_whole(index) else None
+                    for index, landing in enumerate(landings)
+                ]
             else:  # hashing would block the event loop
                 outcomes = await self._verified_by_threads(flight, landings)
         finally:
@@ -115,13 +118,8 @@ class Reader:
         except OutOfPages:
             return []
 
-    def _verified(self, flight: Flight, landings: Sequence[RunBuffers]) -> list[list[bool] | None]:
-        """Returns for each run which objects are valid; None for a run that was not fully read."""
-        return [
-            self._io.verify_run(landing) if flight.is_whole(index) else None for index, landing in enumerate(landings)
-        ]
-
     async def _verified_by_threads(self, flight: Flight, landings: Sequence[RunBuffers]) -> list[list[bool] | None]:
+        """Returns for each run which objects are valid; None for a run that was not fully read."""
         whole = [index for index in range(len(landings)) if flight.is_whole(index)]
         jobs = [partial(self._io.verify_run, landings[index]) for index in whole]
         outcomes: list[list[bool] | None] = [None] * len(landings)

@@ -95,11 +95,6 @@ class SegmentScanner:
             survey.error = error
         return survey
 
-    def scan_with_records(self, file: SegmentFile) -> tuple[SegmentContents, list[Record]]:
-        survey = self.scan(file)
-        records = self.records(file, survey)
-        return survey, records
-
     def records(self, file: SegmentFile, survey: SegmentContents) -> list[Record]:
         """Returns all objects of the log, dead ones included. A footer that proves invalid leads to a scan."""
         if survey.trailer is None:

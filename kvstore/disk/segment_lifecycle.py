@@ -133,10 +133,9 @@ class OpenSegments:
     async def write_footer(self, segment: Segment) -> None:
         """Writes a footer, which becomes durable when the tier closes. Without it, the next start scans the segment."""
         file = self.files[segment.number]
-        in_use = ExitStack()
-        in_use.enter_context(file)
+        file.hold()
         try:
-            await self.threads.call(lambda: self._write_footer(file, segment), on_released=in_use.close)
+            await self.threads.call(lambda: self._write_footer(file, segment), on_released=file.release)
         except OSError as error:
             self.report_error(DiskOperation.WRITE, error)
         else:
@@ -221,7 +220,7 @@ class Flusher:
         self._timer: asyncio.Task[None] | None = None
         self.on_failure: Callable[[set[int]], None] = lambda numbers: None
         """Called with the segments of a failed flush."""
-        segments.on_durable = self._is_durable
+        segments.on_durable = lambda segment: self._dirty.discard(segment.number)
 
     @property
     def flushes_each_write(self) -> bool:
@@ -277,6 +276,3 @@ class Flusher:
             await self.flush()
         except Exception:  # nobody awaits this task, so an error would go unnoticed
             logger.exception("the SSD tier's writes are not flushed: this is a bug")
-
-    def _is_durable(self, segment: Segment) -> None:
-        self._dirty.discard(segment.number)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -88,9 +87,6 @@ class LogItem:
         if self.write is not None:
             return LogEntry(self.page, self.num_pages, PageKind.OBJECT, self.encoded, self.write.memory)
         return LogEntry(self.page, 1, PageKind.TOMBSTONES, self.encoded)
-
-    def settle(self, place: Place | None) -> None:
-        self.call.settle(self.index, place)
 
     def set_place(self, place: Place) -> None:
         """Sets the item's place and encodes it: the encoding contains the place."""
@@ -250,7 +246,6 @@ class GroupWriter:
         threads = self._segments.threads
         limit = run_limit(group.nbytes, threads.num_threads)
         jobs = [partial(self._io.write, file, entries) for entries, _ in split_into_runs(group, limit)]
-        in_use = ExitStack()
-        in_use.enter_context(file)
-        outcomes = await threads.run(jobs, on_released=in_use.close)
+        file.hold()
+        outcomes = await threads.run(jobs, on_released=file.release)
         return next((outcome for outcome in outcomes if outcome is not None), None)

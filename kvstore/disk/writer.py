@@ -287,7 +287,7 @@ class Writer:
         counters["objects_written"] += len(lengths)
         counters["bytes_written"] += sum(lengths)
         for item in items:
-            item.settle(place_of(group.segment.number, item.page))
+            item.call.settle(item.index, place_of(group.segment.number, item.page))
 
     def _failed(self, group: WriteGroup, items: Sequence[LogItem], error: OSError | None) -> None:
         """Fails items that may be partly on disk. Nothing may follow them there, and they must not come back."""
@@ -321,4 +321,4 @@ class Writer:
 
     def _refuse(self, item: LogItem) -> None:
         self._owed += item.tombstones
-        item.settle(None)
+        item.call.settle(item.index, None)

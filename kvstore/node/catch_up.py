@@ -221,7 +221,8 @@ class CatchUp:
                 request = kvstore_pb2.StoreRemovalsRequest(life=life, next_seq=next_seq)
                 reply = await self._channels.call(stub.Removals, request, timeout_s=CALL_S)
                 self._cursors[peer.instance_id] = reply.life, reply.next_seq
-                await self._removal_store.learn(_removals_in(reply))
+                heard = zip(unpack_keys(reply.keys), reply.ids, reply.ages_s, strict=True)
+                await self._removal_store.learn([ReportedRemoval(*each) for each in heard])
                 if not reply.more:
                     break
         except (MoonserveError, ValueError) as error:  # a bad answer must not stop the round
@@ -254,8 +255,3 @@ class CatchUp:
         channel = self._channels.to(peer.endpoint.rpc_address)
         stub: kvstore_pb2_grpc.KvStoreAsyncStub = kvstore_pb2_grpc.KvStoreStub(channel)
         return stub
-
-
-def _removals_in(reply: kvstore_pb2.StoreRemovalsReply) -> list[ReportedRemoval]:
-    keys = unpack_keys(reply.keys)
-    return [ReportedRemoval(*each) for each in zip(keys, reply.ids, reply.ages_s, strict=True)]

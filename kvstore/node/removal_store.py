@@ -291,11 +291,6 @@ class RemovalStore:
         latest = self._state.catalog.latest_generation
         return {key: stored.generation - 1 if stored else latest for key, stored in found.items()}
 
-    async def _forget(self, generations: dict[BlockKey, int]) -> None:
-        """Makes the disk forget these keys up to and including these generations. Counts failures."""
-        if generations and not await self._mover.forget(generations):
-            self._state.counters["removals_unsaved"] += len(generations)
-
     def _save(self, generations: dict[BlockKey, int], records: Sequence[ReportedRemoval]) -> None:
         """Starts a save, which goes on if its caller is cancelled."""
         self._mover.drop_in_recovery(generations)
@@ -306,7 +301,8 @@ class RemovalStore:
     async def _forget_and_write(self, generations: dict[BlockKey, int], records: Sequence[ReportedRemoval]) -> None:
         """Saves a removal: first the disk forgets the objects, then the record is written. In the other order, after a
         crash in between, the object would return and a repeated removal would be ignored as already executed."""
-        await self._forget(generations)
+        if generations and not await self._mover.forget(generations):
+            self._state.counters["removals_unsaved"] += len(generations)
         for key, removal_id, _ in records:
             del self._unsaved[key, removal_id]
         await self._write_records(records)

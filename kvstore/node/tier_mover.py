@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from moonserve.kvstore.disk.base import DiskObject, DiskRead, DiskTier, DiskUsage, DiskWrite, Health, Place
-from moonserve.kvstore.state.objects import DiskReadMove, DiskWriteMove, Lease, StoredObject
+from moonserve.kvstore.state.objects import DiskReadMove, DiskWriteMove, Lease
 from moonserve.kvstore.state.state import StoreState
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.process.event_loop import BackgroundTasks, wait_event
@@ -215,7 +215,10 @@ class TierMover:
         await self._all_found.wait()
         if self.disk is None or not generations:
             return True
-        return await self.disk.forget([_forget_record(k, upto) for k, upto in generations.items()])
+        gone = generations.items()
+        return await self.disk.forget(
+            [DiskObject(key=key, parent=None, length=0, checksum=0, generation=upto) for key, upto in gone]
+        )
 
     def drop_in_recovery(self, keys: Iterable[BlockKey]) -> None:
         """Makes a running recovery drop these keys. Call it in the same turn of the loop as the removal: a batch taken
@@ -293,7 +296,7 @@ class TierMover:
         assert self.disk is not None
         good = await self.disk.read(
             [
-                DiskRead(object=o.header(), place=o.place, memory=self._bytes_at(load.offset, o))
+                DiskRead(object=o.header(), place=o.place, memory=self._memory[load.offset : load.offset + o.length])
                 for load in loads
                 if (o := load.object).place is not None
             ]
@@ -302,9 +305,6 @@ class TierMover:
             self._state.tier_moves.read_ended(load, arrived)
             _set_done(self._loading.pop(load.object.generation))
         self._ended()
-
-    def _bytes_at(self, offset: int, stored: StoredObject) -> memoryview:
-        return self._memory[offset : offset + stored.length]
 
     def _ended(self) -> None:
         self._moved.set()
@@ -315,7 +315,3 @@ class TierMover:
 def _set_done(loaded: asyncio.Future[None]) -> None:
     if not loaded.done():
         loaded.set_result(None)
-
-
-def _forget_record(key: BlockKey, generation: int) -> DiskObject:
-    return DiskObject(key=key, parent=None, length=0, checksum=0, generation=generation)

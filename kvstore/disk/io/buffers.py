@@ -16,9 +16,7 @@ _KEPT_BYTES = 64 * 2**20
 
 def is_aligned(memory: memoryview) -> bool:
     """True if the memory begins on a page, so that a disk can read or write it directly."""
-    if not memory.nbytes:
-        return True
-    return address_of(memory) % PAGE == 0
+    return not memory.nbytes or address_of(memory) % PAGE == 0
 
 
 class AlignedScratch:

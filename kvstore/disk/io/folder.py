@@ -179,24 +179,21 @@ class Folder:
         its old name, or pages of its earlier use, which are not accepted as its own.
         """
         with self._waits:
-            return self._create(nbytes)
-
-    def _create(self, nbytes: int) -> SegmentFile:
-        number = self._reserve_number()
-        spare = next(self._spares(nbytes), None)
-        path = spare or self._path("free", number)
-        fd, self.direct = open_file(path, create=spare is None, direct=self.direct)
-        file = SegmentFile(fd, number, self._calls, self._waits)
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-            self._write_head(file, nbytes)
-            self._calls.rename(path, self._path("segment", number))
-        except BaseException:  # also on interruption: leave no incomplete segment behind
-            file.close()
-            if spare is None:
-                path.unlink(missing_ok=True)
-            raise
-        return file
+            number = self._reserve_number()
+            spare = next(self._spares(nbytes), None)
+            path = spare or self._path("free", number)
+            fd, self.direct = open_file(path, create=spare is None, direct=self.direct)
+            file = SegmentFile(fd, number, self._calls, self._waits)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                self._write_head(file, nbytes)
+                self._calls.rename(path, self._path("segment", number))
+            except BaseException:  # also on interruption: leave no incomplete segment behind
+                file.close()
+                if spare is None:
+                    path.unlink(missing_ok=True)
+                raise
+            return file
 
     def recycle(self, number: int) -> None:
         """Turns a segment into a free file, durably."""

@@ -86,11 +86,6 @@ class RunBuffers(NamedTuple):
     page: int
     num_pages: int
 
-    @property
-    def is_direct(self) -> bool:
-        """True if data is read directly into a caller's memory."""
-        return any(arrival.direct for arrival in self.arrivals)
-
 
 class ObjectIo:
     """Reads and writes runs of one folder."""
@@ -102,7 +97,7 @@ class ObjectIo:
 
     def write(self, file: SegmentFile, entries: Sequence[LogEntry]) -> None:
         """Writes adjacent entries, in order. Raises OSError."""
-        with self._scratch.borrow(pages_of(entries) * PAGE) as scratch:
+        with self._scratch.borrow(sum(entry.num_pages for entry in entries) * PAGE) as scratch:
             file.write(entries[0].page, self.encode_run(file.number, entries, BorrowedPages(scratch)))
 
     def encode_run(self, segment: int, entries: Sequence[LogEntry], pages: PageSource) -> list[memoryview]:
@@ -134,7 +129,8 @@ class ObjectIo:
 
     def read(self, file: SegmentFile, reads: Sequence[DiskRead]) -> list[bool]:
         """Reads adjacent objects, in order. Returns True for each valid object. Raises OSError."""
-        with self._scratch.borrow(pages_to_read(reads) * PAGE) as scratch:
+        num_pages = sum(extent_pages(read.object.length) for read in reads)
+        with self._scratch.borrow(num_pages * PAGE) as scratch:
             landing = self.buffers_for(reads, BorrowedPages(scratch))
             return self.verify_run(landing, file.read(landing.page, landing.buffers))
 
@@ -202,14 +198,6 @@ class ObjectIo:
         with self._scratch.borrow(about.length) as plain:
             into = plain[: about.length]
             return self.decrypt(nonce, header, data, into) and (xxh3_64_intdigest(into) == about.checksum)
-
-
-def pages_of(entries: Sequence[LogEntry]) -> int:
-    return sum(entry.num_pages for entry in entries)
-
-
-def pages_to_read(reads: Sequence[DiskRead]) -> int:
-    return sum(extent_pages(read.object.length) for read in reads)
 
 
 def _add_data(memory: memoryview, pages: PageSource, buffers: list[memoryview]) -> None:
