@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -137,7 +137,7 @@ class Network:
         self.bytes_started += num_bytes
         for link in flow.links:
             self._on[link][flow.flow_id] = flow
-        self._update_rates(self._component([flow]), now)
+        self._update_rates(self._component(flow), now)
         return flow.flow_id
 
     def cancel(self, flow_id: FlowId, now: float) -> None:
@@ -148,7 +148,7 @@ class Network:
         self.bytes_transferred += flow.account_bytes(now)
         self.bytes_cancelled += flow.left
         self._remove(flow)
-        self._update_rates(self._component([flow]), now)
+        self._update_rates(self._component(flow), now)
 
     def advance(self, now: float) -> list[FlowId]:
         """Returns the flows that end by `now`, in order of their ends. Call it at `wake_at`."""
@@ -158,7 +158,7 @@ class Network:
             ended.append(flow.flow_id)
             self.bytes_transferred += flow.left
             self._remove(flow)
-            self._update_rates(self._component([flow]), at)
+            self._update_rates(self._component(flow), at)
         return ended
 
     def _remove(self, flow: _Flow) -> None:
@@ -166,11 +166,11 @@ class Network:
         for link in flow.links:
             del self._on[link][flow.flow_id]
 
-    def _component(self, flows: Iterable[_Flow]) -> list[_Flow]:
-        """Returns the given flows and all flows connected to them by shared links, in order of their numbers."""
-        found: dict[FlowId, _Flow] = {}
+    def _component(self, changed: _Flow) -> list[_Flow]:
+        """Returns the flow, if it goes on, and all flows connected to it by shared links, in order of their numbers."""
+        found = {changed.flow_id: changed} if changed.flow_id in self._flows else {}
         seen: set[int] = set()
-        links = [link for flow in flows for link in flow.links]
+        links = list(changed.links)
         while links:
             link = links.pop()
             if link in seen:
@@ -180,7 +180,6 @@ class Network:
                 if flow_id not in found:
                     found[flow_id] = flow
                     links += flow.links
-        found.update((f.flow_id, f) for f in flows if f.flow_id in self._flows)
         return [found[flow_id] for flow_id in sorted(found)]
 
     def _update_rates(self, flows: Sequence[_Flow], now: float) -> None:

@@ -7,7 +7,7 @@ from a prefill machine, because a gateway and clients compute after each of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,16 +43,12 @@ class SharedHost:
             del self._computing[name]
         return True
 
-    def prefill_slowdown(self, name: str) -> Callable[[], float]:
-        """Returns a function that gives the slowdown factor of a chunk that this machine begins now."""
-        crowding = self._crowding
-        return lambda: self._of(crowding.prefill, crowding.prefill_beside_prefills, name)
+    def prefill_slowdown(self, name: str) -> float:
+        """Returns the slowdown factor of a chunk that this machine begins now."""
+        return self._of(self._crowding.prefill, self._crowding.prefill_beside_prefills, name)
 
-    def decode_slowdown(self, name: str) -> Callable[[int], Slowdown]:
-        """Returns a function that gives the slowdown of a decode step of n sequences that this machine begins now."""
-        return lambda num_seqs: self._of_step(name, num_seqs)
-
-    def _of_step(self, name: str, num_seqs: int) -> Slowdown:
+    def decode_slowdown(self, name: str, num_seqs: int) -> Slowdown:
+        """Returns the slowdown of a decode step of `num_seqs` sequences that this machine begins now."""
         num_others = len(self._others(name))
         one = _at(self._crowding.decode, num_others)
         batch = _at(self._crowding.decode_batch or self._crowding.decode, num_others)

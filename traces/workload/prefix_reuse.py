@@ -302,7 +302,7 @@ def _own_mismatch(prompt: Prompt, target: ReuseTarget) -> float:
 def _popularity_mismatch(prompt: Prompt, target: ReuseTarget) -> float:
     """Sums the mismatches of depth, age and uses, and of the session if the target has a turn."""
     depth = abs(prompt.shared - target.blocks) / target.blocks
-    mismatch = depth + _age_mismatch(prompt, target) + _uses_mismatch(prompt, target)
+    mismatch = depth + _age_mismatch(prompt, target) + abs(math.log(prompt.uses / target.uses))
     return mismatch + _session_mismatch(prompt, target) if target.turn else mismatch
 
 
@@ -315,10 +315,6 @@ def _session_mismatch(prompt: Prompt, target: ReuseTarget) -> float:
     """Sums the mismatches of size and turn."""
     size = abs(prompt.whole - target.size) / target.size
     return size + abs(math.log(prompt.turn / target.turn)) if target.turn else size
-
-
-def _uses_mismatch(prompt: Prompt, target: ReuseTarget) -> float:
-    return abs(math.log(prompt.uses / target.uses))
 
 
 def _nearest(

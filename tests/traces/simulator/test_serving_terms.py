@@ -154,12 +154,12 @@ def test_simultaneous_work_costs_what_was_measured() -> None:
         assert host.set_computing(name, computes, decodes=name == "d0")
         assert not host.set_computing(name, computes, decodes=name == "d0")
         assert (
-            host.prefill_slowdown("p0")(),
+            host.prefill_slowdown("p0"),
             host.overheads_now("p0").landing_s,
             host.handoff_s("p0", goes_on=False),
             host.handoff_s("p0", goes_on=True),
         ) == NEAR(expected)
-    factors = [host.decode_slowdown("d0")(num_seqs).factor for num_seqs in (1, 2, 4, 40)]
+    factors = [host.decode_slowdown("d0", num_seqs).factor for num_seqs in (1, 2, 4, 40)]
     assert factors == NEAR([1.5, 2.0, 3.0, 3.0])
     assert not SharedHost(Crowding(), Overheads()).is_shared
 

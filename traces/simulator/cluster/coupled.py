@@ -79,7 +79,8 @@ class CoupledCluster:
             case SampleDue():
                 self.samples.instances += (sample_of(machine, now) for machine in self.machines)
                 return [TimedEvent(now + _SAMPLE_INTERVAL_S, SampleDue())] if self._num_open else []
-        return [each for node in self._wakes.take_touched() for each in self._wakes.of_machine(node, now)]
+        touched = self._wakes.take_touched()
+        return [each for node in touched for each in self._wakes.next(node, node.machine.wake_at, now)]
 
     def _arrive(self, request: RequestState, now: float) -> None:
         tokens = request.num_tokens + request.num_outputs

@@ -33,7 +33,7 @@ from moonserve.traces.simulator.network import Network
 from moonserve.traces.simulator.prefill import ChunkStarted, PrefillOutcome, Prepare, Prompt, PromptComputed
 from moonserve.traces.simulator.sequence import Finished
 from moonserve.traces.simulator.shared_host import SharedHost
-from moonserve.traces.simulator.spec import ClusterSpec, Fault, Overheads
+from moonserve.traces.simulator.spec import ClusterSpec, Fault
 
 
 class DisaggregatedCluster:
@@ -106,10 +106,10 @@ class DisaggregatedCluster:
         if self._host.is_shared:
             self._update_host_load(now)
         for node in self._wakes.take_touched():
-            self._out += self._wakes.of_machine(node, now)
+            self._out += self._wakes.next(node, node.machine.wake_at, now)
             if isinstance(node, PrefillNode) and self.heartbeats.advance_heartbeat(node, now):
                 self._schedule_at(node.heartbeat_at, HeartbeatDue(node))
-        self._out += self._wakes.of_network(self.network, now)
+        self._out += self._wakes.next(None, self.network.wake_at, now)
 
     def _update_host_load(self, now: float) -> None:
         """Updates which machines compute. A change affects the other machines from their next step on."""
@@ -246,11 +246,6 @@ class DisaggregatedCluster:
             back_s = self._host.back_s(node.name, goes_on=node.machine.is_computing)
             self._schedule_after(back_s + handoff_s, HandoffDone(request_id), now)
 
-    def _overheads_of(self, request_id: str) -> Overheads:
-        request = self._request_of.get(request_id)
-        own = None if request is None else self._machines_of(request)[0].name
-        return self._host.overheads_now(own)
-
     def _schedule_at(self, at: float, event: Event) -> None:
         self._out.append(TimedEvent(at, event))
 
@@ -286,7 +281,9 @@ class DisaggregatedCluster:
         self._wakes.touch(node)
         for outcome in outcomes:
             if isinstance(outcome, LandingGranted):
-                landing_s = self._overheads_of(outcome.request_id).landing_s
+                waiting = self._request_of.get(outcome.request_id)
+                own = None if waiting is None else self._machines_of(waiting)[0].name
+                landing_s = self._host.overheads_now(own).landing_s
                 self._schedule_after(landing_s, LandingConfirmed(outcome.request_id), now)
             elif isinstance(outcome, Finished):
                 request = self._request_of.pop(outcome.sequence.request_id)

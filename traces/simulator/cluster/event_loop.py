@@ -13,7 +13,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from moonserve.traces.simulator.cluster.nodes import Node
 from moonserve.traces.simulator.cluster.request_state import RequestState
-from moonserve.traces.simulator.network import Network
 from moonserve.traces.simulator.spec import Fault
 
 E = TypeVar("E")
@@ -157,13 +156,9 @@ class WakeUps:
         if self._woken_at.get(name) == now:
             del self._woken_at[name]
 
-    def of_machine(self, node: Node, now: float) -> Iterator[TimedEvent[Event]]:
-        return self._next(node.name, node, node.machine.wake_at, now)
-
-    def of_network(self, network: Network, now: float) -> Iterator[TimedEvent[Event]]:
-        return self._next(_NETWORK, None, network.wake_at, now)
-
-    def _next(self, name: str, node: Node | None, at: float | None, now: float) -> Iterator[TimedEvent[Event]]:
+    def next(self, node: Node | None, at: float | None, now: float) -> Iterator[TimedEvent[Event]]:
+        """Yields the wake-up of a machine, or of the network if `node` is None, unless it is scheduled already."""
+        name = _NETWORK if node is None else node.name
         if at is not None and self._woken_at.get(name) != at:
             self._woken_at[name] = at
             yield TimedEvent(max(at, now), WakeUp(node))

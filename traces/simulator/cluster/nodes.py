@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from moonserve.conductor.placement.admission import STEP_SHARE, AdmissionMode, Limits
 from moonserve.conductor.placement.policies import make_policy
@@ -155,7 +156,7 @@ class ClusterBuilder:
             fills_steps=spec.model.fills_steps,
             cached_now=self._cached_now,
             publish=self._publish,
-            slowdown=self._host.prefill_slowdown(name),
+            slowdown=partial(self._host.prefill_slowdown, name),
             turnover_s=spec.model.overheads.turnover_s,
         )
 
@@ -195,7 +196,7 @@ class ClusterBuilder:
 
     def _decode_machine(self, name: str) -> DecodeMachine:
         spec, host = self._spec, self._host
-        slowdown = host.decode_slowdown(name) if host.is_shared else None
+        slowdown = partial(host.decode_slowdown, name) if host.is_shared else None
         refuses = spec.admission == LATE or spec.double_check
         most_step_s = STEP_SHARE * spec.tbt_slo_s if refuses else math.inf
         budget = None

@@ -53,17 +53,15 @@ class SwitchingCluster(DisaggregatedCluster):
             if isinstance(action, RoleChangeDue):
                 self._drain(self._nodes[action.endpoint.instance_id], now)
         for name, until in list(self._drain_deadlines.items()):
-            if now >= until or not self._has_work(self._nodes[name]):
-                self._switch_role(self._nodes[name], now)
+            node = self._nodes[name]
+            if now >= until or not any(self._runs_on(request, node) for request in self._request_of.values()):
+                self._switch_role(node, now)
 
     def _drain(self, node: Node, now: float) -> None:
         node.is_draining = True
         self._drain_deadlines[node.name] = now + self.spec.role_drain_s
         self.heartbeats.send_heartbeat(node, now)
         self._schedule_at(node.heartbeat_at, HeartbeatDue(node))
-
-    def _has_work(self, node: Node) -> bool:
-        return any(self._runs_on(request, node) for request in self._request_of.values())
 
     def _switch_role(self, node: Node, now: float) -> None:
         del self._drain_deadlines[node.name]
