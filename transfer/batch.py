@@ -33,11 +33,7 @@ def group_by_peer(transfers: Sequence[AnyTransfer]) -> dict[str, list[int]]:
     """Returns the indices of the transfers of each peer address."""
     parts: dict[str, list[int]] = {}
     for index, transfer in enumerate(transfers):
-        address = transfer.remote.address
-        if address in parts:
-            parts[address].append(index)
-        else:
-            parts[address] = [index]
+        parts.setdefault(transfer.remote.address, []).append(index)
     return parts
 
 
@@ -141,9 +137,8 @@ def _plan_single(
     if type(transfer) is not Transfer or not 0 < transfer.length <= slice_bytes:
         return None
     local, remote, length = transfer.local_offset, transfer.remote_offset, transfer.length
-    if local < 0 or local + length > transfer.local.nbytes or not 0 <= remote < LIMIT:
-        return None
-    if not _has_sound_ids(transfer):
+    is_inside = 0 <= local <= transfer.local.nbytes - length and 0 <= remote < LIMIT
+    if not is_inside or not _has_sound_ids(transfer):
         return None
     part = Part(
         op=transfer.op,
@@ -238,10 +233,6 @@ def _out_of_bounds(transfer: Transfer) -> InvalidRequest:
     )
 
 
-def _nothing() -> None:
-    pass
-
-
 class Batch:
     """Awaitable result of a submission. Raises the first failed transfer's error; `errors` has all of them."""
 
@@ -283,7 +274,7 @@ class Batch:
                 self._errors[index] = error
             if self._parts_left == 1:
                 self._on_done()  # must run before `done` becomes true
-                self._on_done = _nothing  # releases what the callback holds
+                self._on_done = lambda: None  # releases what the callback holds
             self._parts_left -= 1
             if self._parts_left:
                 return

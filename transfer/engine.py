@@ -12,8 +12,9 @@ from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveErro
 from moonserve.protocol.process.machine import boot_id
 from moonserve.transfer.batch import AnyTransfer, Batch, Job, Part, group_by_peer, plan_slices
 from moonserve.transfer.config import FaultPlan, TransferOptions
+from moonserve.transfer.memory.memfd import OwnedMemory
 from moonserve.transfer.memory.scatter import LENGTH, REMOTE
-from moonserve.transfer.memory.segments import Registrable, Segment, SegmentTable
+from moonserve.transfer.memory.segments import Registrable, Segment, SegmentTable, writable
 from moonserve.transfer.memory.write_windows import WindowTable
 from moonserve.transfer.paths.connection_pool import ConnectionPool, PeerTable, UnfencedConnections
 from moonserve.transfer.paths.failover import Peer, PeerContext
@@ -135,8 +136,13 @@ class TransferEngine:
                 "rdma cannot use elastic memory, because its devices pin registered memory: remove rdma from "
                 "--transports, or use fixed memory"
             )
-        allocate = self._state.segments.allocate
-        return self._added(allocate(nbytes, location, readable=readable, name=name, elastic=elastic))
+        if nbytes <= 0:
+            raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
+        memory = OwnedMemory(nbytes, name, elastic=elastic)
+        if elastic and location is None:
+            location = ""  # its pages do not exist yet
+        add = self._state.segments.add
+        return self._added(add(memory.view, location, readable=readable, name=name, memory=memory))
 
     def register(
         self,
@@ -151,8 +157,8 @@ class TransferEngine:
         `location` ("cpu:<NUMA node>") selects which local rails are preferred; by default it is looked up. Raises
         InvalidRequest for unsuitable memory. Memory from `allocate` is faster between processes of one host.
         """
-        register = self._state.segments.register
-        return self._added(register(buffer, location, readable=readable, name=name))
+        add = self._state.segments.add
+        return self._added(add(writable(buffer), location, readable=readable, name=name))
 
     def _added(self, segment: Segment) -> Segment:
         try:

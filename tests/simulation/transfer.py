@@ -39,7 +39,7 @@ class SimulatedTransfer:
         engines[self.address] = self
 
     def allocate(self, nbytes: int, *, readable: bool = True, name: str = "") -> Segment:
-        return self._segments.register(bytearray(nbytes), readable=readable)
+        return self._segments.add(memoryview(bytearray(nbytes)), readable=readable)
 
     def deregister(self, segment: Segment) -> None:
         self._segments.deregister(segment)

@@ -52,7 +52,7 @@ class PumpEnd(IntEnum):
     HANGUP = 4
     """The peer has closed its side; nothing more arrives."""
     ERROR = 5
-    """A system call failed; `Flow.error` has the errno."""
+    """A system call failed; `FlowState.error` has the errno."""
 
 
 _PUMP_ENDS = {int(end): end for end in PumpEnd}
@@ -140,6 +140,7 @@ class FlowState(ctypes.Structure):
     active_at_ns: int
     """CLOCK_MONOTONIC time of the last moved byte. `pump` spins only shortly after it."""
     error: int
+    """The errno after `PumpEnd.ERROR`."""
     descriptor: int
 
 
@@ -154,17 +155,8 @@ class Flow:
         self.into = Queue.from_buffer(self.state, FlowState.into.offset)
 
     @property
-    def error(self) -> int:
-        """The errno after `PumpEnd.ERROR`."""
-        return self.state.error
-
-    @property
     def wants_input(self) -> bool:
         return self.into.moved < self.state.wanted and not self.into.empty
-
-    def send(self, vectors: IoVectors) -> None:
-        """Appends output."""
-        self.out.add(vectors)
 
     def receive(self, vectors: IoVectors, at_least: int | None = None) -> None:
         """Appends places for input. `pump` ends with IN_DONE once `at_least` of their bytes have arrived.

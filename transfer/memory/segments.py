@@ -114,40 +114,16 @@ class SegmentTable:
     def __len__(self) -> int:
         return len(self._segments)
 
-    def allocate(
-        self,
-        nbytes: int,
-        location: str | None = None,
-        *,
-        readable: bool,
-        name: str = "",
-        elastic: bool = False,
-    ) -> Segment:
-        if nbytes <= 0:
-            raise InvalidRequest(f"a segment of {nbytes} bytes", param="nbytes")
-        memory = OwnedMemory(nbytes, name, elastic=elastic)
-        if elastic and location is None:
-            location = ""  # its pages do not exist yet
-        return self._add(memory.view, location, readable, name, memory)
-
-    def register(
-        self,
-        buffer: Registrable,
-        location: str | None = None,
-        *,
-        readable: bool,
-        name: str = "",
-    ) -> Segment:
-        return self._add(writable(buffer), location, readable, name, None)
-
-    def _add(
+    def add(
         self,
         view: memoryview,
-        location: str | None,
+        location: str | None = None,
+        *,
         readable: bool,
-        name: str,
-        memory: OwnedMemory | None,
+        name: str = "",
+        memory: OwnedMemory | None = None,
     ) -> Segment:
+        """Adds a segment over writable memory. `location` None = it is looked up."""
         if location is None:
             location = location_of(address_of(view))
         with self._lock:

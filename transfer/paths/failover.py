@@ -196,7 +196,7 @@ class Peer:
         now = time.monotonic()
         with self._lock:
             rested = [self._selector.failed(lane.path, part.nbytes, now) for part in parts]
-        _no_longer_in_flight(lane, parts)
+        lane.stats.left(sum(part.nbytes for part in parts))
         if any(rested):
             lane.stats.count(Incident.COOLDOWN)
             _log.warning("rail %s to %s cools down: %s", lane.path.local.name, self.label, error)
@@ -252,7 +252,7 @@ class Peer:
     def _count_left(self, lane: Lane, part: Part) -> None:
         with self._lock:
             self._selector.dropped(lane.path, part.nbytes)
-        _no_longer_in_flight(lane, (part,))
+        lane.stats.left(part.nbytes)
 
     def _dispatch(
         self,
@@ -314,28 +314,17 @@ class Peer:
         started."""
         lane = self._lanes.get(path)
         if lane is None:
-            lane = self._lanes[path] = self._new_lane(path)
+            stats = self._context.stats.for_path(path.transport, path.local.name, self.label)
+            try:
+                lane = self._lanes[path] = Lane(path, listener=self, stats=stats, faults=self._context.faults)
+            except RuntimeError as error:
+                raise PeerLost(f"cannot start a thread for another connection: {error}", peer=self.label) from error
             if path.transport == "shm":
                 self._shm_lane = lane
         return lane
-
-    def _new_lane(self, path: TransferPath) -> Lane:
-        try:
-            return Lane(
-                path,
-                listener=self,
-                stats=self._context.stats.for_path(path.transport, path.local.name, self.label),
-                faults=self._context.faults,
-            )
-        except RuntimeError as error:
-            raise PeerLost(f"cannot start a thread for another connection: {error}", peer=self.label) from error
 
     def connect(self, path: TransferPath, deadline_at: float, while_waiting: Callable[[], None]) -> Session:
         try:
             return self._context.connect(self.address, path, deadline_at, while_waiting)
         except OSError as error:
             raise PeerLost(f"cannot connect: {error}", peer=self.label) from error
-
-
-def _no_longer_in_flight(lane: Lane, parts: Sequence[Part]) -> None:
-    lane.stats.left(sum(part.nbytes for part in parts))

@@ -39,9 +39,7 @@ class TransferPath:
     remote: Rail
     stream: int
 
-    def __hash__(
-        self,
-    ) -> int:  # called for every slice; the generated one hashes both rails whole
+    def __hash__(self) -> int:  # called for every slice; the generated one hashes both rails whole
         return hash((self.transport, self.local.name, self.remote.endpoint, self.stream))
 
     @property

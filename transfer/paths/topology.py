@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from moonserve.transfer.paths.peer_address import Rail
 
@@ -109,9 +110,4 @@ def _gpu_distance(machine: Machine, gpu: Device, device: Device) -> Distance | N
 
 def _num_common(first: Sequence[str], second: Sequence[str]) -> int:
     """Counts the bridges above both devices, root complex included."""
-    common = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        common += 1
-    return common
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -80,32 +80,26 @@ class SendQueue(Generic[_Owner]):
             runs = work.runs[first : first + min(CHAIN, self._free)]
             work.num_posted += len(runs)
             is_last = work.num_posted == len(work.runs)
-            self._post_chain(work, runs, work.immediate if is_last else None)
+            if work.op is Op.READ:
+                self.pair.read(self._token, runs, work.local_key, work.remote_key)
+            else:
+                immediate = work.immediate if is_last else None
+                self.pair.write(self._token, runs, work.local_key, work.remote_key, immediate)
             self._free -= len(runs)
             self._posted.append((len(runs), work if is_last else None))
             if is_last:
                 self._waiting.popleft()
 
-    def _post_chain(self, work: SliceWork[_Owner], runs: Runs, immediate: int | None) -> None:
-        if work.op is Op.READ:
-            self.pair.read(self._token, runs, work.local_key, work.remote_key)
-        else:
-            self.pair.write(self._token, runs, work.local_key, work.remote_key, immediate)
-
 
 def runs_of(rows: Rows, remote_base: int, local_base: int, limit_bytes: int) -> Runs:
     """Converts non-empty rows to absolute addresses, with no run longer than the device's message limit."""
-    absolute = rows[rows[:, LENGTH] > 0] + _bases(remote_base, local_base)
+    bases = np.zeros(3, dtype=np.int64)
+    bases[REMOTE], bases[LOCAL] = remote_base, local_base
+    absolute = rows[rows[:, LENGTH] > 0] + bases
     if len(absolute) and int(absolute[:, LENGTH].max()) > limit_bytes:
         return [piece for run in absolute.tolist() for piece in _cut(run, limit_bytes)]
     runs: Runs = absolute.tolist()
     return runs
-
-
-def _bases(remote_base: int, local_base: int) -> Rows:
-    bases = np.zeros(3, dtype=np.int64)
-    bases[REMOTE], bases[LOCAL] = remote_base, local_base
-    return bases
 
 
 def _cut(run: list[int], limit_bytes: int) -> list[tuple[int, int, int]]:

@@ -119,12 +119,9 @@ class RdmaSession(StreamSession):
             self._completed(completion, slices)
         if readable:
             self._take_frame(slices)
-        now = time.monotonic()
-        if now >= self._tick_at:
+        if (now := time.monotonic()) >= self._tick_at:
             self._tick_at = now + STEP_S
-            slices.tick()
-            if now >= slices.deadline_at():
-                raise PeerLost("the peer did not answer in time")
+            self._connection.check_deadline()
 
     def _begin(self, part: Slice, slices: SliceSource) -> None:
         if part.op is Op.WRITE and part.window_id is None:

@@ -21,7 +21,7 @@ from moonserve.transfer.rdma.verbs import VerbsFabric
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.session import authenticate
 from moonserve.transfer.tcp.target import Acceptor
-from moonserve.transfer.tcp.transport import listen_on, open_connection, tune_accepted
+from moonserve.transfer.tcp.transport import listen_on, listen_on_all, open_connection, tune_accepted
 from moonserve.transfer.transport_interface import Dial, ServedState
 
 
@@ -38,15 +38,8 @@ class RdmaTransport:
         """Listens on each chosen port. Raises ConfigError without pyverbs, without a usable port, or for an unknown
         rail."""
         fabric = self._make_fabric()
-        listeners: list[Acceptor] = []
-        try:
-            for port in choose_ports(fabric.ports(), state.options.rdma_rails):
-                listeners.append(self._listen_on(fabric, port, state))  # noqa: PERF401 - closed below
-        except ConfigError:
-            for listener in listeners:
-                listener.close()
-            raise
-        return listeners
+        ports = choose_ports(fabric.ports(), state.options.rdma_rails)
+        return listen_on_all(ports, lambda port: self._listen_on(fabric, port, state))
 
     def _listen_on(self, fabric: Fabric, port: Port, state: ServedState) -> Acceptor:
         assert port.gid is not None
@@ -69,7 +62,7 @@ class RdmaTransport:
         rail = self._rails.get(dial.local.name)
         if rail is None:
             raise PeerLost(f"rdma: {dial.local.name} is not a rail of this engine")
-        connection = open_connection(dial)
+        connection = open_connection(dial, lambda sock, _: Connection(sock))
         agreed = authenticate(connection, dial)
         try:
             session = RdmaSession(dial, connection, agreed, rail)

@@ -31,10 +31,6 @@ _SCRATCH_BYTES = 65536
 _HUNG_UP = select.POLLHUP | select.POLLERR | select.POLLNVAL | select.POLLRDHUP
 
 
-def _nothing() -> None:
-    pass
-
-
 def no_deadline() -> float | None:
     """A `deadline` that never ends a wait: the connection waits as long as the peer lives."""
     return None
@@ -60,7 +56,7 @@ class Connection:
         self._ended.register(sock, select.POLLRDHUP)
         self.deadline: Callable[[], float | None] = no_deadline
         """Returns the monotonic time at which the current wait must end; None: as long as the peer lives."""
-        self.tick: Callable[[], None] = _nothing
+        self.tick: Callable[[], None] = lambda: None
         """Called every `STEP_S` of a wait with a deadline. May raise to end the wait."""
 
     @property
@@ -122,9 +118,9 @@ class Connection:
     def queue(self, data: bytes, payload: IoVectors | None = None, keep: object = None) -> None:
         """Queues output for the next wait. `keep` holds the payload's memory."""
         flow, num_pieces = self._flow, 1
-        flow.send(vectors((address_of(data), len(data))))
+        flow.out.add(vectors((address_of(data), len(data))))
         if payload is not None and len(payload):
-            flow.send(payload)
+            flow.out.add(payload)
             num_pieces += len(payload)
         self._owners.append((num_pieces, (data, keep)))
         self._num_owned_pieces += num_pieces
@@ -200,7 +196,8 @@ class Connection:
                     end = self._pump(_STORE_NS)
             except StaleLease:
                 left = goal - flow.into.moved
-                self._drop_input()
+                flow.into.clear()
+                flow.state.wanted = flow.into.moved
                 self.discard(left)
                 raise
             if end is PumpEnd.IN_DONE:
@@ -265,11 +262,7 @@ class Connection:
     def _raise_ended(self, end: PumpEnd) -> None:
         if end is PumpEnd.HANGUP:
             raise PeerLost("the peer closed the connection")
-        raise PeerLost(f"the connection is broken: {os.strerror(self._flow.error)}")
-
-    def _drop_input(self) -> None:
-        self._flow.into.clear()
-        self._flow.state.wanted = self._flow.into.moved
+        raise PeerLost(f"the connection is broken: {os.strerror(self._flow.state.error)}")
 
     def _send_descriptor(self, data: bytes, descriptor: int) -> int:
         """Sends the descriptor with as much of `data` as fits and returns the number of bytes sent."""

@@ -174,10 +174,6 @@ this process is stopped."""
 _MAX_CONNECTIONS = 1024
 
 
-def _nothing() -> None:
-    pass
-
-
 class Acceptor:
     """Serves peers on one published rail until closed. Owns the listening socket."""
 
@@ -187,7 +183,7 @@ class Acceptor:
         rail: Rail,
         state: ServedState,
         make_target: Callable[[socket.socket], StreamTarget],
-        on_closed: Callable[[], None] = _nothing,
+        on_closed: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts accepting. `make_target` creates the handler of an accepted socket; `on_closed` ends what the handlers
         use."""

@@ -17,6 +17,7 @@ import select
 import socket
 import ssl
 import time
+from contextlib import suppress
 from typing import Any
 
 from moonserve.protocol.errors import MoonserveError, PeerLost
@@ -63,7 +64,8 @@ class TlsConnection(Connection):
         try:
             return self._exchange(time.monotonic_ns() + timeout_ns)
         except ssl.SSLError as error:
-            self._send_alert()
+            with suppress(OSError):  # the alert tells the peer the reason, if the socket's buffer has room
+                self._sock.send(self._outgoing.read(), socket.MSG_NOSIGNAL)
             raise _to_error(error) from error
         except ConnectionResetError:
             return PumpEnd.HANGUP
@@ -156,13 +158,6 @@ class TlsConnection(Connection):
             out.advance(self._tls.write(piece))
             room -= len(piece)
         self._sealed = memoryview(self._outgoing.read())
-
-    def _send_alert(self) -> None:
-        """Sends the alert that tells the peer the reason, if the socket's buffer has room."""
-        try:
-            self._sock.send(self._outgoing.read(), socket.MSG_NOSIGNAL)
-        except OSError:
-            return
 
 
 def _next_piece(queue: Queue, limit: int) -> memoryview:

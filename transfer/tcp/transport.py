@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from moonserve.protocol.errors import ConfigError, Incompatible, PeerLost
 from moonserve.protocol.process.machine import boot_id
@@ -26,6 +27,8 @@ from moonserve.transfer.tcp.session import StreamSession, authenticate
 from moonserve.transfer.tcp.target import Acceptor, StreamTarget
 from moonserve.transfer.tcp.tls import TlsConnection
 from moonserve.transfer.transport_interface import Dial, ServedState, Transfer
+
+T = TypeVar("T")
 
 _KEEPALIVE = {  # a vanished host is noticed within 20 s even on an idle connection
     socket.TCP_KEEPIDLE: 10,
@@ -64,15 +67,7 @@ class TcpTransport:
         files = state.options.tls
         self._certificates = None if files is None else load_certificates(files)
         rails = local_tcp_rails(state.options.tcp_rails or (state.options.host,))
-        acceptors: list[Acceptor] = []
-        try:
-            for rail in rails:
-                acceptors.append(self._listen_on(rail, state))  # noqa: PERF401 - closed below when a later one fails
-        except ConfigError:
-            for acceptor in acceptors:
-                acceptor.close()
-            raise
-        return acceptors
+        return listen_on_all(rails, lambda rail: self._listen_on(rail, state))
 
     def _listen_on(self, rail: Rail, state: ServedState) -> Acceptor:
         """Listens on a rail whose endpoint has no port yet."""
@@ -106,6 +101,19 @@ class TcpTransport:
         """Does nothing: tcp registers no memory."""
 
 
+def listen_on_all(rails: Iterable[T], listen: Callable[[T], Acceptor]) -> list[Acceptor]:
+    """Listens on every rail, or on none if one raises ConfigError."""
+    acceptors: list[Acceptor] = []
+    try:
+        for rail in rails:
+            acceptors.append(listen(rail))  # noqa: PERF401 - closed below when a later one fails
+    except ConfigError:
+        for acceptor in acceptors:
+            acceptor.close()
+        raise
+    return acceptors
+
+
 def listen_on(ip: str) -> tuple[socket.socket, str]:
     """Listens on a port chosen by the kernel. Returns the listener and its endpoint. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
@@ -117,12 +125,9 @@ def listen_on(ip: str) -> tuple[socket.socket, str]:
     return listener, f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
-def _plain(sock: socket.socket, ip: str) -> Connection:
-    return Connection(sock)
-
-
-def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection] = _plain) -> Connection:
-    """Starts to connect from the local rail to the remote one. Raises PeerLost."""
+def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection]) -> Connection:
+    """Starts to connect from the local rail to the remote one. `make` gets the socket and the remote IP address. Raises
+    PeerLost."""
     host, _, port = dial.remote.endpoint.rpartition(":")
     try:
         ip, port_number = ipaddress.ip_address(host.strip("[]")), int(port)
@@ -165,12 +170,8 @@ def _bind_to_rail(sock: socket.socket, rail: Rail) -> None:
 
 
 def tune_accepted(sock: socket.socket) -> None:
-    _tune(sock, local=_same_host(sock))
-
-
-def _same_host(sock: socket.socket) -> bool:
     mine, theirs = sock.getsockname()[0], sock.getpeername()[0]
-    return bool(mine == theirs or ipaddress.ip_address(theirs).is_loopback)
+    _tune(sock, local=mine == theirs or ipaddress.ip_address(theirs).is_loopback)
 
 
 def _tune(sock: socket.socket, *, local: bool) -> None:

@@ -153,7 +153,7 @@ class InlineConnection:
 
     def send(self, pieces: IoVectors) -> None:
         """Queues memory to be sent by the next `transfer`. The caller keeps array and memory alive until it is sent."""
-        self._flow.send(pieces)
+        self._flow.out.add(pieces)
 
     def send_message(self, message: bytes) -> None:
         """Sends a short message at once. A rest, which is rare, is sent by the next `transfer`.

@@ -79,7 +79,7 @@ def fresh() -> BlockKey:
 
 
 def put(inline: InlineClient, key: BlockKey, value: bytes) -> PutOutcome:
-    memory = SegmentTable().allocate(len(value) or 1, readable=False)
+    memory = SegmentTable().add(memoryview(bytearray(len(value) or 1)), readable=False)
     memory.buffer[: len(value)] = value
     slots = BufferSlots.packed(memory, [len(value)])
     item = PutObject(key=key, parent=None, checksum=checksum([value]))

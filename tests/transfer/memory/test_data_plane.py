@@ -192,7 +192,7 @@ def test_two_ends_that_both_send_first_do_not_block_each_other(pair: Sockets) ->
 
     def run(end: int) -> None:
         flow = Flow()
-        flow.send(cut(sent[end], [rng.randint(0, 100_000) for _ in range(50)]))
+        flow.out.add(cut(sent[end], [rng.randint(0, 100_000) for _ in range(50)]))
         flow.receive(cut(received[end], [rng.randint(0, 100_000) for _ in range(50)]))
         while not (flow.out.empty and flow.into.empty):
             assert pump(pair[end], flow, SECOND // 10, 20_000) not in (PumpEnd.HANGUP, PumpEnd.ERROR)
@@ -217,7 +217,7 @@ def test_pieces_of_any_length_form_one_stream(out: list[int], into: list[int], s
     near, far = socket.socketpair()
     with near, far:
         sender, receiver = Flow(), Flow()
-        sender.send(cut(content, out))
+        sender.out.add(cut(content, out))
         receiver.receive(cut(landed, into))
         before = [sender.out.array.copy(), receiver.into.array.copy()]
         assert pump(near, sender) is PumpEnd.OUT_DONE
@@ -245,7 +245,7 @@ def test_complete_input_ends_the_call_despite_unsent_output(pair: Sockets) -> No
     near, far = pair
     far.send(b"answer")
     (landed, flow), much = receiving(6), bytes(32 << 20)
-    flow.send(cut(much))
+    flow.out.add(cut(much))
     assert pump(near, flow) is PumpEnd.IN_DONE
     assert landed == b"answer"
     assert 0 < flow.out.moved < len(much)
@@ -272,7 +272,7 @@ def test_a_broken_pipe_raises_no_signal_and_earlier_input_is_still_read() -> Non
         far.send(b"refused")
         far.close()
         landed, flow = receiving(7, [3])
-        flow.send(cut(b"x" * 100))
+        flow.out.add(cut(b"x" * 100))
         assert pump(near, flow) is PumpEnd.IN_DONE
         assert landed == b"refused"
         assert pump(near, flow) is PumpEnd.HANGUP
@@ -285,7 +285,7 @@ def test_any_other_failure_is_an_error_number() -> None:
     landed, flow = receiving(1)
     with open(os.devnull) as no_socket:
         assert plane.pump(no_socket.fileno(), flow, timeout_ns=LONG, spin_ns=0) is PumpEnd.ERROR
-    assert flow.error == errno.ENOTSOCK
+    assert flow.state.error == errno.ENOTSOCK
     assert landed == b"\0"
 
 

@@ -85,7 +85,7 @@ def test_a_checksum_covers_the_bytes_in_order(made: Runs) -> None:
 
 
 def segment(nbytes: int = 100) -> Segment:
-    return SegmentTable().register(bytearray(nbytes), readable=False)
+    return SegmentTable().add(memoryview(bytearray(nbytes)), readable=False)
 
 
 @example(allowed={0}, start=2, length=-1)

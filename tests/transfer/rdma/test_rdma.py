@@ -122,8 +122,8 @@ class Told:
 @pytest.mark.parametrize("access", ["readable", "writable"])
 def test_a_removed_segment_gives_no_key_to_a_connection_that_found_it_earlier(wire: Wire, access: str) -> None:
     """The keys still exist while the removal waits for the connections that received them."""
-    memory, segment = RegisteredMemory(FakeDevice(wire, PORT)), SegmentTable().allocate(4096, readable=True)
-    ask = getattr(memory, access)
+    memory = RegisteredMemory(FakeDevice(wire, PORT))
+    segment, ask = SegmentTable().add(memoryview(bytearray(4096)), readable=True), getattr(memory, access)
     refused: list[InvalidRequest] = []
 
     def ask_late() -> None:

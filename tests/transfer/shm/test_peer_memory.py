@@ -126,12 +126,11 @@ class Guard:
 
 class Segments:
     def __init__(self) -> None:
-        table = SegmentTable()
-        self.into: Segment = table.allocate(NBYTES, readable=False)
-        self.owned: Segment = table.allocate(NBYTES, readable=True)
+        table, memory = SegmentTable(), OwnedMemory(NBYTES)
+        self.into: Segment = table.add(memoryview(bytearray(NBYTES)), readable=False)
+        self.owned: Segment = table.add(memory.view, readable=True, memory=memory)
         self.owned.buffer[:] = random.Random(0).randbytes(NBYTES)
-        assert self.owned.memory is not None
-        self.source = PeerMemory(self.owned.memory.fd, NBYTES)
+        self.source = PeerMemory(memory.fd, NBYTES)
 
 
 @pytest.fixture
