@@ -87,7 +87,10 @@ def load_with_and_without_gil(source: Path) -> tuple[ctypes.CDLL, ctypes.PyDLL]:
 
 
 class IndexLibrary:
-    """The functions of published_index.c."""
+    """The functions of published_index.c. They are code without state, so each process loads them once, like a module.
+
+    The first one on a machine runs the compiler; a node makes it when it starts.
+    """
 
     def __init__(self) -> None:
         long, short = load_with_and_without_gil(INDEX_SOURCE)
@@ -102,9 +105,6 @@ class IndexLibrary:
         self.index_move = bind_function(long, "index_move", _int32, _pointer, _pointer)
         self.index_retire = bind_function(short, "index_retire", None, _pointer)
         self.index_check = bind_function(long, "index_check", _int64, _pointer)
-        self._declare_reader(long, short)
-
-    def _declare_reader(self, long: ctypes.CDLL, short: ctypes.CDLL) -> None:
         batch = _pointer, _pointer, _int64
         self.reader_find = bind_function(short, "reader_find", _int32, _pointer, _pointer, _pointer)
         self.reader_exists = bind_function(long, "reader_exists", _int32, *batch, _pointer)
@@ -114,13 +114,7 @@ class IndexLibrary:
         )
 
 
-@functools.cache
-def index_library() -> IndexLibrary:
-    """Returns the library of this process. It is code without state, so it is loaded once, like a module.
-
-    The first call on a machine runs the compiler; a node makes it when it starts.
-    """
-    return IndexLibrary()
+index_library = functools.cache(IndexLibrary)
 
 
 def table_over(memory: memoryview, geometry: Geometry) -> IndexTable:

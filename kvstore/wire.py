@@ -12,6 +12,9 @@ from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import KEY_BYTES, NO_PARENT, BlockKey
 from moonserve.protocol.pb import kvstore_pb2
 
+STORE_ROLE = "store"
+DIRECTORY_ROLE = "directory"
+"""Roles of the members of a cluster's registry."""
 _WireSlot = kvstore_pb2.StoreReserveReply.Slot
 _PINS = {
     Pin.NONE: kvstore_pb2.STORE_PIN_NONE,

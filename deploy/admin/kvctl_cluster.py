@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from moonserve.deploy.terminal import Output
-from moonserve.kvstore.client.cluster import DIRECTORY_ROLE, STORE_ROLE
+from moonserve.kvstore.wire import DIRECTORY_ROLE, STORE_ROLE
 from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveError, NoWorker, PeerLost
 from moonserve.protocol.membership.registry import Member, Registry
 from moonserve.protocol.pb import directory_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc

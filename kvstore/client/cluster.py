@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from moonserve.kvstore.client.node_access.deadline import Deadline
 from moonserve.kvstore.client.node_access.node import ClientResources, StoreNode, Stub
 from moonserve.kvstore.client.placement import ClusterView
+from moonserve.kvstore.wire import DIRECTORY_ROLE, STORE_ROLE
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, NoWorker, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey, pack_keys
 from moonserve.protocol.membership.registry import Member, MemberView, Registry
@@ -26,8 +27,6 @@ from moonserve.protocol.pb import directory_pb2, directory_pb2_grpc, kvstore_pb2
 from moonserve.protocol.process.event_loop import Timer
 from moonserve.protocol.process.machine import host_identity
 
-STORE_ROLE = "store"
-DIRECTORY_ROLE = "directory"
 _DEFAULT_CAPACITY = 1.0
 
 
@@ -55,8 +54,7 @@ class Cluster:
         try:
             async for members in registry.watch():
                 self._members.update(members, time.monotonic())
-                self._publish_view()
-                timer.set(self._members.due_at)
+                self._publish_view(timer)
         finally:
             timer.set(None)
             await asyncio.shield(registry.close())
@@ -67,10 +65,9 @@ class Cluster:
 
     def _expire(self, timer: Timer) -> None:
         self._members.expire(time.monotonic())
-        self._publish_view()
-        timer.set(self._members.due_at)
+        self._publish_view(timer)
 
-    def _publish_view(self) -> None:
+    def _publish_view(self, timer: Timer) -> None:
         members = list(self._members.members.values())
         before = self._nodes
         self._nodes = {
@@ -83,6 +80,7 @@ class Cluster:
         self.is_known.set()
         for gone in before.keys() - self._nodes.keys():
             before[gone].detach_for_good()
+        timer.set(self._members.due_at)
 
     def _node(self, member: Member) -> StoreNode:
         return StoreNode(

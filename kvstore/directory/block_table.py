@@ -150,7 +150,7 @@ class BlockTable:
         self.keys: npt.NDArray[Any] = np.empty(_FIRST_CAPACITY, _KEY)
         self.parents: npt.NDArray[np.uint32] = np.empty(_FIRST_CAPACITY, np.uint32)
         self.children: npt.NDArray[np.uint32] = np.empty(_FIRST_CAPACITY, np.uint32)
-        self.holders: list[Bits] = [np.zeros(_FIRST_CAPACITY, np.uint64)]
+        self._set_holders([np.zeros(_FIRST_CAPACITY, np.uint64)])
 
     def __len__(self) -> int:
         return len(self._index)
@@ -170,9 +170,10 @@ class BlockTable:
         """Returns the slot of each key, NO_RECORD for keys without a row."""
         return self._index.find_all(self.keys, packed_keys)
 
-    def find_leading(self, packed_keys: bytes) -> Slots:
-        """Returns the slots of the leading keys, up to the first key without a row."""
-        return self._index.find_all(self.keys, packed_keys, leading=True)
+    def leading(self, packed_keys: bytes) -> LeadingHolders:
+        """Returns the holders of the leading keys, up to the first key without a row."""
+        slots = self._index.find_all(self.keys, packed_keys, leading=True)
+        return LeadingHolders(slots, *leading_holders(self._addresses, slots))
 
     def key(self, slot: int) -> BlockKey:
         return BlockKey(self.keys[slot].tobytes())
@@ -228,7 +229,7 @@ class BlockTable:
 
     def add_holder_column(self) -> None:
         """Adds a column for 64 more holders."""
-        self.holders.append(np.zeros(len(self.keys), np.uint64))
+        self._set_holders([*self.holders, np.zeros(len(self.keys), np.uint64)])
 
     def validate(self) -> None:
         """Raises AssertionError if the columns contradict each other."""
@@ -269,7 +270,10 @@ class BlockTable:
         self.keys = _grown_column(self.keys, capacity)
         self.parents = _grown_column(self.parents, capacity)
         self.children = _grown_column(self.children, capacity)
-        self.holders = [_grown_column(column, capacity) for column in self.holders]
+        self._set_holders([_grown_column(column, capacity) for column in self.holders])
+
+    def _set_holders(self, columns: list[Bits]) -> None:
+        self.holders, self._addresses = columns, np.array(list(map(address_of, columns)), np.uint64)
 
     def _release(self, slots: Slots) -> None:
         self._index.remove(self.keys, slots)
@@ -316,6 +320,19 @@ class LeadingHolders(NamedTuple):
         words = self.held[bit >> _WORD_SHIFT, first:]
         gaps = words >> np.uint64(bit & _BIT_MASK) & _ONE == 0
         return first + int(gaps.argmax()) if gaps.any() else first + len(gaps)
+
+
+def leading_holders(addresses: Bits, rows: Slots) -> tuple[Bits, Slots]:
+    """Returns the holders of each row [words, rows], and the number of leading rows of each holder [words · 64].
+
+    `addresses` are those of the columns of holders. `rows` must come from an index of their table, so that every column
+    has them.
+    """
+    held = np.empty((len(addresses), len(rows)), np.uint64)
+    runs = np.empty(len(addresses) * WORD_BITS, np.int64)
+    columns, of_rows = (address_of(addresses), len(addresses)), (address_of(rows), len(rows))
+    slots_library().holders_leading(*columns, *of_rows, address_of(held), address_of(runs))
+    return held, runs
 
 
 def _among(words: Bits, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -10,7 +10,6 @@ block.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,43 +24,11 @@ from moonserve.kvstore.directory.block_table import (
     LeadingHolders,
     Slots,
     bits_of,
-    slots_library,
 )
 from moonserve.kvstore.index_layout import NO_RECORD
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey, iter_keys, pack_keys
 from moonserve.protocol.request import InstanceId
-from moonserve.transfer.memory.data_plane import address_of
-
-
-class HolderKernel:
-    """Reads the holders of rows of a table, and the length of each holder's run. Raises CompilerError."""
-
-    def __init__(self) -> None:
-        self._leading = slots_library().holders_leading
-        self._columns: tuple[Bits, ...] = ()  # the last columns passed, whose addresses are cached
-        self._addresses = np.zeros(0, np.uint64)
-
-    def leading(self, columns: Sequence[Bits], rows: Slots) -> tuple[Bits, Slots]:
-        """Returns the holders of each row [words, rows], and the number of leading rows of each holder [words · 64].
-
-        `rows` must come from an index of this table, so that every column has them.
-        """
-        num_words, num_rows = len(columns), len(rows)
-        held = np.empty((num_words, num_rows), np.uint64)
-        runs = np.empty(num_words * WORD_BITS, np.int64)
-        self._cache_addresses(columns)
-        self._leading(
-            *(address_of(self._addresses), num_words, address_of(rows), num_rows),
-            *(address_of(held), address_of(runs)),
-        )
-        return held, runs
-
-    def _cache_addresses(self, columns: Sequence[Bits]) -> None:
-        same = len(columns) == len(self._columns)
-        if not (same and all(map(operator.is_, columns, self._columns))):
-            self._columns = tuple(columns)
-            self._addresses = np.array([address_of(column) for column in columns], np.uint64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +71,6 @@ class Directory:
         self.table = BlockTable()
         self._sources: dict[InstanceId, _Incarnation] = {}
         self._instance_of: dict[int, InstanceId] = {}  # by bit
-        self._kernel = HolderKernel()
 
     def apply_pairs(
         self,
@@ -183,9 +149,7 @@ class Directory:
 
     def leading(self, packed_keys: bytes) -> LeadingHolders:
         """Returns the holders of a chain's leading blocks, as arrays over all bits. Unused bits have runs of 0."""
-        slots = self.table.find_leading(packed_keys)
-        held, runs = self._kernel.leading(self.table.holders, slots)
-        return LeadingHolders(slots, held, runs)
+        return self.table.leading(packed_keys)
 
     def children(self, slots: Slots) -> npt.NDArray[np.int64]:
         """Returns the number of known children of the block in each of these rows."""

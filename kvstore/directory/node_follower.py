@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from moonserve.kvstore.directory.holders import Changes, Directory
 from moonserve.kvstore.directory.replica_plans import NodeView
+from moonserve.kvstore.wire import STORE_ROLE
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.membership.registry import Member, MembershipChanges, MemberView, Registry
 from moonserve.protocol.pb import common_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -158,9 +159,6 @@ class NodeFollower:
             except MoonserveError as error:
                 log.debug("%s did not report its state: %s", self._id, error)
             await asyncio.sleep(STATS_EVERY_S)
-
-
-STORE_ROLE = "store"
 
 
 class ClusterFollower:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc.aio
@@ -19,7 +19,7 @@ from moonserve.kvstore.directory.holders import Directory
 from moonserve.kvstore.directory.node_follower import ClusterFollower
 from moonserve.kvstore.directory.replica_planner import ReplicaPlanner
 from moonserve.kvstore.directory.replicator import Replicator
-from moonserve.kvstore.wire import packed_keys_from_wire
+from moonserve.kvstore.wire import DIRECTORY_ROLE, packed_keys_from_wire
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import BlockKey, unpack_keys
 from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry, RegistryService
@@ -121,7 +121,6 @@ class DirectoryCollector(Collector):
             yield CounterMetricFamily(name, help_text, value=counts.get(counter, 0))
 
 
-DIRECTORY_ROLE = "directory"
 STOP_GRACE_S = 0.5
 
 
@@ -181,8 +180,7 @@ class DirectoryProcess:
         registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(embedded), self._server.grpc)
         return embedded
 
-    @contextlib.asynccontextmanager
-    async def _registered(self, registry: Registry, address: str) -> AsyncIterator[asyncio.Task[None]]:
+    def _registered(self, registry: Registry, address: str) -> AbstractAsyncContextManager[asyncio.Task[None]]:
         identity = load_or_create_identity(None, self._config.instance_id)
         endpoint = own_endpoint(self._config.instance_id, rpc_address=address, transfer_address="")
         facts = {
@@ -190,8 +188,7 @@ class DirectoryProcess:
             "lean_unix": self._server.lean_unix_address,
         }
         member = Member(endpoint=endpoint, role=DIRECTORY_ROLE, owner=identity.owner, facts=facts)
-        async with registry_lease(RegistryLease(registry, member)) as task:
-            yield task
+        return registry_lease(RegistryLease(registry, member))
 
 
 async def serve(config: DirectoryConfig, lifecycle: Lifecycle) -> None:

@@ -19,7 +19,7 @@ from moonserve.kvstore.node.removal_store import RemovalStore
 from moonserve.kvstore.node.verification import batched
 from moonserve.kvstore.state.removals import ReportedRemoval
 from moonserve.kvstore.state.state import StoreState
-from moonserve.kvstore.wire import entries_from_wire
+from moonserve.kvstore.wire import STORE_ROLE, entries_from_wire
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, unpack_keys
 from moonserve.protocol.membership.registry import TTL_S, Member, Registry
@@ -55,7 +55,6 @@ def old_objects_may_stay(absent_s: float, answers: Sequence[PeerAnswer | None]) 
 
 log = logging.getLogger(__name__)
 
-STORE_ROLE = "store"
 PULL_EVERY_S = 1.0
 FANOUT = 4
 """Nodes per round of gossip: a removal reaches all n nodes in about log(n) rounds."""

@@ -128,7 +128,8 @@ class InlinePuts:
             reservation = self._in_loop.run(lambda: self._writes.reserve(puts))
         except MoonserveError as error:
             discard(link, nbytes + count * CHECKSUM.itemsize, give_up_at)
-            _refuse(link, error, give_up_at)
+            payload = failure_to_wire(error).SerializeToString()
+            send(link, RESPONSE.pack(ResponseStatus.FAILURE, 0, len(payload)) + payload, give_up_at)
             return
         if reservation is None:
             discard(link, nbytes + count * CHECKSUM.itemsize, give_up_at)
@@ -202,8 +203,3 @@ def _put_requests(rows: npt.NDArray[np.void], pin: int, tenant: bytes) -> list[P
         PutRequest(key=key, parent=parent_from_wire(parent), length=length, tenant=name, pin=kind)
         for key, (_, parent, length) in zip(keys, columns, strict=True)
     ]
-
-
-def _refuse(link: InlineConnection, error: MoonserveError, give_up_at: float) -> None:
-    payload = failure_to_wire(error).SerializeToString()
-    send(link, RESPONSE.pack(ResponseStatus.FAILURE, 0, len(payload)) + payload, give_up_at)

@@ -151,7 +151,14 @@ class InlineServer:
 
     def serve(self, link: InlineConnection) -> None:
         """Answers until the connection ends. Raises PeerLost, or DeadlineExceeded for a slow or idle peer."""
-        gets = self._get_server(link)
+        gets = GetServer(
+            link.fileno(),
+            most_bytes=inline_protocol.MAX_BYTES,
+            most_s=MAX_REQUEST_S,
+            idle_s=IDLE_S,
+            spin_ns=link.spin_ns,
+        )
+        gets.set_reader(self._reader)
         while True:
             head = self._serve_gets(gets)
             kind, pin, tenant_bytes, count, deadline_ms, _, nbytes = REQUEST.unpack(head)
@@ -161,17 +168,6 @@ class InlineServer:
             if kind != RequestKind.PUT:
                 raise MalformedRequest(f"the request has the unknown kind {kind} or too many keys")
             self._storing.put(link, count, nbytes, pin, tenant_bytes, give_up_at)
-
-    def _get_server(self, link: InlineConnection) -> GetServer:
-        gets = GetServer(
-            link.fileno(),
-            most_bytes=inline_protocol.MAX_BYTES,
-            most_s=MAX_REQUEST_S,
-            idle_s=IDLE_S,
-            spin_ns=link.spin_ns,
-        )
-        gets.set_reader(self._reader)
-        return gets
 
     def _serve_gets(self, gets: GetServer) -> bytes:
         """Answers gets. Returns the head of the next request that is not a get, or a get that is too large."""

@@ -29,6 +29,7 @@ from moonserve.kvstore.state import eviction
 from moonserve.kvstore.state.catalog import Catalog
 from moonserve.kvstore.state.catalog_tables import first_generation_of
 from moonserve.kvstore.state.state import StoreState
+from moonserve.kvstore.wire import STORE_ROLE
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
 from moonserve.protocol.membership.heartbeats import BlockLog, conductor_membership, own_endpoint
@@ -215,7 +216,7 @@ class NodeProcess:
         identity = load_or_create_identity(ssd[0] if ssd else None, self._config.instance_id)
         me = Member(
             endpoint=dataclasses.replace(endpoint, epoch=identity.last_epoch),
-            role="store",
+            role=STORE_ROLE,
             owner=identity.owner,
             facts={"dram": str(self._config.dram), "ssd": self._config.ssd or ""},
         )

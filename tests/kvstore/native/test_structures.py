@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from moonserve.kvstore import index_layout, published_index
-from moonserve.kvstore.directory.block_table import WORD_BITS, Column, SlotIndex
-from moonserve.kvstore.directory.holders import HolderKernel
+from moonserve.kvstore.directory.block_table import WORD_BITS, BlockTable, Column, SlotIndex, leading_holders
 from moonserve.kvstore.published_index import KeyIndex
 from moonserve.kvstore.state.eviction.base import RankHeap
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
 from moonserve.protocol.process.native_libraries import C_FLAGS
+from moonserve.transfer.memory.data_plane import address_of
 from tests.compilers import compile_strictly
 from tests.kvstore.native.mutator import key_of
 from tests.thoroughness import examples
@@ -335,7 +335,7 @@ words = st.sampled_from([2**64 - 1, 2**63, 1, 0, 2**64 - 2, 0xF0F0])
 def test_runs_are_those_of_a_loop_over_all_bits(columns: list[list[int]], rows: list[int]) -> None:
     table = [np.array(column, np.uint64) for column in columns]
     places = np.array(rows, np.int64)
-    held, runs = HolderKernel().leading(table, places)
+    held, runs = leading_holders(np.array(list(map(address_of, table)), np.uint64), places)
     assert held.tolist() == [column[places].tolist() for column in table]
     for bit in range(WORD_BITS * len(columns)):
         word, mask = divmod(bit, WORD_BITS)
@@ -344,11 +344,10 @@ def test_runs_are_those_of_a_loop_over_all_bits(columns: list[list[int]], rows: 
         assert runs[bit] == expected
 
 
-def test_the_kernel_follows_moved_columns() -> None:
-    """The kernel reads a table's new columns after growth has replaced the old ones."""
-    kernel = HolderKernel()
-    rows = np.array([0], np.int64)
+def test_holders_are_read_from_moved_columns() -> None:
+    """The holders are read from a table's new columns after growth has replaced the old ones."""
+    table = BlockTable()
     for size in (1, 1000):
-        column = np.full(size, size, np.uint64)
-        held, _ = kernel.leading([column], rows)
-        assert held.tolist() == [[size]]
+        rows = table.find_or_insert(b"".join(map(key_of, range(size))))
+        table.holders[0][rows] = size
+        assert table.leading(key_of(0)).held.tolist() == [[size]]

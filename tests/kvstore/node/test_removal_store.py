@@ -20,7 +20,7 @@ from moonserve.kvstore.disk.base import DiskObject
 from moonserve.kvstore.disk.recovery import Found
 from moonserve.kvstore.disk.tier import SsdTier
 from moonserve.kvstore.node import catch_up
-from moonserve.kvstore.node.catch_up import STORE_ROLE, CatchUp
+from moonserve.kvstore.node.catch_up import CatchUp
 from moonserve.kvstore.node.removal_store import LAST_CONTACT_FILE_NAME, REMOVALS_FILE_NAME, RemovalFile, RemovalStore
 from moonserve.kvstore.state.removals import RemovalLog, ReportedRemoval
 from moonserve.protocol.kv_blocks import BlockKey
@@ -298,7 +298,7 @@ async def test_a_node_that_begins_empty_saves_no_contact_before_its_disk_is_empt
         registry, channels, noted = EmbeddedRegistry(), Channels(TOKEN), tmp_path / LAST_CONTACT_FILE_NAME
         again = Ignorant("store-0", registry, life.remembering, life.node.state, channels)
         endpoint = Endpoint(instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host="")
-        seat = RegistryLease(registry, Member(endpoint=endpoint, role=STORE_ROLE, owner="owner"))
+        seat = RegistryLease(registry, Member(endpoint=endpoint, role="store", owner="owner"))
         async with background_task(seat.run()), background_task(again.run(seat)):
             await came_true(lambda: again.rounds >= 3)
             assert not noted.exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.directory.holders import Directory
-from moonserve.kvstore.directory.node_follower import STORE_ROLE, ClusterFollower
+from moonserve.kvstore.directory.node_follower import ClusterFollower
 from moonserve.kvstore.disk.base import Health
 from moonserve.kvstore.node.catch_up import CatchUp
 from moonserve.kvstore.node.event_log import EventLog
@@ -169,7 +169,7 @@ class PoolNode(Node):
         catalog.use_disk(self.disk)
         registry = RemoteRegistry(DIRECTORY, "token", channels=self.channels)
         self.catching_up = CatchUp(name, registry, remembering, self.state, self.channels)
-        member = Seated(endpoint=self.endpoint(), role=STORE_ROLE, owner=name)
+        member = Seated(endpoint=self.endpoint(), role="store", owner=name)
         self.seat = RegistryLease(registry, member, before_rejoin=self.catching_up.before_rejoin)
 
     async def serve(self) -> None:
