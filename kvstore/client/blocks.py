@@ -34,6 +34,7 @@ from moonserve.kvstore.state.objects import PutOutcome
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, PeerLost, StaleLease
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from moonserve.protocol.process.event_loop import BackgroundTasks
 from moonserve.protocol.request import Endpoint, new_id
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import endpoint_from_wire
@@ -56,7 +57,7 @@ class BlockStores:
         self._transfer = transfer
         self._attaches = attaches
         self._made: BlocksFastPath | None = None
-        self._undoing: set[asyncio.Task[None]] = set()
+        self._undoing = BackgroundTasks()
 
     async def close(self) -> None:
         """Waits until pending leases and reservations are given back, then detaches every node."""
@@ -270,8 +271,7 @@ class BlockStores:
             try:
                 step = steps.send(answer)
             except StopIteration as done:
-                result: T = done.value
-                return result
+                return cast("T", done.value)
             if isinstance(step, Call):
                 answer = await self._call(store, *step, seconds_left(give_up_at))
             else:
@@ -280,10 +280,7 @@ class BlockStores:
 
     def _undo(self, store: Endpoint, call: Call) -> asyncio.Task[None]:
         """Gives a right back in its own task, which continues after the caller ends."""
-        task = asyncio.create_task(self._best_effort(store, call))
-        self._undoing.add(task)
-        task.add_done_callback(self._undoing.discard)
-        return task
+        return self._undoing.start(self._best_effort(store, call))
 
     async def _best_effort(self, store: Endpoint, call: Call) -> None:
         """Gives a right back if possible. Otherwise it expires at the node."""

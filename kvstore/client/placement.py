@@ -11,7 +11,7 @@ Schomaker, "Weighted Distributed Hash Tables", SPAA 2005 (logarithmic method).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,11 +75,6 @@ class ClusterView:
 
     def by_id(self, node_id: str) -> StoreNode | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
-
-
-def nearest_first(nodes: Iterable[StoreNode]) -> Iterator[StoreNode]:
-    """Sorts nodes: this host's first, then those with the fewest calls of this client in flight; resting nodes last."""
-    yield from sorted(nodes, key=lambda node: (node.resting, not node.is_mapped, node.in_flight))
 
 
 def _seed(node: str) -> int:
@@ -171,8 +166,9 @@ class NodeSearch:
     def locate(self, place: int, holders: Iterable[StoreNode]) -> None:
         """Sets the directory's holders as the only nodes left to ask. Without holders, drops an earlier error."""
         asked = self._asked[place]
-        holders = list(holders)
-        self._waiting[place] = [node for node in nearest_first(holders) if node not in asked]
+        # This host's nodes first, then those with the fewest calls of this client in flight; resting nodes last.
+        holders = sorted(holders, key=lambda node: (node.resting, not node.is_mapped, node.in_flight))
+        self._waiting[place] = [node for node in holders if node not in asked]
         if not holders:
             self._errors.pop(place, None)
 

@@ -93,7 +93,8 @@ class Puts:
             if silent and not isinstance(error, OtherWriterUnfinished) and deadline.was_ample():
                 node.mark_lost(error)
             return [error] * len(items)
-        refused = Overloaded(_why_full(terms.tenant), retry_after_s=_FULL_RETRY_S)
+        quota = f", or tenant {terms.tenant!r} has a quota that this does not fit into" if terms.tenant else ""
+        refused = Overloaded(f"the store is full of objects in use{quota}", retry_after_s=_FULL_RETRY_S)
         return [refused if put is PutOutcome.FULL else None for put in puts]
 
     def _put_at(
@@ -168,11 +169,6 @@ class Puts:
 def _require_undamaged(puts: Sequence[PutOutcome]) -> None:
     if num_corrupt := puts.count(PutOutcome.CORRUPT):
         raise IntegrityError(f"{num_corrupt} of {len(puts)} values arrived damaged and were dropped")
-
-
-def _why_full(tenant: str) -> str:
-    quota = f", or tenant {tenant!r} has a quota that this does not fit into" if tenant else ""
-    return f"the store is full of objects in use{quota}"
 
 
 def _group_by_node(

@@ -6,6 +6,7 @@ happens after a group nor what is durable.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -224,7 +225,7 @@ class GroupWriter:
 
     def _ended(self, group: WriteGroup, flight: Flight) -> None:
         if flight.given_up:
-            group.error = flight.error()
+            group.error = OSError(errno.ETIMEDOUT, "the disk does not answer")
         elif not all(map(flight.is_whole, range(len(flight.runs)))):
             self._begin_in_threads(group)  # a thread writes the same bytes again, and reports why they fail
             return

@@ -115,10 +115,10 @@ class Catalog:
     def reserve(self, request: PutRequest) -> StoredObject | None:
         """Reserves space for an object that is neither visible nor reserved, evicting as needed. None = no space."""
         assert request.key not in self._reserved
-        self._count_child(request.parent)  # first, so that making room does not evict the parent
+        self._count_child(request.parent, 1)  # first, so that making room does not evict the parent
         offset = self.evictor.allocate_for_put(request.length, request.tenant)
         if offset is None:
-            self._uncount_child(request.parent)
+            self._count_child(request.parent, -1)
             return None
         stored = StoredObject(request.key, request.parent, request.length, self.take_generation())
         stored.tenant, stored.pin, stored.is_copied = request.tenant, request.pin, request.is_copied
@@ -143,7 +143,7 @@ class Catalog:
         assert stored.offset is not None
         del self._reserved[stored.key]
         self.accounting.reserved_bytes -= stored.space
-        self._uncount_child(stored.parent)
+        self._count_child(stored.parent, -1)
         self._shares.charge(stored.tenant, -stored.space)
         self.allocator.free(stored.offset, stored.length)
 
@@ -165,7 +165,7 @@ class Catalog:
             return False
         if known is not None:
             self.remove(known)
-        self._count_child(stored.parent, in_memory=False)
+        self._count_child(stored.parent, 1, in_memory=False)
         self.accounting.disk_live += self.disk.space(stored.length)
         self._shares.charge(stored.tenant, stored.space)
         self._admit(stored)
@@ -189,7 +189,7 @@ class Catalog:
             self.accounting.num_leased -= 1
         elif stored.offset is not None:
             self.allocator.free(stored.offset, stored.length)
-        self._uncount_child(stored.parent, in_memory=stays)
+        self._count_child(stored.parent, -1, in_memory=stays)
 
     def hold(self, stored: StoredObject) -> None:
         """Adds a hold to a visible object, which may then neither be evicted nor moved."""
@@ -336,11 +336,8 @@ class Catalog:
         self.evictor.add(stored.record, stored.key, stored.parent)
         self._announce.added(stored.key, stored.parent, self.evictor.tier(stored.record))
 
-    def _count_child(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
-        self._child_counts.count(parent, 1, int(in_memory), self.evictor.update_candidacy)
-
-    def _uncount_child(self, parent: BlockKey | None, *, in_memory: bool = True) -> None:
-        self._child_counts.count(parent, -1, -int(in_memory), self.evictor.update_candidacy)
+    def _count_child(self, parent: BlockKey | None, change: int, *, in_memory: bool = True) -> None:
+        self._child_counts.count(parent, change, change * in_memory, self.evictor.update_candidacy)
 
     def validate(
         self,

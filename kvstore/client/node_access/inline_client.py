@@ -28,6 +28,7 @@ from moonserve.kvstore.client.node_access.inline_protocol import (
     Steps,
     hash_on_arrival,
     millis,
+    receive_exactly,
     run_steps,
     run_steps_in_loop,
 )
@@ -224,9 +225,10 @@ def _get_steps(
 ) -> Steps[list[Found]]:
     count = _send_get(link, keys, slots.capacities, left_s)
     told = yield from _receive_rows(count, link)
-    if told.is_all_of(slots.capacities):
-        return told.all_found((yield from _receive_values(link, slots, slots.capacities)), slots.capacities)
-    return told.results((yield from _receive_values(link, slots, told.lengths)))
+    all_there = told.is_all_of(slots.capacities)
+    lengths = slots.capacities if all_there else told.lengths
+    arrived = yield from _receive_values(link, slots, lengths)
+    return lengths.tolist() if all_there and arrived == told.checksums else told.results(arrived)
 
 
 def _scatter_steps(
@@ -259,15 +261,17 @@ def _send_get(
 
 def _receive_rows(count: int, link: InlineConnection) -> Steps[_ResponseRows]:
     """Receives the node's rows. Raises PeerLost for a failure: a get fails only if the node itself does."""
-    answer = inline_protocol.response_buffer(count)
+    answer = bytearray(RESPONSE.size + count * inline_protocol.ROW_BYTES)
     end = link.received + len(answer)
     link.receive(vectors((address_of(answer), len(answer))), RESPONSE.size)
     yield
-    _check_header(answer)
+    status, _, nbytes = RESPONSE.unpack_from(answer)
+    if status != ResponseStatus.OK or nbytes != len(answer) - RESPONSE.size:
+        raise PeerLost("the node's response has an unknown format")
     if link.received < end:
         link.wait_for(end)
         yield
-    return _ResponseRows(inline_protocol.response_rows(answer, count))
+    return _ResponseRows(np.frombuffer(answer, np.uint64, count * 4, RESPONSE.size).reshape(count, 4))
 
 
 class _ResponseRows:
@@ -312,10 +316,6 @@ class _ResponseRows:
         checksums: list[int] = self._rows[:, 2].tolist()
         return checksums
 
-    def all_found(self, arrived: Sequence[int], lengths: Words) -> list[Found]:
-        """Returns the same as `results`, if all values were to be sent."""
-        return lengths.tolist() if arrived == self.checksums else self.results(arrived)
-
     def results(self, arrived: Sequence[int]) -> list[Found]:
         """Returns each key's result, given the checksums of the received bytes. Those of unsent values are ignored."""
         rows: list[list[int]] = self._rows.tolist()
@@ -347,22 +347,11 @@ def _receive_values(link: InlineConnection, slots: BufferSlots, lengths: Words) 
     return (yield from hash_on_arrival(link, lengths, checksum_of))
 
 
-def _check_header(answer: bytearray) -> None:
-    status, _, nbytes = RESPONSE.unpack_from(answer)
-    if status != ResponseStatus.OK or nbytes != len(answer) - RESPONSE.size:
-        raise PeerLost("the node's response has an unknown format")
-
-
 def _receive_outcomes(link: InlineConnection, count: int, give_up_at: float) -> list[PutOutcome] | MoonserveError:
-    head = bytearray(RESPONSE.size)
-    link.receive(vectors((address_of(head), len(head))))
-    link.transfer(give_up_at)
-    status, _, nbytes = RESPONSE.unpack(head)
+    status, _, nbytes = RESPONSE.unpack(receive_exactly(link, RESPONSE.size, give_up_at))
     if nbytes > _MAX_FAILURE_BYTES or (status == ResponseStatus.OK and nbytes != count):
         raise PeerLost("the node's response has an unknown format")
-    body = bytearray(nbytes)
-    link.receive(vectors((address_of(body), nbytes)))
-    link.transfer(give_up_at)
+    body = receive_exactly(link, nbytes, give_up_at)
     if status == ResponseStatus.OK:
         return [PutOutcome(outcome) for outcome in body]
     return failure_from_wire(common_pb2.Failure.FromString(bytes(body)))

@@ -26,7 +26,7 @@ import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from enum import IntEnum
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -81,17 +81,6 @@ def pack_request(
     kind: RequestKind, count: int, deadline_ms: int, nbytes: int, *, pin: int = 0, tenant: bytes = b""
 ) -> bytes:
     return REQUEST.pack(kind, pin, len(tenant), count, min(deadline_ms, 2**32 - 1), 0, nbytes)
-
-
-def response_buffer(count: int) -> bytearray:
-    """Returns a buffer for the header and rows of an answer to a GET of `count` keys."""
-    return bytearray(RESPONSE.size + count * ROW_BYTES)
-
-
-def response_rows(answer: bytearray, count: int) -> Words:
-    """Returns the rows of an answer as a view of its memory, shape (count, 4)."""
-    rows: Words = np.frombuffer(answer, np.uint64, count * 4, RESPONSE.size).reshape(count, 4)
-    return rows
 
 
 def status_and_length(extent: int) -> tuple[int, int]:
@@ -239,10 +228,8 @@ class InlineConnection:
 
     def shut(self) -> None:
         """Shuts the connection down, which ends all waits on it. Thread-safe."""
-        try:
+        with contextlib.suppress(OSError):  # the connection has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the connection has ended already
-            return
 
     def close(self) -> None:
         self._sock.close()
@@ -254,8 +241,7 @@ def run_steps(steps: Steps[T], link: InlineConnection, give_up_at: float) -> T:
         try:
             next(steps)
         except StopIteration as done:
-            result: T = done.value
-            return result
+            return cast("T", done.value)
         link.transfer(give_up_at)
 
 
@@ -265,8 +251,7 @@ async def run_steps_in_loop(steps: Steps[T], link: InlineConnection, give_up_at:
         try:
             next(steps)
         except StopIteration as done:
-            result: T = done.value
-            return result
+            return cast("T", done.value)
         while not link.transfer_briefly():
             await link.ready(give_up_at)
 

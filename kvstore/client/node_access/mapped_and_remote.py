@@ -210,11 +210,8 @@ class RemoteObjects:
         """Reads each object into its slot, over an inline connection if offered. Raises InvalidRequest if one does not
         fit."""
         if len(keys) > GET_KEYS:
-            rest = slots.at(range(GET_KEYS, len(keys)))
-            return [
-                *self.read(keys[:GET_KEYS], slots.at(range(GET_KEYS)), deadline),
-                *self.read(keys[GET_KEYS:], rest, deadline),
-            ]
+            first = self.read(keys[:GET_KEYS], slots.at(range(GET_KEYS)), deadline)
+            return first + self.read(keys[GET_KEYS:], slots.at(range(GET_KEYS, len(keys))), deadline)
         found = self._inline_get(lambda inline: inline.get(keys, slots, deadline))
         if found is None:
             found = list(self.find(keys, deadline))
@@ -261,7 +258,7 @@ class RemoteObjects:
     def read_entries(self, entries: Sequence[Entry], slots: BufferSlots, deadline: Deadline) -> list[int | ReadMiss]:
         """READs each object into its slot. Raises InvalidRequest for an object that does not fit."""
         runs = [
-            (entry.offset, int(slots.offsets[place]), _fitting(entry, slots, place))
+            (entry.offset, int(slots.offsets[place]), fitting_length(entry, slots, place))
             for place, entry in enumerate(entries)
             if entry.offset is not None
         ]
@@ -273,7 +270,8 @@ class RemoteObjects:
         ]
 
 
-def _fitting(entry: Entry, slots: BufferSlots, place: int) -> int:
+def fitting_length(entry: Entry | LeasedObject, slots: BufferSlots, place: int) -> int:
+    """Returns the length of an object that fits its slot. Raises InvalidRequest for any other."""
     if entry.length > slots.capacities[place]:
         raise too_small(entry.length, int(slots.capacities[place]))
     return entry.length

@@ -179,8 +179,7 @@ class StoreNode:
             try:
                 step = steps.send(answer)
             except StopIteration as done:
-                result: T = done.value
-                return result
+                return cast("T", done.value)
             if isinstance(step, Call):
                 answer = self.call(*step, deadline)
             else:

@@ -22,14 +22,19 @@ from moonserve.kvstore.client.node_access.lease_and_put import (
     release_call,
     renew_call,
 )
-from moonserve.kvstore.client.node_access.mapped_and_remote import MappedObjects, RemoteObjects, matches, read_runs
+from moonserve.kvstore.client.node_access.mapped_and_remote import (
+    MappedObjects,
+    RemoteObjects,
+    fitting_length,
+    matches,
+    read_runs,
+)
 from moonserve.kvstore.client.node_access.node import Attachment, ClientResources, StoreNode
 from moonserve.kvstore.client.node_access.objects import (
     LeasedObject,
     ReadLease,
     ReadMiss,
     require_lengths,
-    too_small,
 )
 from moonserve.kvstore.client.node_access.use_reports import ClientCounters, ClientEvent, UseReports
 from moonserve.kvstore.index_layout import Entry
@@ -121,11 +126,11 @@ def read_leased(
     deadline: Deadline,
 ) -> list[int | ReadMiss]:
     """Reads the leased objects of a slice into their slots. Raises StaleLease, InvalidRequest if one does not fit."""
-    runs, entries = [], lease.entries[part]
-    for place, entry in enumerate(entries):
-        if entry.length > slots.capacities[place]:
-            raise too_small(entry.length, int(slots.capacities[place]))
-        runs.append((entry.offset, int(slots.offsets[place]), entry.length))
+    entries = lease.entries[part]
+    runs = [
+        (entry.offset, int(slots.offsets[place]), fitting_length(entry, slots, place))
+        for place, entry in enumerate(entries)
+    ]
     read_runs(engine, lease.lease.segment, slots.segment, runs, deadline)
     lease.require_valid()
     return [

@@ -61,14 +61,11 @@ def block_of(key: Key) -> Block:
     # Exact types first: these checks are much of the cost of a small get.
     if type(key) is not bytes and not isinstance(key, bytes | bytearray | memoryview):
         raise InvalidRequest(f"a key is bytes or a Block, not {type(key).__name__}", param="key")
-    stored = _stored(key)
-    return Block(stored, stored)
-
-
-def _stored(key: bytes) -> BlockKey:
     if type(key) is bytes and len(key) <= SHORT_KEY_BYTES:
-        return _digests.get(key) or _digest_of(key)
-    return plain_key(key)
+        stored = _digests.get(key) or _digest_of(key)
+    else:
+        stored = plain_key(key)
+    return Block(stored, stored)
 
 
 _digests: dict[bytes, BlockKey] = {}

@@ -10,7 +10,6 @@ moves.
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import importlib
 import importlib.util
@@ -67,10 +66,6 @@ class Flight:
 
     def is_whole(self, index: int) -> bool:
         return index not in self.failed
-
-    def error(self) -> OSError:
-        """Returns the error for the caller of a flight that was given up."""
-        return OSError(errno.ETIMEDOUT, "the disk does not answer")
 
     def give_up(self) -> None:
         """Reports all runs as failed to the caller."""
