@@ -79,14 +79,6 @@ def check_size(payload: bytes) -> None:
         raise InvalidRequest(f"a message of {len(payload)} bytes is larger than the limit of {MAX_MESSAGE_BYTES}")
 
 
-def request_reader() -> FrameReader[Request]:
-    return FrameReader(REQUEST, Request)
-
-
-def reply_reader() -> FrameReader[Reply]:
-    return FrameReader(REPLY, Reply)
-
-
 class FrameReader(Generic[Frame]):
     """Splits a byte stream that arrives in arbitrary chunks into frames."""
 

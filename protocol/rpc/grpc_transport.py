@@ -36,7 +36,7 @@ from moonserve.protocol.rpc.frames import MAX_MESSAGE_BYTES
 from moonserve.protocol.rpc.socket_client import AsyncChannel
 from moonserve.protocol.rpc.socket_server import SocketServer
 from moonserve.protocol.rpc.socket_server_connection import ConnectionTakeover
-from moonserve.protocol.rpc.transport_selection import RoutedChannel, SocketServerAddresses
+from moonserve.protocol.rpc.transport_selection import Metadata, RoutedChannel, address_metadata
 from moonserve.protocol.rpc.wire import failure_from_wire, handler_failure
 
 TOKEN_HEADER = "x-moonserve-token"
@@ -127,7 +127,7 @@ class RpcServer:
             ) from error
         if self._socket_server is not None:
             self.lean_address, self.lean_unix_address = await self._socket_server.start(host)
-            self._auth.socket_addresses = SocketServerAddresses(self.lean_address, self.lean_unix_address)
+            self._auth.reply_metadata = address_metadata(self.lean_address, self.lean_unix_address)
         await self._server.start()
         return f"{host}:{bound}"
 
@@ -148,7 +148,7 @@ class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     """Checks the cluster token, translates errors of handlers and publishes the socket addresses to callers."""
 
     def __init__(self, cluster_token: str) -> None:
-        self.socket_addresses: SocketServerAddresses | None = None
+        self.reply_metadata: Metadata | None = None
         self._token = cluster_token.encode()
 
     async def intercept_service(
@@ -162,21 +162,21 @@ class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         presented = dict(details.invocation_metadata or ()).get(TOKEN_HEADER, "")
         allowed = hmac.compare_digest(str(presented).encode(), self._token)
         if handler.unary_unary:
-            guarded = _guard_unary(handler.unary_unary, allowed, self.socket_addresses)
+            guarded = _guard_unary(handler.unary_unary, allowed, self.reply_metadata)
             return handler._replace(unary_unary=guarded)
         return handler._replace(unary_stream=_guard_stream(handler.unary_stream, allowed))
 
 
 def _guard_unary(
-    behavior: Callable[..., Awaitable[Any]], allowed: bool, addresses: SocketServerAddresses | None
+    behavior: Callable[..., Awaitable[Any]], allowed: bool, reply_metadata: Metadata | None
 ) -> Callable[..., Any]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             if not allowed:
                 raise Unauthenticated("wrong or missing cluster token")
             reply = await behavior(request, context)
-            if addresses is not None:
-                context.set_trailing_metadata(addresses.metadata())
+            if reply_metadata is not None:
+                context.set_trailing_metadata(reply_metadata)
             return reply
         except Exception as error:  # every error of a handler must reach the caller as a failure
             await _abort(context, error, request)
@@ -202,17 +202,10 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
         raise error
     failure = handler_failure(error, request)
     await context.abort(
-        _status_of(error),
+        next((status for cls, status in _STATUS_OF if isinstance(error, cls)), grpc.StatusCode.INTERNAL),
         failure.message,
         trailing_metadata=((FAILURE_HEADER, failure.SerializeToString()),),
     )
-
-
-def _status_of(error: Exception) -> grpc.StatusCode:
-    for cls, status in _STATUS_OF:
-        if isinstance(error, cls):
-            return status
-    return grpc.StatusCode.INTERNAL
 
 
 class Channels:

@@ -7,14 +7,14 @@ import math
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, NoReturn, cast
 
 from moonserve.protocol.errors import DeadlineExceeded, Incompatible, MoonserveError, Overloaded, PeerLost
 from moonserve.protocol.process.event_loop import Timer
 from moonserve.protocol.process.tls import CLOSE_TIMEOUT_S, IN_HANDSHAKE, Certificates, require_address, tls_error
 from moonserve.protocol.rpc import frames, handshake, socket_addresses
-from moonserve.protocol.rpc.frames import MAX_CALL_ID, MAX_MESSAGE_BYTES, Reply, Status
+from moonserve.protocol.rpc.frames import MAX_CALL_ID, MAX_MESSAGE_BYTES, FrameReader, Reply, Status
 from moonserve.protocol.rpc.handshake import Initiator
 from moonserve.protocol.rpc.wire import failure_from_bytes
 
@@ -50,7 +50,7 @@ class AsyncConnection(asyncio.Protocol):
         self._handshake = Initiator(cluster_token, secrets.token_bytes(handshake.NONCE_BYTES))
         self._arrived = bytearray()
         self._numbers: dict[str, int] = {}
-        self._reader = frames.reply_reader()
+        self._reader = FrameReader(frames.REPLY, Reply)
         self._calls: dict[int, _Call] = {}
         self._streams: dict[int, Messages] = {}
         self._last_id = 0
@@ -261,8 +261,17 @@ class AsyncChannel(UnaryOnly):
         request_serializer: Callable[[Any], bytes],
         response_deserializer: Callable[[bytes], Any],
         **_of_grpc: object,
-    ) -> UnaryCall:
-        return UnaryCall(self, path, request_serializer, response_deserializer)
+    ) -> Callable[..., Awaitable[Any]]:
+        """Makes a method for the constructor of a generated stub."""
+
+        async def call(request: Any, *, timeout: float, metadata: object = None, wait_for_ready: bool = False) -> Any:
+            """Calls the method. gRPC's `wait_for_ready` is ignored: a process publishes its address when it serves."""
+            deadline_at = asyncio.get_running_loop().time() + timeout
+            payload = request_serializer(request)
+            connection = self.live() or await self.connect(deadline_at)
+            return response_deserializer(await exchange(connection, path, payload, deadline_at))
+
+        return call
 
     def live(self) -> AsyncConnection | None:
         connection = self._connection
@@ -359,31 +368,6 @@ async def _discard(connection: AsyncConnection) -> None:
     if connection.opened:
         connection.close()
         await connection.closed.wait()
-
-
-class UnaryCall:
-    """Callable that a stub uses for one method of a channel."""
-
-    def __init__(
-        self,
-        channel: AsyncChannel,
-        path: str,
-        serialize: Callable[[Any], bytes],
-        deserialize: Callable[[bytes], Any],
-    ) -> None:
-        self._channel = channel
-        self._path = path
-        self._serialize = serialize
-        self._deserialize = deserialize
-
-    async def __call__(
-        self, request: Any, *, timeout: float, metadata: object = None, wait_for_ready: bool = False
-    ) -> Any:
-        """Calls the method. gRPC's `wait_for_ready` is ignored: a process publishes its address when it serves."""
-        deadline_at = asyncio.get_running_loop().time() + timeout
-        payload = self._serialize(request)
-        connection = self._channel.live() or await self._channel.connect(deadline_at)
-        return self._deserialize(await exchange(connection, self._path, payload, deadline_at))
 
 
 async def exchange(connection: AsyncConnection, path: str, payload: bytes, deadline_at: float) -> bytes:

@@ -13,9 +13,15 @@ import socket
 
 from moonserve.protocol.process.event_loop import wait_event
 from moonserve.protocol.process.tls import CLOSE_TIMEOUT_S, Certificates
-from moonserve.protocol.rpc import socket_addresses, socket_server_connection
+from moonserve.protocol.rpc import socket_addresses
 from moonserve.protocol.rpc.eager_tasks import EagerStarter
-from moonserve.protocol.rpc.socket_server_connection import HANDSHAKE_S, ConnectionTakeover, Method, ServerConnection
+from moonserve.protocol.rpc.socket_server_connection import (
+    HANDSHAKE_S,
+    ConnectionTakeover,
+    Method,
+    ServerConnection,
+    methods_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +48,7 @@ class SocketServer:
     def add(self, service: str, servicer: object) -> None:
         """Serves the methods of `service` (its name in the .proto file) that `servicer` implements."""
         assert self._eager is None, "the handshake sends the list of methods, so it must be complete before `start`"
-        self._methods.extend(
-            socket_server_connection.methods_of(socket_server_connection.service_descriptor(service), servicer)
-        )
+        self._methods.extend(methods_of(service, servicer))
 
     def add_takeover(self, takeover: ConnectionTakeover) -> None:
         """Lets clients transfer their connection to another protocol by calling `takeover.path`."""

@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 from moonserve.protocol.errors import Cancelled, DeadlineExceeded, InvalidRequest, MoonserveError, Overloaded, PeerLost
 from moonserve.protocol.rpc import frames, handshake, socket_addresses
 from moonserve.protocol.rpc.eager_tasks import EagerStarter
-from moonserve.protocol.rpc.frames import MalformedFrame, Request, Status
+from moonserve.protocol.rpc.frames import FrameReader, MalformedFrame, Request, Status
 from moonserve.protocol.rpc.handshake import Responder
 from moonserve.protocol.rpc.wire import handler_failure
 
@@ -55,14 +55,10 @@ class ConnectionTakeover:
     """Receives ownership of the socket, which is non-blocking and continues after the reply."""
 
 
-def service_descriptor(name: str) -> ServiceDescriptor:
-    """Returns the descriptor of a service. Its generated module must have been imported."""
+def methods_of(name: str, servicer: object) -> Iterator[Method]:
+    """Yields the methods of a service that the servicer implements; those of the generated base class are not
+    coroutines. The service's generated module must have been imported."""
     service: ServiceDescriptor = descriptor_pool.Default().FindServiceByName(f"{PROTO_PACKAGE}.{name}")
-    return service
-
-
-def methods_of(service: ServiceDescriptor, servicer: object) -> Iterator[Method]:
-    """Yields the methods that the servicer implements; those of the generated base class are not coroutines."""
     for method in service.methods:
         handler = getattr(servicer, method.name)
         if inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler):
@@ -130,7 +126,7 @@ class ServerConnection(asyncio.Protocol):
         self._handshake: Responder | None = Responder(cluster_token, paths, nonce)
         self._arrived = bytearray()
         """Unprocessed bytes of the handshake."""
-        self._reader = frames.request_reader()
+        self._reader = FrameReader(frames.REQUEST, Request)
         self._replies: list[bytes] = []
         self._flush_is_due = False
         self._waiting: dict[int, _Waiting] = {}

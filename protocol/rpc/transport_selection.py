@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -36,17 +35,12 @@ RETRY_S = 1.0
 _AT_DEADLINE_S = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class SocketServerAddresses:
-    """Addresses at which a server answers calls over sockets."""
+Metadata = tuple[tuple[str, str], ...]
 
-    tcp: str
-    unix: str
-    """Address for processes on the same host."""
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata for gRPC replies."""
-        return ((LEAN_HEADER, f"{host_identity()} {self.unix} {self.tcp}"),)
+def address_metadata(tcp: str, unix: str) -> Metadata:
+    """Returns metadata of gRPC replies that name a server's socket addresses, `unix` for processes on its host."""
+    return ((LEAN_HEADER, f"{host_identity()} {unix} {tcp}"),)
 
 
 def socket_address(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
@@ -80,9 +74,20 @@ class RoutedChannel:
         request_serializer: Callable[[Any], bytes],
         response_deserializer: Callable[[bytes], Any],
         **options: Any,
-    ) -> RoutedCall:
+    ) -> Callable[..., Awaitable[Any]]:
         over_grpc = self._grpc.unary_unary(path, request_serializer, response_deserializer, **options)
-        return RoutedCall(self, path, request_serializer, response_deserializer, over_grpc)
+
+        async def call(request: Any, *, timeout: float, metadata: Any, wait_for_ready: bool = False) -> Any:
+            connection = self.connection_for(path)
+            if connection is not None:
+                payload = request_serializer(request)
+                return response_deserializer(await _exchange_within(connection, path, payload, timeout))
+            running = over_grpc(request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready)
+            reply = await running
+            self.dial_if_named(await running.trailing_metadata())
+            return reply
+
+        return call
 
     def unary_stream(
         self,
@@ -199,39 +204,13 @@ class RoutedStream:
             yield message
 
 
-class RoutedCall:
-    """Callable that a stub uses for one unary method."""
-
-    def __init__(
-        self,
-        channel: RoutedChannel,
-        path: str,
-        serialize: Callable[[Any], bytes],
-        deserialize: Callable[[bytes], Any],
-        over_grpc: Callable[..., Any],
-    ) -> None:
-        self._channel = channel
-        self._path = path
-        self._serialize = serialize
-        self._deserialize = deserialize
-        self._over_grpc = over_grpc
-
-    async def __call__(self, request: Any, *, timeout: float, metadata: Any, wait_for_ready: bool = False) -> Any:
-        connection = self._channel.connection_for(self._path)
-        if connection is not None:
-            return await self._over_socket(connection, request, timeout)
-        call = self._over_grpc(request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready)
-        reply = await call
-        self._channel.dial_if_named(await call.trailing_metadata())
-        return reply
-
-    async def _over_socket(self, connection: AsyncConnection, request: Any, timeout_s: float) -> Any:
-        loop = asyncio.get_running_loop()
-        deadline_at = loop.time() + timeout_s
-        payload = self._serialize(request)
-        try:
-            return self._deserialize(await exchange(connection, self._path, payload, deadline_at))
-        except DeadlineExceeded as error:
-            if loop.time() < deadline_at - _AT_DEADLINE_S:  # raised by the handler
-                raise
-            raise PeerLost(f"deadline_exceeded: {error.message}") from error
+async def _exchange_within(connection: AsyncConnection, path: str, payload: bytes, timeout_s: float) -> bytes:
+    """Makes one call over a connection. Raises PeerLost after `timeout_s`, as a call over gRPC does."""
+    loop = asyncio.get_running_loop()
+    deadline_at = loop.time() + timeout_s
+    try:
+        return await exchange(connection, path, payload, deadline_at)
+    except DeadlineExceeded as error:
+        if loop.time() < deadline_at - _AT_DEADLINE_S:  # raised by the handler
+            raise
+        raise PeerLost(f"deadline_exceeded: {error.message}") from error

@@ -224,17 +224,12 @@ def token_from_wire(message: worker_pb2.TokenEvent, *, with_logprobs: bool) -> T
         request_id=RequestId(message.request_id),
         index=message.index,
         token_id=message.token_id,
-        logprobs=_logprobs_from_wire(message) if with_logprobs else None,
+        logprobs=Logprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top_logprobs))
+        if with_logprobs
+        else None,
         finish_reason=_FINISH_BACK.get(message.finish_reason),
         num_draft_tokens=message.num_draft_tokens,
         num_accepted_tokens=message.num_accepted_tokens,
-    )
-
-
-def _logprobs_from_wire(message: worker_pb2.TokenEvent) -> Logprobs:
-    return Logprobs(
-        sampled=message.logprob,
-        top=tuple((entry.token_id, entry.logprob) for entry in message.top_logprobs),
     )
 
 

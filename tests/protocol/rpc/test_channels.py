@@ -25,7 +25,7 @@ from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER, Channels, RpcSer
 from moonserve.protocol.rpc.socket_client_sync import SyncChannel, SyncConnection
 from moonserve.protocol.rpc.socket_server import SocketServer
 from moonserve.protocol.rpc.socket_server_connection import MAX_WAITING_CALLS
-from moonserve.protocol.rpc.transport_selection import LEAN_HEADER, RoutedChannel, SocketServerAddresses
+from moonserve.protocol.rpc.transport_selection import LEAN_HEADER, Metadata, RoutedChannel, address_metadata
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.protocol.rpc.scripted import EXISTS, EXISTS_PATH, LEASE, LEASE_PATH, TOKEN, ScriptedStore, stub_of
 
@@ -222,7 +222,7 @@ def test_peer_that_disconnects_in_handshake_raises_peer_lost() -> None:
         hung_up.result()
 
 
-NOBODY = SocketServerAddresses("lean://127.0.0.1:1", "lean+unix://nobody").metadata()
+NOBODY = address_metadata("lean://127.0.0.1:1", "lean+unix://nobody")
 
 
 @pytest.fixture
@@ -254,9 +254,9 @@ async def dial(channel: RoutedChannel, metadata: Any) -> None:
     await asyncio.wait([channel._dialling])
 
 
-async def dial_server(channel: RoutedChannel, lean: SocketServer) -> SocketServerAddresses:
-    addresses = SocketServerAddresses(*await lean.start("127.0.0.1"))
-    await dial(channel, addresses.metadata())
+async def dial_server(channel: RoutedChannel, lean: SocketServer) -> Metadata:
+    addresses = address_metadata(*await lean.start("127.0.0.1"))
+    await dial(channel, addresses)
     assert channel.connection_for(LEASE_PATH) is not None
     return addresses
 
@@ -356,5 +356,5 @@ async def test_close_ends_socket_calls_and_prevents_later_calls_and_dials(
             await lost
     assert await store.cancelled.get() == "l"
     channel._dial_again_at = 0.0
-    channel.dial_if_named(addresses.metadata())
+    channel.dial_if_named(addresses)
     assert channel._dialling is None

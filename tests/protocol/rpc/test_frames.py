@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moonserve.protocol.errors import Incompatible, MoonserveError, Unauthenticated
 from moonserve.protocol.rpc import frames
-from moonserve.protocol.rpc.frames import LENGTH, MAX_MESSAGE_BYTES, MalformedFrame, Reply, Request, Status
+from moonserve.protocol.rpc.frames import LENGTH, MAX_MESSAGE_BYTES, FrameReader, MalformedFrame, Reply, Request, Status
 from moonserve.protocol.rpc.handshake import NONCE_BYTES, Initiator, Responder, advance
 
 ids = st.integers(0, frames.MAX_CALL_ID)
@@ -24,7 +24,7 @@ def pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
 @given(st.lists(requests, max_size=8), st.lists(st.integers(0, 10**4), max_size=12))
 def test_requests_are_read_from_any_chunks(sent: list[tuple[int, int, int, bytes]], cuts: list[int]) -> None:
     stream = b"".join(frames.request(i, m, ms / 1000, body) for i, m, ms, body in sent)
-    reader = frames.request_reader()
+    reader = FrameReader(frames.REQUEST, Request)
     found = [request for piece in pieces(stream, cuts) for request in reader.feed(piece)]
     assert [(r.call_id, r.method, r.payload) for r in found] == [(i, m, b) for i, m, _, b in sent]
     for request, (_, _, deadline_ms, _) in zip(found, sent, strict=True):
@@ -34,13 +34,13 @@ def test_requests_are_read_from_any_chunks(sent: list[tuple[int, int, int, bytes
 @given(st.lists(replies, max_size=8), st.lists(st.integers(0, 10**4), max_size=12))
 def test_replies_are_read_from_any_chunks(sent: list[Reply], cuts: list[int]) -> None:
     stream = b"".join(frames.reply(r.call_id, Status(r.status), r.payload) for r in sent)
-    reader = frames.reply_reader()
+    reader = FrameReader(frames.REPLY, Reply)
     assert [reply for piece in pieces(stream, cuts) for reply in reader.feed(piece)] == sent
 
 
 @given(st.binary(max_size=400), st.lists(st.integers(0, 10**4), max_size=6))
 def test_garbage_gives_only_frames_or_malformed_frame(data: bytes, cuts: list[int]) -> None:
-    reader = frames.request_reader()
+    reader = FrameReader(frames.REQUEST, Request)
     try:
         for piece in pieces(data, cuts):
             assert all(isinstance(request, Request) for request in reader.feed(piece))
@@ -51,14 +51,14 @@ def test_garbage_gives_only_frames_or_malformed_frame(data: bytes, cuts: list[in
 @pytest.mark.parametrize("length", [0, 11, 12 + MAX_MESSAGE_BYTES + 1, 0xFFFF_FFFF])
 def test_impossible_length_is_refused_from_its_four_bytes(length: int) -> None:
     with pytest.raises(MalformedFrame):
-        frames.request_reader().feed(LENGTH.pack(length))
+        FrameReader(frames.REQUEST, Request).feed(LENGTH.pack(length))
     # The largest allowed length is accepted, and the reader waits for the rest.
-    assert frames.request_reader().feed(LENGTH.pack(12 + MAX_MESSAGE_BYTES)) == []
+    assert FrameReader(frames.REQUEST, Request).feed(LENGTH.pack(12 + MAX_MESSAGE_BYTES)) == []
 
 
 @pytest.mark.parametrize(("timeout_s", "deadline_ms"), [(-1.0, 1), (0.0001, 1), (1e12, 2**32 - 1)])
 def test_deadlines_fit_their_field(timeout_s: float, deadline_ms: int) -> None:
-    (request,) = frames.request_reader().feed(frames.request(1, 0, timeout_s, b""))
+    (request,) = FrameReader(frames.REQUEST, Request).feed(frames.request(1, 0, timeout_s, b""))
     assert request.deadline_ms == deadline_ms
 
 
