@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 from moonserve.conductor.config import ConductorConfig
 from moonserve.decode_worker.config import DecodeConfig
@@ -23,7 +22,7 @@ from moonserve.gateway.config import GatewayConfig
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.directory.config import DirectoryConfig
 from moonserve.prefill_worker.config import PrefillConfig
-from moonserve.protocol.process.config import Option, options_of, passed_on_flags
+from moonserve.protocol.process.config import flags_of, options_of
 from moonserve.protocol.request import Role
 from moonserve.vllm.serving.config import VllmConfig
 
@@ -274,8 +273,8 @@ def _spec(
         if option.name in values:
             own = values[option.name]
             given = [] if own is None else [option.flag, own]
-        elif _is_shared(config, option):
-            given = _inherited(option, getattr(config, option.name))
+        elif option.name not in _NOT_INHERITED and not option.secret and hasattr(config, option.name):
+            given = flags_of(option, getattr(config, option.name))
         else:
             continue
         if option.masked and given:  # process lists show flags
@@ -289,17 +288,3 @@ def _spec(
         flags=tuple(flags),
         environment=environment,
     )
-
-
-def _is_shared(config: ServeConfig, option: Option) -> bool:
-    return option.name not in _NOT_INHERITED and not option.secret and hasattr(config, option.name)
-
-
-def _inherited(option: Option, value: Any) -> list[str]:
-    if value is None or value == ():
-        return []
-    if option.passed_on:
-        return passed_on_flags(option, value)
-    if isinstance(value, bool):
-        return [option.flag if value else option.negated_flag]
-    return [option.flag, ",".join(value) if isinstance(value, tuple) else str(value)]

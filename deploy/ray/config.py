@@ -6,9 +6,8 @@ shares of a host, and their ports. Knows nothing of Ray except the names of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +29,7 @@ from pydantic import (
 from moonserve.conductor.role_switching import RoleThresholds
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.process.config import load_config, options_of, parse_bytes, passed_on_flags
+from moonserve.protocol.process.config import flags_of, load_config, nearest, options_of, parse_bytes
 
 # Default ports, below the range that Linux assigns (from 32,768).
 CONDUCTOR_PORT = 7100
@@ -228,7 +227,7 @@ def _error_text(error: Mapping[str, Any]) -> str:
     """Formats an error of pydantic in one line."""
     path = ".".join(map(str, error["loc"]))
     if error["type"] == "unexpected_keyword_argument":
-        return f"unknown key {path!r}{_nearest(str(error['loc'][-1]), _KEYS)}"
+        return f"unknown key {path!r}{nearest(str(error['loc'][-1]), _KEYS)}"
     return f"{path}: {error['msg'].removeprefix('Value error, ')}"
 
 
@@ -242,21 +241,10 @@ def _serve(values: Mapping[str, Any], registry: object) -> ServeConfig:
         if name in _ELSEWHERE:
             raise ConfigError(f"serve.{name} is not an option here: give {_ELSEWHERE[name]} outside of serve")
         if name not in options:
-            raise ConfigError(f"serve has no option {name!r}{_nearest(name, options)}")
+            raise ConfigError(f"serve has no option {name!r}{nearest(name, options)}")
         option = options[name]
-        if option.type is bool:
-            flags.append(option.flag if value is True else option.negated_flag)
-        elif option.passed_on:
-            flags += passed_on_flags(option, value if isinstance(value, list) else [value])
-        elif value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            flags += [option.flag, text]
+        flags += flags_of(option, [value] if option.passed_on and not isinstance(value, list) else value)
     return load_config(ServeConfig, flags, prog="serve", environ={})
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _require(holds: bool, message: str) -> None:

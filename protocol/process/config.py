@@ -14,7 +14,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -183,25 +183,19 @@ def masked_values(config: object) -> dict[str, Any]:
 
 def to_flags(config: object) -> list[str]:
     """Returns flags from which `load_config` builds this configuration again. Secrets are left to the environment."""
-    flags: list[str] = []
-    for option in options_of(type(config)):
-        value = getattr(config, option.name)
-        if option.secret or value is None or value == option.default:
-            continue
-        if option.passed_on:
-            flags += passed_on_flags(option, value)
-        elif option.type is bool:
-            flags.append(option.flag if value else option.negated_flag)
-        elif isinstance(value, tuple):
-            flags += [option.flag, ",".join(map(str, value))]
-        else:
-            flags += [option.flag, str(value)]
-    return flags
+    values = {option: getattr(config, option.name) for option in options_of(type(config)) if not option.secret}
+    return [flag for option, value in values.items() if value != option.default for flag in flags_of(option, value)]
 
 
-def passed_on_flags(option: Option, items: Sequence[str]) -> list[str]:
-    """Returns the flags of a `passed_on` option's items."""
-    return [option.flag.replace("NAME", item) for item in items]
+def flags_of(option: Option, value: Any) -> list[str]:
+    """Returns the flags that give the option this value; none for None and for an empty list."""
+    if value is None or value in ((), []):
+        return []
+    if option.passed_on:
+        return [option.flag.replace("NAME", item) for item in value]
+    if option.type is bool:
+        return [option.flag if value is True else option.negated_flag]
+    return [option.flag, ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)]
 
 
 def require_at_least_1(config: object, *names: str) -> None:
@@ -277,7 +271,7 @@ def _parse_flags(
             else:
                 found[option.name] = inline if equals else _next_value(remaining, flag)
         else:
-            raise ConfigError(f"unknown argument {argument!r}{_nearest(flag, [*by_flag, *negated])}")
+            raise ConfigError(f"unknown argument {argument!r}{nearest(flag, [*by_flag, *negated])}")
     return found, config_file
 
 
@@ -299,13 +293,14 @@ def _read_toml(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in options:
-            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(name, list(options))}")
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, options)}")
         values[name] = value
     return values
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns a hint at the known word that a misspelled one may stand for; empty if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -336,7 +331,7 @@ def _parse_bool(text: str) -> bool:
     raise ValueError("expected true or false")
 
 
-def _help_text(prog: str, options: typing.Iterable[Option]) -> str:
+def _help_text(prog: str, options: Iterable[Option]) -> str:
     lines = [f"usage: {prog} [--config FILE.toml] [options]", ""]
     for option in options:
         names = option.env if option.secret else option.flag
