@@ -11,7 +11,7 @@ from enum import StrEnum
 from moonserve.conductor.placement.decision import Decision
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, KvLayout
-from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, Role
+from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, RequestPhase, Role
 from moonserve.protocol.step_time import DEFAULT_DECODE, DEFAULT_PREFILL, DecodeProfile, PrefillProfile
 
 
@@ -124,15 +124,6 @@ class Place:
     session_id: str | None = None  # given by the client; None = the chain of blocks identifies the conversation
     client_id: str = ""  # the client's name for the request; "" = its id
     ticket: bytes = b""  # equal for equal requests of one client, to recognize a retry; b"" = none
-
-
-class RequestPhase(StrEnum):
-    """Stage that a placed request has reached."""
-
-    FIRST_TOKEN = "first_token"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,6 @@ from moonserve.conductor.events import (
     RemovalReason,
     Report,
     Reported,
-    RequestPhase,
     RoleChangeDue,
     Suspended,
     Tick,
@@ -39,7 +38,7 @@ from moonserve.conductor.events import (
 from moonserve.conductor.members import Instance, Members
 from moonserve.conductor.placement.admission import LOAD_REASONS, TTFT_SLO, AdmissionMode, Limits
 from moonserve.conductor.placement.decision import Decision, DecisionLog, Rejection
-from moonserve.conductor.placement.in_flight import InFlightRequest, InFlightRequests, outcome_of
+from moonserve.conductor.placement.in_flight import InFlightRequests, outcome_of
 from moonserve.conductor.placement.planner import PlacementPlanner
 from moonserve.conductor.placement.policies.base import PlacementPolicy
 from moonserve.conductor.placement.retry_promises import RetryPromises
@@ -50,7 +49,7 @@ from moonserve.conductor.role_switching import RoleController, RoleLoads
 from moonserve.conductor.wire import ClusterView, InstanceView
 from moonserve.kvstore.directory import Directory
 from moonserve.protocol.errors import MoonserveError, StaleLease
-from moonserve.protocol.request import Placement, Role
+from moonserve.protocol.request import Placement, RequestPhase, Role
 
 
 class ConductorState:
@@ -249,7 +248,9 @@ class ConductorState:
             case RequestPhase.FIRST_TOKEN:
                 if flight.ttft_s is None:
                     self._in_flight.first_token(event, flight, now)
-                    actions.append(_observed(event, flight))
+                    predicted_s, actual_s = flight.predicted.ttft_s, event.elapsed_s
+                    observed = TtftObserved(request_id=event.request_id, predicted_s=predicted_s, actual_s=actual_s)
+                    actions.append(observed)
             case RequestPhase.FINISHED:
                 self._in_flight.finished(event, flight, now)
             case RequestPhase.FAILED | RequestPhase.CANCELLED:
@@ -314,11 +315,3 @@ class ConductorState:
         self._learned.validate()
         self._fairness.validate()
         self._role_loads.validate()
-
-
-def _observed(event: Report, flight: InFlightRequest) -> TtftObserved:
-    return TtftObserved(
-        request_id=event.request_id,
-        predicted_s=flight.predicted.ttft_s,
-        actual_s=event.elapsed_s,
-    )

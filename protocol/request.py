@@ -138,6 +138,15 @@ class Request:
         return self.sampling.num_prompt_logprobs is not None and self.first_index == 0
 
 
+class RequestPhase(StrEnum):
+    """Stage of a placed request that its gateway reports to the conductor."""
+
+    FIRST_TOKEN = "first_token"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
 class FinishReason(StrEnum):
     """Reason for the regular end of a generation, in the terms of OpenAI's API."""
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moonserve.conductor.events import BlockChanges, Event, Heartbeat, Place, Register, Report, RequestPhase
+from moonserve.conductor.events import BlockChanges, Event, Heartbeat, Place, Register, Report
 from moonserve.conductor.events import Load as InstanceLoad
 from moonserve.conductor.placement.admission import Limits
 from moonserve.conductor.placement.policies import make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.kv_blocks import KEY_BYTES, NO_PARENT, BlockKey, KvLayout, iter_keys
-from moonserve.protocol.request import Endpoint, InstanceId, RequestId, Role
+from moonserve.protocol.request import Endpoint, InstanceId, RequestId, RequestPhase, Role
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 PROMPT_BLOCKS = 128

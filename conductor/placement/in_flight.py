@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moonserve.conductor.events import Place, Report, RequestPhase
+from moonserve.conductor.events import Place, Report
 from moonserve.conductor.members import Instance
 from moonserve.conductor.placement.candidates import QueueTerms
 from moonserve.conductor.placement.decision import Decision, Outcome
@@ -20,7 +20,7 @@ from moonserve.conductor.placement.tenant_fairness import Fairness
 from moonserve.conductor.prediction.accuracy import Times
 from moonserve.conductor.prediction.learned_estimates import LearnedEstimates
 from moonserve.conductor.prediction.transfer_time import Transfers
-from moonserve.protocol.request import PrefixSource, RequestId, Role
+from moonserve.protocol.request import PrefixSource, RequestId, RequestPhase, Role
 
 
 class PlacementPlan(NamedTuple):

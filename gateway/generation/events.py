@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from moonserve.gateway.cluster.avoided_instances import Incarnation
 from moonserve.protocol.errors import MoonserveError
@@ -20,21 +19,13 @@ from moonserve.protocol.request import (
     PrefillReport,
     PromptLogprobs,
     RequestId,
+    RequestPhase,
     SamplingParams,
     Token,
 )
 
 OpenSince = Mapping[Incarnation, float]
 """Opening time of the current connection to each worker."""
-
-
-class ReportPhase(StrEnum):
-    """Phase of a placement that is reported to the conductor."""
-
-    FIRST_TOKEN = "first_token"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +144,7 @@ class Report:
     """Report the outcome of a placement to the conductor."""
 
     request_id: RequestId
-    phase: ReportPhase
+    phase: RequestPhase
     elapsed_s: float = 0.0
     cached_tokens: int = 0
     output_tokens: int = 0

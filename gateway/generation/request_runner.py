@@ -30,7 +30,6 @@ from moonserve.gateway.generation.events import (
     PlaceDue,
     PlaceFailed,
     Report,
-    ReportPhase,
     Submit,
     SubmitFailed,
 )
@@ -41,7 +40,7 @@ from moonserve.protocol.kv_blocks import BlockKey, block_keys, pack_keys, pack_t
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.event_loop import LoggedTasks
 from moonserve.protocol.process.tracing import Tracer
-from moonserve.protocol.request import GatewayId, PromptLogprobs, Request, RequestId
+from moonserve.protocol.request import GatewayId, PromptLogprobs, Request, RequestId, RequestPhase
 from moonserve.protocol.rpc.wire import submission_to_wire
 
 _TICKET_BYTES = 16
@@ -315,7 +314,7 @@ class Generation:
         useless to the conductor."""
         if before is not None and not before.done():
             await asyncio.wait([before])
-        if action.phase is ReportPhase.FIRST_TOKEN:
+        if action.phase is RequestPhase.FIRST_TOKEN:
             await asyncio.sleep(_REPORT_AFTER_S)
         prefill = action.prefill
         await self._context.cluster.report(

@@ -34,7 +34,6 @@ from moonserve.gateway.generation.events import (
     PlaceFailed,
     Report,
     Reported,
-    ReportPhase,
     Submit,
     SubmitFailed,
     TokensArrived,
@@ -51,7 +50,15 @@ from moonserve.protocol.errors import (
     Overloaded,
     PeerLost,
 )
-from moonserve.protocol.request import DecodeReport, Placement, PrefillReport, RequestId, SamplingParams, Token
+from moonserve.protocol.request import (
+    DecodeReport,
+    Placement,
+    PrefillReport,
+    RequestId,
+    RequestPhase,
+    SamplingParams,
+    Token,
+)
 
 MAX_ATTEMPTS = 3  # losses after which a request fails, without progress in between
 _PROGRESS_TOKENS = 16  # tokens that an attempt must produce to count as progress
@@ -232,12 +239,12 @@ class RequestState:
         self.phase = Phase.DECODING
         if is_first:
             self.retry_deadline = None
-            actions.append(self._report(ReportPhase.FIRST_TOKEN, now))
+            actions.append(self._report(RequestPhase.FIRST_TOKEN, now))
         actions += accepted
         if accepted[-1].finish_reason is not None:
             self.phase = Phase.FINISHED
             self.last_token = tokens[-1]
-            actions.append(self._report(ReportPhase.FINISHED, now))
+            actions.append(self._report(RequestPhase.FINISHED, now))
             if self.output.stopped:
                 actions.append(self._cancel())
         return actions
@@ -275,7 +282,7 @@ class RequestState:
         self.losses += not isinstance(error, NoWorker)
         if not error.retryable or self.losses == MAX_ATTEMPTS:
             return self._fail(error, now)
-        actions: list[Action] = [self._cancel(), self._report(ReportPhase.FAILED, now)]
+        actions: list[Action] = [self._cancel(), self._report(RequestPhase.FAILED, now)]
         self._avoid(error, excluded or set(), now)
         self.attempt += 1
         self.last_loss = error
@@ -294,7 +301,7 @@ class RequestState:
         if self.phase in _WITH_WORKERS:
             left = isinstance(error, Cancelled)
             actions.append(self._cancel())
-            actions.append(self._report(ReportPhase.CANCELLED if left else ReportPhase.FAILED, now))
+            actions.append(self._report(RequestPhase.CANCELLED if left else RequestPhase.FAILED, now))
         self.phase, self.error = Phase.FAILED, error
         self.ordered_tokens.discard_early()
         return [*actions, Fail(error=error)]
@@ -317,9 +324,9 @@ class RequestState:
 
     def _release_placement(self) -> Report:
         """Reports that a placement was not used."""
-        return Report(request_id=self.attempt_id, phase=ReportPhase.CANCELLED)
+        return Report(request_id=self.attempt_id, phase=RequestPhase.CANCELLED)
 
-    def _report(self, phase: ReportPhase, now: float) -> Report:
+    def _report(self, phase: RequestPhase, now: float) -> Report:
         return Report(
             request_id=self.attempt_id,
             phase=phase,

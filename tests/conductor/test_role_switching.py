@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.conductor.events import Action, Load, RequestPhase, RoleChangeDue, Tick
+from moonserve.conductor.events import Action, Load, RoleChangeDue, Tick
 from moonserve.conductor.role_switching import BUSY_MEMORY_S, RoleController, RoleLoads, RoleThresholds, WorkerLoad
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.request import InstanceId, Role
+from moonserve.protocol.request import InstanceId, RequestPhase, Role
 from tests.conductor.cluster import DECODE, Cluster, worker
 
 TERMS = RoleThresholds(high=0.7, low=0.5, hold_s=10.0, cool_down_s=60.0)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from moonserve.conductor.events import Load, Placed, PlacementForgotten, Rejected, RequestPhase, Tick, TtftObserved
+from moonserve.conductor.events import Load, Placed, PlacementForgotten, Rejected, Tick, TtftObserved
 from moonserve.conductor.placement.admission import STEP_SHARE, AdmissionMode
 from moonserve.protocol.errors import InvalidRequest, NoWorker
-from moonserve.protocol.request import RequestId
+from moonserve.protocol.request import RequestId, RequestPhase
 from tests.conductor.cluster import Cluster, chain, shown
 
 NEAR = pytest.approx

@@ -2,8 +2,7 @@
 
 import pytest
 
-from moonserve.conductor.events import RequestPhase
-from moonserve.protocol.request import Placement, Role
+from moonserve.protocol.request import Placement, RequestPhase, Role
 from moonserve.protocol.step_time import CHUNK_SHARE, DecodeProfile, PrefillProfile
 from tests.conductor.cluster import Cluster, chain, worker
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.conductor.events import BlockChanges, Deregister, Heartbeat, Load, RequestPhase
+from moonserve.conductor.events import BlockChanges, Deregister, Heartbeat, Load
 from moonserve.conductor.placement.admission import AdmissionMode
 from moonserve.conductor.placement.decode_selection import lowest_score
 from moonserve.conductor.placement.policies import POLICY_NAMES, make_policy
@@ -26,7 +26,7 @@ from moonserve.conductor.prediction.instance_table import PrefillTable, RowRef
 from moonserve.conductor.prediction.queue_time import PrefillQueue
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.request import InstanceId, Placement, RequestId
+from moonserve.protocol.request import InstanceId, Placement, RequestId, RequestPhase
 from tests.conductor.cluster import Cluster, chain
 from tests.thoroughness import examples
 

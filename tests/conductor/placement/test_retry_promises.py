@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moonserve.conductor.events import Placed, Rejected, RequestPhase
+from moonserve.conductor.events import Placed, Rejected
 from moonserve.conductor.placement.admission import RETURNS_FIRST, TENANT_SHARE, AdmissionMode
 from moonserve.conductor.placement.decision import Rejection
 from moonserve.conductor.placement.policies.least_added_delay import Weights
 from moonserve.conductor.placement.retry_promises import GRACE_S, NEWCOMER_TTFT_SHARE, PACE, RetryPromises, VirtualQueue
+from moonserve.protocol.request import RequestPhase
 from tests.conductor.cluster import Cluster
 from tests.conductor.prediction.test_c_bindings import yields_s
 from tests.thoroughness import examples

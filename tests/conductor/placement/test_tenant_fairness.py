@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.conductor.events import Placed, RequestPhase
+from moonserve.conductor.events import Placed
 from moonserve.conductor.placement.admission import LOAD_REASONS, TENANT_SHARE
 from moonserve.conductor.placement.policies import POLICY_NAMES
 from moonserve.conductor.placement.tenant_fairness import MAX_CLAIMS, OUTPUT_WEIGHT, Fairness, parse_weights
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.request import RequestId
+from moonserve.protocol.request import RequestId, RequestPhase
 from tests.conductor.cluster import Cluster, chain, shown
 
 HERE = np.array([0])

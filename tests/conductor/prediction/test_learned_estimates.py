@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from moonserve.conductor.events import Load, Placed, RequestPhase, StepTotals, Tick, TrafficTotals
+from moonserve.conductor.events import Load, Placed, StepTotals, Tick, TrafficTotals
 from moonserve.conductor.prediction.accuracy import Term
 from moonserve.conductor.prediction.transfer_time import DEFAULT_BYTES_PER_S
 from moonserve.conductor.wire import report_from_wire
 from moonserve.protocol.pb import conductor_pb2
-from moonserve.protocol.request import InstanceId, Role
+from moonserve.protocol.request import InstanceId, RequestPhase, Role
 from moonserve.protocol.step_time import DecodeProfile
 from tests.conductor.cluster import DECODE, LAYOUT, Cluster, chain
 

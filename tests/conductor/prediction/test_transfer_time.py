@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moonserve.conductor.events import Register, RequestPhase
+from moonserve.conductor.events import Register
 from moonserve.conductor.prediction.transfer_time import (
     DEFAULT_BYTES_PER_S,
     LOCAL_BYTES_PER_S,
@@ -16,7 +16,7 @@ from moonserve.conductor.prediction.transfer_time import (
     TICK_S,
     Transfers,
 )
-from moonserve.protocol.request import RequestId, Role
+from moonserve.protocol.request import RequestId, RequestPhase, Role
 from tests.conductor.cluster import Cluster, chain, endpoint
 
 RATE = 1e8  # of every link, in each direction

@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from moonserve.conductor.events import Place, Placed, Refused, Rejected, Report
-from moonserve.conductor.events import RequestPhase as ReportPhase
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.errors import NoWorker, PeerLost
 from moonserve.protocol.request import RequestId
+from moonserve.protocol.request import RequestPhase as ReportPhase
 from moonserve.traces.simulator.cluster.event_loop import Arrive, TimedEvent
 from moonserve.traces.simulator.cluster.event_loop import Event as ClusterEvent
 from moonserve.traces.simulator.cluster.request_state import Phase, RequestState
