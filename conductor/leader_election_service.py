@@ -253,22 +253,16 @@ class LeaderMetrics:
         )
 
 
-class LeaderOnlyService:
-    """Implements the Conductor service while its candidate leads. `fresh` makes an empty conductor; `gather_s` is how
-    long a new leader waits for instances before it replies that some are missing."""
+class LeaderOnlyService(leadership_pb2_grpc.LeadershipServicer):
+    """Implements the Conductor service while its candidate leads, and tells clients which conductor does. `fresh` makes
+    an empty conductor; `gather_s` is how long a new leader waits for instances before it replies that some are
+    missing."""
 
-    def __init__(
-        self,
-        fresh: Callable[[], Service],
-        gather_s: float,
-        metrics: LeaderMetrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, fresh: Callable[[], Service], gather_s: float, metrics: LeaderMetrics) -> None:
         self.candidate: Candidate | None = None  # set once the address is known
         self._make_service = fresh
         self._gather_s = gather_s
         self._metrics = metrics
-        self._clock = clock
         self._service: Service | None = None  # set while this conductor leads
         self._began_at = 0.0  # time at which `_service` was created
 
@@ -278,7 +272,7 @@ class LeaderOnlyService:
         return functools.partial(self._answer, name)
 
     def begin(self, epoch: int) -> None:
-        self._service, self._began_at = self._make_service(), self._clock()
+        self._service, self._began_at = self._make_service(), time.monotonic()
         self._metrics.leads.set(1)
         self._metrics.terms.inc()
 
@@ -286,19 +280,26 @@ class LeaderOnlyService:
         self._service = None
         self._metrics.leads.set(0)
 
-    async def tick_periodically(self, interval_s: float) -> None:
-        """Calls the leading service's `tick` every `interval_s` seconds until cancelled."""
-        while True:
-            if self._service is not None:
-                self._service.tick()
-            await asyncio.sleep(interval_s)
+    def tick(self) -> None:
+        if self._service is not None:
+            self._service.tick()
+
+    async def Who(self, request: leadership_pb2.WhoRequest, context: Context) -> leadership_pb2.WhoReply:
+        candidate = self.candidate
+        if candidate is None:
+            return leadership_pb2.WhoReply()
+        return leadership_pb2.WhoReply(
+            leads=candidate.leads,
+            epoch=candidate.epoch,
+            leader_address=candidate.other_address or "",
+        )
 
     async def _answer(self, name: str, request: Any, context: Context) -> Any:
         service = self._leading()
         reply = await getattr(service, name)(request, context)
         if self._leading() is not service:
             raise NotLeader("this conductor has just lost the leadership")
-        if self._clock() < self._began_at + self._gather_s and depends_on_missing_instances(reply):
+        if time.monotonic() < self._began_at + self._gather_s and depends_on_missing_instances(reply):
             raise NotLeader("this conductor has just become the leader and does not know the cluster yet")
         return reply
 
@@ -324,21 +325,11 @@ def depends_on_missing_instances(reply: Any) -> bool:
     return False
 
 
-class LeadershipService(leadership_pb2_grpc.LeadershipServicer):
-    """Tells clients which conductor leads."""
-
-    def __init__(self, led: LeaderOnlyService) -> None:
-        self._led = led
-
-    async def Who(self, request: leadership_pb2.WhoRequest, context: Context) -> leadership_pb2.WhoReply:
-        candidate = self._led.candidate
-        if candidate is None:
-            return leadership_pb2.WhoReply()
-        return leadership_pb2.WhoReply(
-            leads=candidate.leads,
-            epoch=candidate.epoch,
-            leader_address=candidate.other_address or "",
-        )
+async def tick_periodically(service: Service, interval_s: float) -> None:
+    """Calls the service's `tick` every `interval_s` seconds until cancelled."""
+    while True:
+        service.tick()
+        await asyncio.sleep(interval_s)
 
 
 class SoleLeadership(leadership_pb2_grpc.LeadershipServicer):
@@ -383,10 +374,10 @@ async def serve_replicated(
     registry = connect_registry(registry_url, cluster_token=config.cluster_token, tls=config.tls())
     led = LeaderOnlyService(fresh, config.limits().lease_s, LeaderMetrics(metrics))
     try:
-        async with serving_calls(config, led, LeadershipService(led), metrics) as address:
+        async with serving_calls(config, led, led, metrics) as address:
             led.candidate = candidate = Candidate(registry, address, terms, begin=led.begin, step_down=led.step_down)
             async with (
-                background_task(led.tick_periodically(config.heartbeat_interval_s / 2)) as ticking,
+                background_task(tick_periodically(led, config.heartbeat_interval_s / 2)) as ticking,
                 background_task(candidate.run()) as standing,
             ):
                 lifecycle.ready(rpc=address)

@@ -6,7 +6,6 @@ between. A housekeeping task sends ticks, so that silent instances are noticed e
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -37,7 +36,12 @@ from moonserve.conductor.events import (
     Tick,
     TtftObserved,
 )
-from moonserve.conductor.leader_election_service import SoleLeadership, serve_replicated, serving_calls
+from moonserve.conductor.leader_election_service import (
+    SoleLeadership,
+    serve_replicated,
+    serving_calls,
+    tick_periodically,
+)
 from moonserve.conductor.placement.admission import REASONS
 from moonserve.conductor.state import ConductorState
 from moonserve.conductor.wire import RecentGateways
@@ -48,7 +52,7 @@ from moonserve.protocol.process.lifecycle import Lifecycle, infrequent_gc
 from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.process.metrics import http_endpoint, process_registry
 from moonserve.protocol.process.tracing import Tracer, tracing
-from moonserve.protocol.request import Placement, Role
+from moonserve.protocol.request import Role
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import failure_to_wire, from_message, role_to_wire, to_message
 
@@ -211,12 +215,6 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             max_decisions=self._state.decisions.capacity,
         )
 
-    async def tick_periodically(self, interval_s: float) -> None:
-        """Calls `tick` every `interval_s` seconds until cancelled."""
-        while True:
-            self.tick()
-            await asyncio.sleep(interval_s)
-
     def tick(self) -> None:
         """Applies the changes that are due by time alone (expired leases and placements, roles) and updates gauges."""
         self._handle(Tick())
@@ -253,7 +251,11 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         match action:
             case Placed():
                 self._metrics.placements.inc()
-                _log_placement(action.placement)
+                if log.isEnabledFor(logging.DEBUG):
+                    placed = action.placement
+                    text = "placed: %s, then %s; first token predicted in %.3f s"
+                    named = (placed.prefill.instance_id, placed.decode.instance_id)
+                    log.debug(text, *named, placed.predicted_ttft_s, extra=request_extra(placed.request_id))
             case Rejected():
                 self._metrics.rejections.labels(action.reason).inc()
                 if log.isEnabledFor(logging.DEBUG):
@@ -287,13 +289,6 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             for quantile, error in (("0.5", accuracy.p50), ("0.9", accuracy.p90)):
                 self._metrics.ttft_error_ratio.labels(term.value, quantile).set(error)
         self._metrics.indexed_blocks.set(sum(i.indexed_blocks for i in view.instances))
-
-
-def _log_placement(placement: Placement) -> None:
-    if log.isEnabledFor(logging.DEBUG):
-        text = "placed: %s, then %s; first token predicted in %.3f s"
-        named = (placement.prefill.instance_id, placement.decode.instance_id)
-        log.debug(text, *named, placement.predicted_ttft_s, extra=request_extra(placement.request_id))
 
 
 async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
@@ -346,7 +341,7 @@ async def _serve_alone(
     # Clients that were given several conductor addresses ask each one which conductor leads.
     async with (
         serving_calls(config, service, SoleLeadership(), registry) as address,
-        background_task(service.tick_periodically(config.heartbeat_interval_s / 2)) as task,
+        background_task(tick_periodically(service, config.heartbeat_interval_s / 2)) as task,
     ):
         lifecycle.ready(rpc=address)
         await lifecycle.wait_for_stop(task)

@@ -163,7 +163,8 @@ class PlacementPlanner:
         prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
         offers = prefill_candidates(able, prefixes, layout, now)
         own = self._queueing(place, able.table, now)
-        offers = with_own_waits(offers, own, passes_others=self._passes_others(own))
+        passes_others = self._limits.by_priority and self._fairness.has_below(own.priority)
+        offers = with_own_waits(offers, own, passes_others=passes_others)
         weighed = self.policy.weigh(prompt, offers)
         best = lowest_score(weighed.score, offers.chosen_at)
         instance, reuse_blocks = able.instances[best], int(weighed.reuse_blocks[best])
@@ -186,9 +187,6 @@ class PlacementPlanner:
     def _queueing(self, place: Place, table: PrefillTable, now: float) -> QueueTerms:
         priority = place.priority if self._limits.by_priority else 0
         return queue_terms(self._fairness, place.tenant, priority, table.link, now)
-
-    def _passes_others(self, own: QueueTerms) -> bool:
-        return self._limits.by_priority and self._fairness.has_below(own.priority)
 
     def _best_decode(
         self, place: Place, able: EligibleInstances[DecodeTable], layout: KvLayout, ttft_s: float, now: float

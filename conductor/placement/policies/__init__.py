@@ -45,7 +45,7 @@ def make_policy(name: str, balancing_threshold: float, seed: int = 0) -> Placeme
 
     Raises ConfigError for an unknown name, an invalid threshold, or code that fails.
     """
-    if is_custom(name):
+    if ":" in name:
         return load_policy(name)
     if name not in _POLICIES:
         raise ConfigError(f"placement policy {name!r} is not one of {', '.join(POLICY_NAMES)}")
@@ -55,11 +55,6 @@ def make_policy(name: str, balancing_threshold: float, seed: int = 0) -> Placeme
 # Users' own placement policies. A name runs code, so it is accepted from the command line only.
 
 _POLICY_ATTRIBUTES = ("name", "balancing_threshold", "by_session", "weigh")
-
-
-def is_custom(name: str) -> bool:
-    """Returns True if a name refers to code instead of a built-in policy."""
-    return ":" in name
 
 
 def load_policy(name: str) -> PlacementPolicy:

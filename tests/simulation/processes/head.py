@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from moonserve.conductor.events import Heartbeat, Tick
+from moonserve.conductor.leader_election_service import tick_periodically
 from moonserve.conductor.placement.admission import Limits
 from moonserve.conductor.placement.policies import make_policy
 from moonserve.conductor.service import ConductorMetrics, ConductorService
@@ -42,7 +43,7 @@ class Conductor(Process):
         conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, self.server)
 
     async def serve(self) -> None:
-        await self.service.tick_periodically(1.0)
+        await tick_periodically(self.service, 1.0)
 
     def validate(self) -> None:
         self.state.validate()
