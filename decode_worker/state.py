@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from moonserve.decode_worker.decisions import events
@@ -105,7 +106,7 @@ class DecodeState:
 
     def counter_values(self) -> dict[str, int]:
         """Returns the counters that GetStatus shows."""
-        return self.counters.as_dict()
+        return asdict(self.counters)
 
     def on_evicted(self, key: BlockKey) -> None:
         """Called when the pool has evicted a findable block. A decode worker does nothing."""

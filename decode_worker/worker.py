@@ -30,14 +30,14 @@ class DecodeWorker(Worker):
     role = Role.DECODE
     service: DecodeService
     service_type: type[DecodeService] = DecodeService
+    _config: DecodeConfig
 
     def __init__(self, config: DecodeConfig, equipment: WorkerResources, *, earlier: BlockPool | None = None) -> None:
-        self._options = config
         self._allocations = allocation_histogram()
         super().__init__(config, equipment, earlier=earlier)
 
     def _make_state(self) -> DecodeState:
-        config, replica = self._options, self.resources.replica
+        config, replica = self._config, self.resources.replica
         limits = config.limits(
             replica.plan, runs_ahead=config.runs_ahead(replica.device), speculation=config.speculation(replica)
         )
@@ -62,7 +62,7 @@ class DecodeWorker(Worker):
             prefill=prefill_profile_from_wire(measured),
             block_bytes=self.memory.layout.block_bytes,
             host=host_identity(),
-            with_answers=self._options.store_writes == "all",
+            with_answers=self._config.store_writes == "all",
         )
 
     def _add_services(self, server: RpcServer) -> None:

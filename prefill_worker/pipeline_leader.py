@@ -57,37 +57,28 @@ _WRITES_TIMEOUT_S = 300.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class StageOutcome:
-    """Result of one step at one stage."""
-
-    sampled: list[Sampled | None]
-    checksums: list[tuple[int, ...]]  # per slice: one per complete block, over the stage's layers
-
-
 class FollowerClient:
     """Client for one stage behind the leader's."""
 
-    def __init__(self, channels: Channels, address: str, *, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
+    def __init__(self, channels: Channels, address: str) -> None:
         self._channels = channels
-        self._step_timeout_s = step_timeout_s
         self._stub: pipeline_pb2_grpc.PipelineStageAsyncStub = pipeline_pb2_grpc.PipelineStageStub(channels.to(address))
 
     async def join(self, previous: pipeline_pb2.HiddenSource) -> pipeline_pb2.StageJoinReply:
         """Joins the stage to the group and returns its properties. `previous`: the source of its hidden states. Raises
         MoonserveError."""
         request = pipeline_pb2.StageJoinRequest(previous=previous)
-        return await self._channels.call(self._stub.Join, request, timeout_s=self._step_timeout_s, wait_for_ready=True)
+        return await self._channels.call(self._stub.Join, request, timeout_s=STEP_TIMEOUT_S, wait_for_ready=True)
 
-    async def run(self, step: int, plans: Sequence[SlicePlan]) -> StageOutcome:
-        """Runs a step at the stage. Call it when the step begins at the first stage. Raises MoonserveError."""
+    async def run(self, step: int, plans: Sequence[SlicePlan]) -> tuple[list[Sampled | None], list[tuple[int, ...]]]:
+        """Runs a step at the stage and returns what it sampled and, per slice, a checksum of the stage's layers of each
+        complete block. Call it when the step begins at the first stage. Raises MoonserveError."""
         request = pipeline_pb2.StageStepRequest(step=step, slices=map(plan_to_wire, plans))
-        reply = await self._channels.call(self._stub.RunStep, request, timeout_s=self._step_timeout_s)
+        reply = await self._channels.call(self._stub.RunStep, request, timeout_s=STEP_TIMEOUT_S)
         if [len(done.checksums) for done in reply.slices] != [len(plan.complete) for plan in plans]:
             raise PeerError(f"a pipeline stage answered step {step} with checksums of another step")
         sampled = [sampled_from_wire(done, plan) for done, plan in zip(reply.slices, plans, strict=True)]
-        sums = [tuple(done.checksums) for done in reply.slices]
-        return StageOutcome(sampled, sums)
+        return sampled, [tuple(done.checksums) for done in reply.slices]
 
     async def finish(self, step: int) -> dict[int, MoonserveError]:
         """Waits for the stage's writes of a step. Returns their errors by slice position. Raises MoonserveError."""
@@ -174,8 +165,8 @@ class GroupStep:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         own = [tuple(checksum for _, checksum in sums) for sums in self._own.checksums()]
-        self._sums = [own, *(outcome.checksums for outcome in outcomes)]
-        return outcomes[-1].sampled if outcomes else sampled
+        self._sums = [own, *(checksums for _, checksums in outcomes)]
+        return outcomes[-1][0] if outcomes else sampled
 
     def checksums(self) -> Checksums:
         """Returns the complete blocks' checksums, joined over all stages (`protocol.kv_blocks.pack_checksums`). Call

@@ -100,8 +100,6 @@ class HiddenInbox:
         row_bytes: int,
         patience: TransferTimeout,
         longest_wait_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`longest_wait_s` is the time that the stage before may take to compute a step."""
         self._transfer = transfer
@@ -109,8 +107,6 @@ class HiddenInbox:
         self._row_bytes = row_bytes
         self._patience = patience
         self._longest_wait_s = longest_wait_s
-        self._clock = clock
-        self._sleep = sleep
         self._segment = transfer.allocate(source.slot_bytes)
 
     def fetch(self, step: int, num_tokens: int) -> memoryview:
@@ -128,12 +124,12 @@ class HiddenInbox:
         return rows
 
     def _wait_for(self, step: int) -> None:
-        began = self._clock()
+        began = time.monotonic()
         while self._read(step, HEADER_BYTES)[0] != step:
-            waited = self._clock() - began
+            waited = time.monotonic() - began
             if waited > self._longest_wait_s:
                 raise PeerLost(f"no hidden states of step {step} within {waited:.0f} s")
-            self._sleep(min(max(waited * _PAUSE_PER_WAIT, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+            time.sleep(min(max(waited * _PAUSE_PER_WAIT, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
 
     def _read(self, step: int, nbytes: int) -> tuple[int, int, int]:
         """Reads the first `nbytes` of a step's slot and returns its header."""

@@ -85,7 +85,7 @@ class PrefillService(PoolService):
             ev.ReserveLanding: self._start_reserve,
             ev.WithdrawReservation: self._withdraw_reservation,
             ev.ReleaseLanding: self._as_operation(self._release),
-            ev.PrefetchPrefix: self._as_operation(self._prefetch),
+            ev.PrefetchPrefix: self._as_operation(lambda action: prefetch(self._stores, action)),
             ev.SkipPrefix: _log_skipped,
             ev.LoadPrefix: self._start_load,
             ev.SendBlocks: self._as_operation(self._send_blocks),
@@ -93,7 +93,9 @@ class PrefillService(PoolService):
             ev.SendStep: self._send_step,
             ev.SendFirstToken: self._send_first_token,
             ev.CommitHandoff: self._as_operation(self._commit),
-            ev.PutBlocks: self._as_operation(self._put),
+            ev.PutBlocks: self._as_operation(
+                lambda action: put_blocks(self._stores, self._memory, action, self._patience)
+            ),
         }
 
     def load(self) -> conductor_pb2.Load:
@@ -176,7 +178,7 @@ class PrefillService(PoolService):
             log.info(text, lease_id, error, extra=request_extra(request_id))
         return None
 
-    # -- prefix loads and puts
+    # -- prefix loads
 
     def _start_load(self, action: ev.LoadPrefix) -> None:
         stores, memory, patience = self._stores, self._memory, self._patience
@@ -192,12 +194,6 @@ class PrefillService(PoolService):
                 del self._gates[action.request_id]
 
         task.add_done_callback(ended)
-
-    async def _prefetch(self, action: ev.PrefetchPrefix) -> None:
-        await prefetch(self._stores, action)
-
-    async def _put(self, action: ev.PutBlocks) -> Event:
-        return await put_blocks(self._stores, self._memory, action, self._patience)
 
     # -- computing and sending
 

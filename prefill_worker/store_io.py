@@ -252,7 +252,8 @@ class LayeredLoad:
             if self._loading is not None:
                 await self._loading
         finally:
-            await self._end_loading()
+            if self._loading is not None:  # turns in flight end first, without raising their errors
+                await asyncio.wait({self._loading})
             self._gate.close()
             for lease in self._leases:
                 self._client.release_soon(lease)
@@ -356,11 +357,6 @@ class LayeredLoad:
         if self._failure is None and blocks:
             self._gate.announce(progress.num_layers)
             self._on_progress(progress)
-
-    async def _end_loading(self) -> None:
-        """Waits for the turns in flight, without raising their errors."""
-        if self._loading is not None:
-            await asyncio.wait({self._loading})
 
     # -- verification
 

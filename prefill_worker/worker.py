@@ -65,6 +65,7 @@ class PrefillWorker(Worker):
     stage."""
 
     role = Role.PREFILL
+    _config: PrefillConfig
 
     def __init__(
         self,
@@ -74,7 +75,6 @@ class PrefillWorker(Worker):
         earlier: BlockPool | None = None,
         group: PipelineGroup | None = None,
     ) -> None:
-        self._options = config
         self._group = group
         segment = equipment.segment
         self._local_bytes_per_s = (
@@ -87,7 +87,7 @@ class PrefillWorker(Worker):
             self.watched = (group.failed,)
 
     def _make_service(self) -> PrefillService:
-        config, replica = self._options, self.resources.replica
+        config, replica = self._config, self.resources.replica
         measured, _ = replica.profiles
         self._state = PrefillState(
             self.pool,
@@ -137,9 +137,9 @@ class PrefillWorker(Worker):
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         registration = super()._registration(address)
-        registration.home_store = self._options.home_store or ""
+        registration.home_store = self._config.home_store or ""
         registration.local_bytes_per_s = self._local_bytes_per_s
-        limits = self._options.limits(self.resources.replica.plan)
+        limits = self._config.limits(self.resources.replica.plan)
         registration.max_num_batched_tokens = limits.max_num_batched_tokens
         return registration
 

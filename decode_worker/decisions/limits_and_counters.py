@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.protocol.step_time import StepBudget
@@ -66,6 +66,3 @@ class Counters:
         """Counts the draft of one sequence in one step."""
         self.num_draft_tokens += num_tokens
         self.num_accepted_tokens += num_accepted
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)

@@ -24,7 +24,7 @@ from moonserve.protocol.rpc.wire import decode_profile_from_wire, prefill_profil
 from moonserve.protocol.step_time import CHUNK_SHARE, DEFAULT_TBT_SLO_S, StepBudget
 from moonserve.transfer.config import TransferTimeout, TransferTimeoutConfig
 from moonserve.worker.events import Action, Event
-from moonserve.worker.process import WorkerResources, worker_resources
+from moonserve.worker.process import worker_resources
 from moonserve.worker.service import PrefillServicer
 
 
@@ -103,19 +103,16 @@ class LocalPrefillWorker(DecodeWorker):
 
     service: LocalPrefillService
     service_type = LocalPrefillService
-
-    def __init__(self, config: LocalPrefillConfig, equipment: WorkerResources) -> None:
-        self._own = config
-        super().__init__(config, equipment)
+    _config: LocalPrefillConfig
 
     def _make_service(self) -> LocalPrefillService:
         service = super()._make_service()
         assert isinstance(service, LocalPrefillService), "of `service_type`"
-        service.patience = self._own.transfer_timeout()
+        service.patience = self._config.transfer_timeout()
         return service
 
     def _make_state(self) -> LocalPrefillState:
-        replica, config = self.resources.replica, self._own
+        replica, config = self.resources.replica, self._config
         publishing = BlockPublisher(self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts)
         budget, speculation = step_budget_of(replica, config.tbt_slo), config.speculation(replica)
         limits = config.limits(replica.plan, budget, speculation=speculation)
@@ -134,7 +131,7 @@ class LocalPrefillWorker(DecodeWorker):
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         registration = super()._registration(address)
         registration.reads_prompts = True
-        registration.max_num_batched_tokens = self._own.max_num_batched_tokens
+        registration.max_num_batched_tokens = self._config.max_num_batched_tokens
         return registration
 
 

@@ -10,11 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from moonserve.engine.kv_cache.block_pool import BlockPool
-from moonserve.prefill_worker.decisions.events import (
-    PutItem,
-    ReleaseLanding,
-    WithdrawReservation,
-)
+from moonserve.prefill_worker.decisions.events import PutItem, ReleaseLanding, WithdrawReservation
 from moonserve.prefill_worker.decisions.load_or_compute import LayerTurns, PrefixLoads
 from moonserve.prefill_worker.decisions.request_queue import Prefetches, RequestQueue
 from moonserve.prefill_worker.decisions.sequence import ENDED, Phase, Sequence

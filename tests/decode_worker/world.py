@@ -84,7 +84,7 @@ async def until_counted(w: World, counter: str) -> None:
         for seed, prompt in prompts.items():
             assert await w.tokens(prompt) == expected[seed]
         await w.idle()
-        if w.service.state.counters.as_dict()[counter]:
+        if w.service.state.counter_values()[counter]:
             return
     raise AssertionError(f"no {counter}")
 
