@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moonserve.deploy.admin import kvctl_objects
-from moonserve.deploy.admin.kvctl_cluster import KEYS_PER_CALL, Node, Object, StoreCluster, report_lost
+from moonserve.deploy.admin.kvctl_cluster import KEYS_PER_CALL, Node, StoreCluster, report_lost
 from moonserve.deploy.terminal import Output
 from moonserve.kvstore.client.placement import Placement
 from moonserve.protocol.errors import NoWorker, PeerLost
@@ -160,7 +160,8 @@ async def survey(cluster: StoreCluster, leaving: Node, others: TargetNodes) -> S
 async def _parts(cluster: StoreCluster, leaving: Node) -> AsyncIterator[list[StoredObject]]:
     part: list[StoredObject] = []
     async for found in cluster.objects(leaving):
-        part.append(_resident(found))
+        key, parent = BlockKey(found.key), kvctl_objects.parent_of(found)
+        part.append(StoredObject(key, parent, found.length, found.pin, found.in_memory))
         if len(part) == KEYS_PER_CALL:
             yield part
             part = []
@@ -174,7 +175,3 @@ async def _first_holders(cluster: StoreCluster, keys: Sequence[BlockKey], others
     if not answers.replies:
         raise PeerLost("no other node answers")
     return {key: node.name for node, held in reversed(answers.replies) for key in held}
-
-
-def _resident(found: Object) -> StoredObject:
-    return StoredObject(BlockKey(found.key), kvctl_objects.parent_of(found), found.length, found.pin, found.in_memory)

@@ -35,13 +35,7 @@ from moonserve.deploy.launcher.process_specs import (
     member_specs,
 )
 from moonserve.deploy.launcher.rolling_restart import RollingRestart
-from moonserve.deploy.launcher.supervisor import (
-    Child,
-    ChildDied,
-    Supervisor,
-    child_environment,
-    log_folder,
-)
+from moonserve.deploy.launcher.supervisor import Child, ChildDied, Supervisor, child_environment, log_folder
 from moonserve.deploy.launcher.vllm_workers import vllm_python
 from moonserve.engine.cuda.device import visible_gpus
 from moonserve.protocol.errors import ConfigError, MoonserveError

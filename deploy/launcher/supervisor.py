@@ -164,7 +164,8 @@ class Supervisor:
             child.stage, child.facts = old.stage, old.facts
             raise
         assert old.process is not None
-        _signal(old.process, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            old.process.send_signal(signal.SIGUSR1)
         leaving = asyncio.create_task(old.process.wait())
         self._leaving[leaving] = old
         leaving.add_done_callback(self._leaving.pop)
@@ -336,17 +337,9 @@ def _start_failure(child: Child) -> MoonserveError:
 
 async def _end(child: Child) -> None:
     """Ends a process with SIGTERM, and with SIGKILL after its grace period. Does nothing if it has ended."""
-    process, grace_s = child.process, child.spec.stop_grace_s
-    if process is None or process.returncode is not None:
-        return
-    _signal(process, signal.SIGTERM)
-    try:
-        async with asyncio.timeout(grace_s):
-            await process.wait()
-    except TimeoutError:
-        log.warning("pid %d did not stop in %g s: killing it", process.pid, grace_s)
-        _signal(process, signal.SIGKILL)
-        await process.wait()
+    if child.process is not None:
+        child_process.terminate(child.process)
+        await child_process.wait_or_kill(child.process, child.spec.stop_grace_s)
 
 
 def lower_priority(pid: int, nice: int) -> None:
@@ -364,10 +357,3 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except ProcessLookupError:
-        log.debug("pid %d was gone already", process.pid)

@@ -93,7 +93,7 @@ class Hosts:
 
     def __iter__(self) -> Iterator[Host]:
         """Iterates over the hosts, the head first."""
-        return iter(sorted(self._hosts.values(), key=_order))
+        return iter(sorted(self._hosts.values(), key=lambda host: (not host.is_head, host.node_id)))
 
     def observe(self, hosts: Sequence[Host], now: float) -> None:
         """Replaces the hosts by those that were seen at `now`."""
@@ -132,7 +132,3 @@ class Hosts:
         assert set(self._hosts) <= set(self.numbers)
         assert set(self._silent_since) <= set(self._hosts)
         assert len(set(self.numbers.values())) == len(self.numbers)
-
-
-def _order(host: Host) -> tuple[bool, str]:
-    return not host.is_head, host.node_id

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Iterable
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonserve.protocol.errors import MoonserveError
+
+log = logging.getLogger(__name__)
 
 
 class NotReady(MoonserveError):
@@ -117,6 +120,7 @@ async def wait_or_kill(process: Process, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
+        log.warning("pid %d did not stop in %g s: killing it", process.pid, timeout_s)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
