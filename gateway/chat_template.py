@@ -111,7 +111,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
     return environment
@@ -136,7 +136,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

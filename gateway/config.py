@@ -11,7 +11,7 @@ from moonserve.gateway.generation.request_state import PATIENCE_S
 from moonserve.gateway.generation.tool_call_parsers import FORMATS
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.membership.redis_url import REDIS_SCHEMES
-from moonserve.protocol.process.config import option
+from moonserve.protocol.process.config import option, require_at_least_1
 from moonserve.protocol.process.lifecycle import ProcessConfig
 from moonserve.protocol.process.tracing import TracingConfig
 
@@ -79,15 +79,8 @@ class ClientConfig:
     def check_clients(self) -> None:
         """Raises ConfigError, which never quotes a key."""
         self.fixed_keys()
-        for name in (
-            "requests_per_minute",
-            "tokens_per_minute",
-            "max_streams",
-            "max_prompt_tokens",
-            "max_connections",
-        ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        counts = ("requests_per_minute", "tokens_per_minute", "max_streams", "max_prompt_tokens", "max_connections")
+        require_at_least_1(self, *(name for name in counts if getattr(self, name) is not None))
         for name in ("max_header_bytes", "header_timeout_s", "body_timeout_s", "slow_client_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive")

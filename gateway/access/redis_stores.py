@@ -12,8 +12,8 @@ an error. Redis must persist its data (`appendonly yes`) for gateways that start
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from moonserve.gateway.access.api_key import ApiKey, KeyLimits, from_json
 from moonserve.gateway.access.rate_limit_state import DEADLINE_S as LIMIT_DEADLINE_S
@@ -30,21 +30,18 @@ from moonserve.protocol.membership import redis_client, redis_url
 from moonserve.protocol.membership.redis_client import with_deadline
 from moonserve.protocol.membership.redis_registry import DEADLINE_S, PREFIX
 
-T = TypeVar("T")
-
 
 class RedisKeyStore:
     """A KeyStore in Redis. Methods raise PeerError (PeerLost if the deadline passes) and Unauthenticated."""
 
-    def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, url: str) -> None:
         """Prepares a client without connecting. Raises ConfigError if the URL is invalid."""
-        self._client: Any = redis_client.connect_redis(redis_url.parse_redis_url(url), deadline_s)
-        self._deadline_s = deadline_s
-        self._keys, self._version = f"{prefix}:api-keys", f"{prefix}:api-keys:version"
+        self._client: Any = redis_client.connect_redis(redis_url.parse_redis_url(url), DEADLINE_S)
+        self._keys, self._version = f"{PREFIX}:api-keys", f"{PREFIX}:api-keys:version"
         self._was_there = False
 
     async def all(self) -> list[ApiKey]:
-        return _parsed(await self._bounded(self._client.hgetall(self._keys)))
+        return _parsed(await with_deadline(self._client.hgetall(self._keys), DEADLINE_S))
 
     async def add(self, key: ApiKey) -> None:
         pipeline = self._client.pipeline(transaction=True)
@@ -62,7 +59,7 @@ class RedisKeyStore:
 
     async def version(self) -> bytes:
         """Returns the version of the keys. Raises PeerError if the keys were lost."""
-        version: bytes | None = await self._bounded(self._client.get(self._version))
+        version: bytes | None = await with_deadline(self._client.get(self._version), DEADLINE_S)
         if version is None and self._was_there:
             raise PeerError("redis has lost the API keys; this gateway keeps the known ones")
         self._was_there = version is not None
@@ -73,11 +70,8 @@ class RedisKeyStore:
 
     async def _commit(self, pipeline: Any) -> list[Any]:
         pipeline.incr(self._version)
-        replies: list[Any] = await self._bounded(pipeline.execute())
+        replies: list[Any] = await with_deadline(pipeline.execute(), DEADLINE_S)
         return replies
-
-    async def _bounded(self, call: Awaitable[T]) -> T:
-        return await with_deadline(call, self._deadline_s)
 
 
 def _parsed(entries: dict[bytes, bytes]) -> list[ApiKey]:
@@ -156,9 +150,8 @@ class RedisRateLimits:
     """Accounts of all gateways in Redis. Methods raise PeerError (PeerLost if the deadline passes) and Unauthenticated.
     `url`: see `protocol.membership.redis_url`."""
 
-    def __init__(self, url: str, *, prefix: str = PREFIX, deadline_s: float = LIMIT_DEADLINE_S) -> None:
+    def __init__(self, url: str, *, deadline_s: float = LIMIT_DEADLINE_S) -> None:
         self._client: Any = redis_client.connect_redis(redis_url.parse_redis_url(url), deadline_s)
-        self._prefix = prefix
         self._deadline_s = deadline_s
         self._scripts = {text: self._client.register_script(text) for text in (_ADMIT, _SETTLE, _RENEW)}
 
@@ -190,7 +183,7 @@ class RedisRateLimits:
         return await with_deadline(self._scripts[script](keys=keys, args=arguments), self._deadline_s)
 
     def _keys(self, key_id: str) -> list[str]:
-        account = f"{self._prefix}:limit:{{{key_id}}}"
+        account = f"{PREFIX}:limit:{{{key_id}}}"
         return [account, f"{account}:streams"]
 
 

@@ -19,11 +19,11 @@ batches it has sent and how often it has given up this gateway.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from moonserve.protocol.pb import worker_pb2
+from moonserve.protocol.process.event_loop import wait_event
 from moonserve.protocol.request import Endpoint, Role
 
 # Two heartbeats. Less would treat workers on busy machines as dead; more adds to the longest gap in a stream.
@@ -137,15 +137,11 @@ class WorkerStream:
     async def wait_before_reopening(self) -> None:
         """Waits before the stream is opened again; returns at once if a request waits for it."""
         self._settled.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REOPEN_DELAY_S):
-                await self._reopen_requested.wait()
+        await wait_event(self._reopen_requested, _REOPEN_DELAY_S)
         self._reopen_requested.clear()
 
     async def wait_until_settled(self) -> None:
         """Waits until a broken stream is open again or fails to open, at most `_SETTLED_WITHIN_S`."""
         self._reopen_requested.set()
         self._settled.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SETTLED_WITHIN_S):
-                await self._settled.wait()
+        await wait_event(self._settled, _SETTLED_WITHIN_S)

@@ -129,8 +129,7 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
         case "function_call":
             _add_call(messages, item, where)
         case "function_call_output":
-            content = item.get("output")
-            text = content if isinstance(content, str) else _text(content, f"{where}.output")
+            text = _text(item.get("output"), f"{where}.output")
             call_id = _string(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         case "reasoning":
@@ -141,12 +140,13 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
 
 def _message(item: Mapping[str, Any], where: str) -> Message:
     role = _string(item, "role", where)
-    content = item.get("content")
-    text = content if isinstance(content, str) else _text(content, f"{where}.content")
+    text = _text(item.get("content"), f"{where}.content")
     return {"role": "system" if role == "developer" else role, "content": text}
 
 
 def _text(parts: object, where: str) -> str:
+    if isinstance(parts, str):
+        return parts
     if not isinstance(parts, list):
         raise invalid(f"{where}: must be a string or a list of parts", where)
     texts = []

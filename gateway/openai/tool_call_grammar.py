@@ -121,7 +121,8 @@ class ToolPlanner:
         """Returns the plan, or None if nothing may be called. `constraint`: of the text if the model does not call.
         Raises ApiError."""
         if not body.tools:
-            _require_no_choice(body)
+            if body.tool_choice not in (None, "none"):
+                raise refused("requires tools", "tool_choice")
             return None
         functions = _functions(body)
         choice = body.tool_choice or "auto"
@@ -203,11 +204,6 @@ class ToolPlanner:
                 raise
             return _ANY_OBJECT
         return schema
-
-
-def _require_no_choice(body: ChatBody) -> None:
-    if body.tool_choice not in (None, "none"):
-        raise refused("requires tools", "tool_choice")
 
 
 def _functions(body: ChatBody) -> dict[str, tuple[int, Function]]:

@@ -21,9 +21,9 @@ from moonserve.deploy.admin.explain import show
 from moonserve.deploy.admin.keys import main as keys
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.deploy.terminal import EXIT_UNREACHABLE, Output, Table, bar, cluster_view, count, size
+from moonserve.gateway.access import redis_stores
 from moonserve.gateway.access.api_key import digest_of, new_key
 from moonserve.gateway.access.key_file import read
-from moonserve.gateway.access.redis_stores import RedisKeyStore
 from moonserve.protocol.errors import MoonserveError
 from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer
@@ -209,7 +209,7 @@ def test_keys_are_added_listed_and_revoked(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key can be added, listed and revoked in a file and in Redis, even if Redis is slow."""
-    monkeypatch.setitem(RedisKeyStore.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)
+    monkeypatch.setattr(redis_stores, "DEADLINE_S", PATIENCE_S)
     if place == "file":
         is_kept(["--file", str(tmp_path / "keys.json")], capsys)
     else:
