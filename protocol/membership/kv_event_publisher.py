@@ -16,6 +16,7 @@ from typing import Any
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, iter_keys
+from moonserve.protocol.membership.heartbeats import Inventory
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.process.event_loop import background_task
 
@@ -23,8 +24,6 @@ KEPT_BYTES = 16 * 2**20
 _MEDIUM = {"medium": "STORAGE", "locality": "REMOTE"}  # vLLM's words for a store that servers share
 _CLEARED = {"type": "AllBlocksCleared"}
 _END = (-1).to_bytes(8, "big", signed=True)
-
-Inventory = Callable[[], Iterable[tuple[BlockKey, BlockKey]]]
 
 
 class KeptBatches:

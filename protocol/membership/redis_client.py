@@ -11,22 +11,11 @@ from collections.abc import Awaitable, Iterator
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import (
-    Connection,
-    ConnectionPool,
-    SSLConnection,
-    UnixDomainSocketConnection,
-)
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
 
 from moonserve.protocol.errors import PeerError, PeerLost, Unauthenticated
 from moonserve.protocol.membership.redis_url import SENTINEL_OPTIONS, TLS_OPTIONS, RedisAddress

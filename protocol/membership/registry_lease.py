@@ -207,9 +207,6 @@ class RegistryLease:
         except StaleLease as error:
             log.warning("waiting until the id is free: %s", error)
             await asyncio.sleep((error.retry_after_s or 0.0) + MARGIN_S)
-        await self._second_join()
-
-    async def _second_join(self) -> None:
         try:
             await self._retry(self._join)
         except StaleLease as error:
@@ -298,11 +295,9 @@ class RegistryLease:
 @contextlib.asynccontextmanager
 async def registry_lease(lease: RegistryLease) -> AsyncIterator[asyncio.Task[None]]:
     """Keeps the lease within the block and leaves after it. The yielded task ends with an error if the id is lost."""
-    async with background_task(lease.run()) as task:
-        try:
+    try:
+        async with background_task(lease.run()) as task:
             yield task
-        finally:
-            # Leave only after the task has ended: a later join of the task would take the id again.
-            task.cancel()
-            await asyncio.wait({task})
-            await lease.leave()
+    finally:
+        # Leave only after the task has ended: a later join of the task would take the id again.
+        await lease.leave()

@@ -15,13 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import grpc.aio
-from prometheus_client import (
-    CollectorRegistry,
-    Gauge,
-    ProcessCollector,
-    generate_latest,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
