@@ -14,7 +14,8 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import grpc.aio
@@ -342,24 +343,19 @@ class SoleLeadership(leadership_pb2_grpc.LeadershipServicer):
         return leadership_pb2.WhoReply(leads=True, epoch=self._epoch)
 
 
-@contextlib.asynccontextmanager
-async def serving_calls(
+def serving_calls(
     config: ConductorConfig,
     conductor: Any,
     leadership: leadership_pb2_grpc.LeadershipServicer,
     metrics: CollectorRegistry,
-) -> AsyncIterator[str]:
+) -> AbstractAsyncContextManager[str]:
     """Serves calls while the block runs; yields the address. `conductor` has the methods of conductor.proto."""
     server = RpcServer(config.cluster_token, config.tls())
     conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
     server.add_socket_service("Conductor", conductor)
     leadership_pb2_grpc.add_LeadershipServicer_to_server(leadership, server.grpc)
     add_metrics_service(server.grpc, config.instance_id, metrics)
-    address = await server.start(config.host, config.port)
-    try:
-        yield address
-    finally:
-        await server.stop(STOP_GRACE_S)
+    return server.serving(config.host, config.port, STOP_GRACE_S)
 
 
 async def serve_replicated(

@@ -6,20 +6,18 @@ stdout has only results, so it can be piped; problems go to stderr.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import urllib.error
 import urllib.request
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any, TextIO
 
 from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveError, NoWorker, PeerError, Unauthenticated
 from moonserve.protocol.process.progress_bars import ProgressBars
 from moonserve.protocol.process.tls import Certificates, files_in, load_certificates
-from moonserve.protocol.rpc.grpc_transport import Channels
 
 EXIT_OK = 0
 EXIT_NOT_FOUND = 1  # not found; also found corrupt, or not done in full
@@ -120,16 +118,6 @@ def credentials(environ: Mapping[str, str]) -> tuple[str, Certificates | None]:
     """Returns the cluster's token and the certificates that the environment names. Raises ConfigError."""
     files = files_in(environ)
     return environ.get(TOKEN_ENV, ""), None if files is None else load_certificates(files)
-
-
-@contextlib.asynccontextmanager
-async def open_channels(token: str, tls: Certificates | None) -> AsyncIterator[Channels]:
-    """Yields channels that are closed at the end of the block."""
-    channels = Channels(token, tls)
-    try:
-        yield channels
-    finally:
-        await channels.close()
 
 
 def find_instance(instances: Sequence[dict[str, Any]], name: str) -> dict[str, Any] | None:

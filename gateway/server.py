@@ -66,8 +66,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         limiter = open_limits(config, registry)
         closing.push_async_callback(limiter.close)
         await keys.load()
-        channels = Channels(config.cluster_token, config.tls())
-        closing.push_async_callback(channels.close)
+        channels = await closing.enter_async_context(Channels(config.cluster_token, config.tls()))
         listener = closing.enter_context(_listener(config))
         lifecycle.progress("loading tokenizer")
         tokenizer = load_tokenizer(Path(config.model))
@@ -122,8 +121,7 @@ async def _serve_metrics(config: GatewayConfig, registry: CollectorRegistry, clo
         return ""
     server = RpcServer(config.cluster_token, config.tls())
     add_metrics_service(server.grpc, config.instance_id, registry)
-    closing.push_async_callback(server.stop, 0)
-    return await server.start("127.0.0.1", 0)  # these gateways run on the same host
+    return await closing.enter_async_context(server.serving("127.0.0.1", 0, 0))  # these gateways run on the same host
 
 
 def _server(app: ASGIApp, config: GatewayConfig) -> _Server:

@@ -156,12 +156,9 @@ async def serve(config: FollowerConfig, lifecycle: Lifecycle) -> None:
 async def _run(config: FollowerConfig, servicer: StageServicer, lifecycle: Lifecycle) -> None:
     server = RpcServer(config.cluster_token, config.tls())
     server.add_socket_service("PipelineStage", servicer)
-    address = await server.start(config.host, config.port)
-    try:
+    async with server.serving(config.host, config.port, STOP_GRACE_S) as address:
         lifecycle.ready(rpc=address, lean=server.lean_address)
         await lifecycle.wait_for_stop()
-    finally:
-        await server.stop(STOP_GRACE_S)
 
 
 def make_servicer(

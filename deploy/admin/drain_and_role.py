@@ -28,7 +28,6 @@ from moonserve.deploy.terminal import (
     cluster_view,
     credentials,
     find_instance,
-    open_channels,
     require_other_worker_of_role,
     run,
 )
@@ -78,7 +77,7 @@ def _kvctl_arguments(view: dict[str, Any], arguments: Namespace) -> list[str]:
 
 async def _drain(arguments: Namespace, address: str, environ: Mapping[str, str], output: Output) -> None:
     name = arguments.instance
-    async with open_channels(*credentials(environ)) as channels:
+    async with Channels(*credentials(environ)) as channels:
         state = await _set_draining(channels, address, not arguments.undo)
         if arguments.undo:
             output.line(f"{name} accepts new requests again")
@@ -137,7 +136,7 @@ async def _switch(arguments: Namespace, environ: Mapping[str, str]) -> int:
         return EXIT_OK
     if not arguments.force:
         require_other_worker_of_role(found, instances, "Give another worker this role first")
-    async with open_channels(*credentials(environ)) as channels:
+    async with Channels(*credentials(environ)) as channels:
         await _request_role(channels, found["rpc_address"], role, arguments.drain_s)
     if arguments.no_wait:
         output.line(f"{arguments.instance} is about to become a {role} worker")

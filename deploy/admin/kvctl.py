@@ -32,7 +32,6 @@ from moonserve.deploy.terminal import (
     cluster_view,
     credentials,
     error_text,
-    open_channels,
     run,
     size,
 )
@@ -80,7 +79,7 @@ def add_limits(verbs: kvctl_objects.Verbs, common: ArgumentParser) -> None:
 async def run_limits(arguments: Namespace, cluster: StoreCluster, output: Output) -> int:
     workers, _ = await _workers(arguments, cluster)
     request = worker_pb2.GetLimitsRequest()
-    async with open_channels(cluster.token, cluster.tls) as channels:
+    async with Channels(cluster.token, cluster.tls) as channels:
         outcomes = await asyncio.gather(*(_call(channels, each, "GetLimits", request) for each in workers))
     return _show(workers, outcomes, output)
 
@@ -98,7 +97,7 @@ async def run_limit(arguments: Namespace, cluster: StoreCluster, output: Output)
         floor_bytes=arguments.floor,
         budget_bytes=arguments.budget,
     )
-    async with open_channels(cluster.token, cluster.tls) as channels:
+    async with Channels(cluster.token, cluster.tls) as channels:
         # One after the other: lowered floors make room for raised ones.
         outcomes = [await _call(channels, each, "SetLimits", request) for each in workers]
     return _show(workers, outcomes, output)

@@ -49,8 +49,7 @@ class RollingRestart:
         """Restarts all processes. Raises MoonserveError if a successor fails, if the members are not back within
         `REJOIN_TIMEOUT_S`, or if no conductor lists them in that time. The remaining processes are then not
         restarted."""
-        channels = self._channels()
-        try:
+        async with self._channels() as channels:
             conductors = ConductorClient(channels, self._addresses)
             order = sorted(self._supervisor.children, key=lambda child: RESTART_ORDER.index(child.spec.kind))
             for child in order:
@@ -58,8 +57,6 @@ class RollingRestart:
                 log.info("restarting %s", child.spec.instance_id)
                 await self._supervisor.restart(child)
                 await _wait_until_rejoined(conductors, child.spec.instance_id, before)
-        finally:
-            await channels.close()
 
 
 async def _wait_until_rejoined(conductors: ConductorClient, instance_id: str, before: dict[str, int]) -> None:

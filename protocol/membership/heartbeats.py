@@ -237,15 +237,14 @@ async def conductor_membership(
     if config.conductor is None:
         yield MembershipHandle()
         return
-    channels = Channels(config.cluster_token, config.tls())
-    membership = Membership(channels, config.conductor, registration, load, block_log)
-    try:
-        async with background_task(membership.run()) as task:
-            yield MembershipHandle(membership, task)
-    finally:
-        # Only after the heartbeats have ended: `run` registers an unknown instance again.
-        await membership.deregister()
-        await channels.close()
+    async with Channels(config.cluster_token, config.tls()) as channels:
+        membership = Membership(channels, config.conductor, registration, load, block_log)
+        try:
+            async with background_task(membership.run()) as task:
+                yield MembershipHandle(membership, task)
+        finally:
+            # Only after the heartbeats have ended: `run` registers an unknown instance again.
+            await membership.deregister()
 
 
 def own_endpoint(instance_id: str, *, rpc_address: str, transfer_address: str) -> Endpoint:

@@ -9,9 +9,10 @@ knows the address (`protocol.rpc.transport_selection`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -131,6 +132,15 @@ class RpcServer:
         await self._server.start()
         return f"{host}:{bound}"
 
+    @contextlib.asynccontextmanager
+    async def serving(self, host: str, port: int, grace_s: float) -> AsyncIterator[str]:
+        """Serves within the block: `start`, whose address it yields, and `stop`."""
+        address = await self.start(host, port)
+        try:
+            yield address
+        finally:
+            await self.stop(grace_s)
+
     def _bind(self, address: str) -> int:
         if self._tls is None:
             return self._server.add_insecure_port(address)
@@ -209,7 +219,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
 
 
 class Channels:
-    """Channels to other processes, one per address, opened on first use and closed together.
+    """Channels to other processes, one per address, opened on first use and closed together. `async with` closes them.
 
     With `tls`, peers must show a certificate of its authority, and no peer is dialled without TLS.
     """
@@ -219,6 +229,12 @@ class Channels:
         self.tls = tls
         self._metadata = ((TOKEN_HEADER, cluster_token),)
         self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def to(self, address: str) -> grpc.aio.Channel:
         """Returns the channel to `host:port` or to a `lean://` address, for the constructor of a generated stub.

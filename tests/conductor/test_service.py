@@ -54,18 +54,13 @@ async def rig() -> AsyncIterator[Rig]:
     registry = CollectorRegistry()
     state = ConductorState(make_policy(PUBLISHED_POLICY, 1.25), Limits(ttft_slo_s=5.0))
     server = RpcServer(TOKEN)
-    channels = Channels(TOKEN)
     service = ConductorService(state, ConductorMetrics(registry), clock=lambda: rig.now)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
-    address = await server.start("127.0.0.1", 0)
-    stub = conductor_pb2_grpc.ConductorStub(channels.to(address))
-    rig = Rig(address, registry, state, channels, stub)
-    try:
+    async with server.serving("127.0.0.1", 0, 0) as address, Channels(TOKEN) as channels:
+        stub = conductor_pb2_grpc.ConductorStub(channels.to(address))
+        rig = Rig(address, registry, state, channels, stub)
         yield rig
-    finally:
-        await channels.close()
-        await server.stop(0)
-        state.validate()
+    state.validate()
 
 
 def registration(

@@ -272,20 +272,18 @@ class FullWorker:
 
 
 async def test_a_prefill_workers_reservation_says_limit_prompt_and_tenant() -> None:
-    worker, server, channels = FullWorker(), RpcServer(TOKEN), Channels(TOKEN)
+    worker, server = FullWorker(), RpcServer(TOKEN)
     zone = LandingZone(transfer_address="t", segment_id=1, num_blocks=4, block_size=BLOCK_SIZE, fingerprint="f")
     servicer = LandingServicer(cast(DecodeService, worker), zone)
     worker_pb2_grpc.add_LandingServicer_to_server(servicer, server.grpc)
-    address = await server.start("127.0.0.1", 0)
-    decode = dataclasses.replace(STORE, rpc_address=address)
     fields = dataclasses.asdict(ASKED)
     del fields["ttl_s"], fields["deadline_at"]
-    wish = ReserveLanding(decode=decode, timeout_s=PATIENCE_S, **fields)
-    with pytest.raises(Overloaded):
-        await DecodeClient(channels, fingerprint="f", ttl_s=3.0).reserve(wish)
+    async with server.serving("127.0.0.1", 0, 0) as address, Channels(TOKEN) as channels:
+        decode = dataclasses.replace(STORE, rpc_address=address)
+        wish = ReserveLanding(decode=decode, timeout_s=PATIENCE_S, **fields)
+        with pytest.raises(Overloaded):
+            await DecodeClient(channels, fingerprint="f", ttl_s=3.0).reserve(wish)
     assert dataclasses.replace(worker.asked, deadline_at=ASKED.deadline_at) == ASKED
-    await channels.close()
-    await server.stop(0)
 
 
 def test_a_sequence_begins_with_a_token_more_than_lands_and_ends_within_the_models_length() -> None:

@@ -38,8 +38,8 @@ async def test_preempted_sequence_is_read_from_the_store_with_the_same_tokens(
     monkeypatch.setattr(store_io, "STORE_TIMEOUTS", TransferTimeout(base_s=PATIENCE_S))
     costs = costs_of(model_path)
     config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
-    channels = Channels(TOKEN)
     async with (
+        Channels(TOKEN) as channels,
         serving(serve_store, config) as facts,
         world(model_path, num_blocks=NUM_BLOCKS, keeping=costs, device=device) as w,
     ):
@@ -47,7 +47,6 @@ async def test_preempted_sequence_is_read_from_the_store_with_the_same_tokens(
             client = BlockStores(channels, transfer)
             w.service.home_found(await client.locate(facts["rpc"], timeout_s=PATIENCE_S))
             await client.close()
-        await channels.close()
         await until_counted(w, "fetched_blocks")
         counters = w.service.state.counters
         assert counters.kept_blocks >= counters.fetched_blocks

@@ -63,13 +63,12 @@ class World:
 @asynccontextmanager
 async def world(path: Path, *, kv_dtype: str = "auto", **options: Any) -> AsyncIterator[World]:
     """Starts a decode worker with the given `options`, a client and a listener."""
-    channels, ears = Channels(TOKEN), Ears()
+    ears = Ears()
     with TransferEngine(cluster_token=TOKEN) as sender:
-        async with decoding(path, kv_dtype=kv_dtype, **options) as (endpoint, service):
+        async with Channels(TOKEN) as channels, decoding(path, kv_dtype=kv_dtype, **options) as (endpoint, service):
             client = PrefillClient(path, sender, channels, endpoint, kv_dtype)
             async with listening(ears, channels, endpoint):
                 yield World(client, ears, service)
-        await channels.close()
 
 
 async def until_counted(w: World, counter: str) -> None:

@@ -55,10 +55,7 @@ async def test_a_peer_with_the_token_and_no_certificate_of_the_cluster_is_refuse
 
 
 async def _ask(address: str, token: str, tls: Certificates | None) -> None:
-    channels = Channels(token, tls)
-    try:
+    async with Channels(token, tls) as channels:
         stub = worker_pb2_grpc.WorkerStub(channels.to(address))
         request = worker_pb2.GetStatusRequest()
         await channels.call(stub.GetStatus, request, timeout_s=PATIENCE_S)
-    finally:
-        await channels.close()

@@ -136,10 +136,9 @@ async def cluster(
     computed: Any = {"kv_dtype": kv_dtype, "device": device}
     async with AsyncExitStack() as stack:
         transfer = stack.enter_context(TransferEngine(cluster_token=parts.TOKEN, faults=faults))
-        channels, store_channels = Channels(parts.TOKEN), PatientChannels(parts.TOKEN)
-        stores = GatedStores(store_channels, transfer)
-        for each in (channels, store_channels, stores):
-            stack.push_async_callback(each.close)
+        channels = await stack.enter_async_context(Channels(parts.TOKEN))
+        stores = GatedStores(await stack.enter_async_context(PatientChannels(parts.TOKEN)), transfer)
+        stack.push_async_callback(stores.close)
         decode, decoder = await stack.enter_async_context(
             parts.decoding(path, decode_blocks, ranks=decode_ranks, **computed)
         )
@@ -173,8 +172,7 @@ async def cluster(
         servicer = PrefillServicer(service, block_size=parts.BLOCK_SIZE, vocab_size=260)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.grpc)
         server.add_socket_service("Worker", servicer)
-        stack.push_async_callback(server.stop, 0)
-        address = await server.start("127.0.0.1", 0)
+        address = await stack.enter_async_context(server.serving("127.0.0.1", 0, 0))
         prefill, ears = parts.endpoint_of("prefill-0", address, transfer.address), parts.Ears()
         for endpoint in (prefill, decode):
             await stack.enter_async_context(parts.listening(ears, channels, endpoint))

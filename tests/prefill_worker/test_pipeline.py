@@ -62,19 +62,18 @@ class Group(Placed):
 async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
     config = load_model_config(path)
     layout = config.kv_layout(BLOCK_SIZE, "float32")
-    channels, ears = Channels(TOKEN), Ears()
+    ears = Ears()
     own = (
         *("--instance-id", "prefill-0", "--model", str(path), "--dtype", "float32", "--kernels", "torch"),
         *("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", "1MiB", "--max-num-batched-tokens", str(CHUNK)),
         *("--pipeline-parallel-size", str(size), "--cache-dir", str(path / "cache")),
     )
-    async with decoding(path, 64) as (decode, decoder):
+    async with Channels(TOKEN) as channels, decoding(path, 64) as (decode, decoder):
         with running("worker", "--role", "prefill", *own, *flags, token=TOKEN) as (leader, facts):
             endpoint = endpoint_of("prefill-0", facts["rpc"])
             async with listening(ears, channels, endpoint), listening(ears, channels, decode):
                 reference = Engine.load(path, config=config, layout=layout, num_blocks=64)
                 yield Group(endpoint, decode, decoder, channels, ears, reference, leader)
-    await channels.close()
 
 
 PROMPTS = {"long": random_prompt(150, 1), "other": random_prompt(61, 2), "short": random_prompt(9, 3)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,23 @@ class Cluster(LocalCluster):
         with urllib.request.urlopen(request, timeout=START_S) as response:
             yield (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
 
+    def decision(self, answer_id: str) -> dict[str, Any]:
+        """Returns the conductor's last decision on a request."""
+        explained = self.call(f"/v1/requests/{answer_id.removeprefix('cmpl-')}/explain")
+        found: dict[str, Any] = explained["decisions"][-1]
+        return found
+
+    def until_known(self, prompt: list[int], tokens: list[int]) -> None:
+        """Waits until the conductor knows 9 blocks of a cached prompt when it places the prompt again."""
+
+        def is_known() -> bool:
+            again = self.complete(prompt, len(tokens))
+            assert again["token_ids"] == tokens
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 288
+            return bool(self.decision(again["id"])["prefill_candidates"][0]["device_blocks"] >= 9)
+
+        until(is_known)
+
     def _process(self, instance_id: str) -> psutil.Process:
         children = psutil.Process(self.process.pid).children()
         [found] = [child for child in children if f"--instance-id\0{instance_id}\0" in "\0".join(child.cmdline())]
@@ -126,6 +144,17 @@ class Cluster(LocalCluster):
     def wait_until_complete(self) -> None:
         """Waits until all workers are members."""
         until(lambda: {"prefill-0", "decode-0", "decode-1"} <= self.instances().keys(), START_S)
+
+
+def collect(events: Iterator[dict[str, Any]], moment: threading.Event) -> list[int]:
+    """Returns the tokens of a stream. Sets `moment` once there are five."""
+    tokens: list[int] = []
+    for event in events:
+        assert "error" not in event, event
+        tokens += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
+        if len(tokens) >= 5:
+            moment.set()
+    return tokens
 
 
 @contextlib.contextmanager

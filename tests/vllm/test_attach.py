@@ -25,9 +25,9 @@ from moonserve.protocol.kv_blocks import BlockKey
 from tests import processes
 from tests.patience import until
 from tests.random_models import make_model
+from tests.vllm.clusters import Cluster, collect
 from tests.vllm.servers import START_S, TOKEN, VllmServer, running
 from tests.vllm.stores import StoreNode
-from tests.vllm.test_serving import Cluster
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 300, 500)
 SETTINGS = {"max_model_len": 1024, "max_num_seqs": 16}
@@ -105,16 +105,7 @@ def test_kv_moves_between_the_servers_and_the_conductor_knows_their_caches(site:
     prompt, before = _prompt(320, 1), site.servers["decode"].metric("moonserve_connector_tokens_total", op="fetched")
     first = site.tokens(prompt, 4)
     assert site.servers["decode"].metric("moonserve_connector_tokens_total", op="fetched") >= before + 288
-
-    def is_known() -> bool:
-        """Whether the conductor knew the prompt's blocks when it placed the prompt again."""
-        again = site.complete(prompt, 4)
-        assert again["token_ids"] == first
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 288
-        decision = site.call(f"/v1/requests/{again['id'].removeprefix('cmpl-')}/explain")["decisions"][-1]
-        return bool(decision["prefill_candidates"][0]["device_blocks"] >= 9)
-
-    until(is_known)
+    site.until_known(prompt, first)
 
 
 def test_the_server_publishes_the_blocks_that_it_has_stored(site: Site) -> None:
@@ -187,7 +178,7 @@ def test_an_answer_goes_on_after_the_loss_of_a_server_which_comes_back(site: Sit
     prompt, moment, server = _prompt(100, 3), threading.Event(), site.servers[role]
     expected = site.tokens(prompt, 600)
     with site.stream(prompt, 600) as events, ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(_collect, events, moment)
+        answer = threads.submit(collect, events, moment)
         assert moment.wait(START_S)
         server.kill()
         until(lambda: f"{role}-0" not in site.instances())
@@ -196,12 +187,3 @@ def test_an_answer_goes_on_after_the_loss_of_a_server_which_comes_back(site: Sit
         assert answer.result() == expected
     until(lambda: f"{role}-0" in site.instances())
     assert site.tokens(prompt, 600) == expected
-
-
-def _collect(events: Iterator[dict[str, Any]], moment: threading.Event) -> list[int]:
-    tokens: list[int] = []
-    for event in events:
-        tokens += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
-        if len(tokens) >= 5:
-            moment.set()
-    return tokens

@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import until
 from tests.random_models import make_model
-from tests.vllm.clusters import Cluster, running_cluster
+from tests.vllm.clusters import Cluster, collect, running_cluster
 from tests.vllm.servers import START_S, VllmServer
 
 DRAWN = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2}
@@ -39,18 +39,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 def _prompt(length: int, seed: int = 0) -> list[int]:
-    generator = random.Random(f"{length}/{seed}")
-    return [generator.randrange(256) for _ in range(length)]
-
-
-def _collect(events: Iterator[dict[str, Any]], moment: threading.Event | None = None) -> list[int]:
-    tokens: list[int] = []
-    for event in events:
-        assert "error" not in event, event
-        tokens += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
-        if moment is not None and len(tokens) >= 5:
-            moment.set()
-    return tokens
+    return random.Random(f"{length}/{seed}").choices(range(256), k=length)
 
 
 def test_greedy_tokens_are_those_of_one_instance(cluster: Cluster, model: Path, tmp_path: Path) -> None:
@@ -64,23 +53,12 @@ def test_greedy_tokens_are_those_of_one_instance(cluster: Cluster, model: Path, 
         server.stop()
     assert [cluster.tokens(prompt, 24) for prompt in prompts] == expected
     with ThreadPoolExecutor(len(prompts)) as threads:
-        found = list(threads.map(lambda prompt: cluster.tokens(prompt, 24), prompts))
-    assert found == expected
+        assert list(threads.map(lambda prompt: cluster.tokens(prompt, 24), prompts)) == expected
 
 
 def test_a_prompt_that_comes_again_is_cached_and_the_conductor_knows_its_blocks(cluster: Cluster) -> None:
     prompt = _prompt(320, seed=1)
-    first = cluster.complete(prompt, 4)
-
-    def is_known() -> bool:
-        """Whether the conductor knew the prompt's blocks when it placed the prompt again."""
-        again = cluster.complete(prompt, 4)
-        assert again["token_ids"] == first["token_ids"]
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 288
-        decision = cluster.call(f"/v1/requests/{again['id'].removeprefix('cmpl-')}/explain")["decisions"][-1]
-        return bool(decision["prefill_candidates"][0]["device_blocks"] >= 9)
-
-    until(is_known)
+    cluster.until_known(prompt, cluster.tokens(prompt, 4))
 
 
 def test_a_decode_worker_gets_the_prompts_kv_instead_of_computing_it(cluster: Cluster) -> None:
@@ -108,8 +86,8 @@ def test_an_answer_goes_on_after_the_loss_of_a_worker(cluster: Cluster, lost: st
     expected = cluster.tokens(prompt, 600, **parameters)
     with cluster.stream(prompt, 600, **parameters) as events, ThreadPoolExecutor(1) as threads:
         first = next(events)
-        answer = threads.submit(_collect, events, moment)
-        decision = cluster.call(f"/v1/requests/{first['id'].removeprefix('cmpl-')}/explain")["decisions"][-1]
+        answer = threads.submit(collect, events, moment)
+        decision = cluster.decision(first["id"])
         assert moment.wait(START_S)
         role, _, part = lost.partition(" ")
         processes = cluster.kill(decision[role], engine_only=part == "engine")

@@ -156,8 +156,8 @@ async def test_a_worker_leaves_while_its_server_is_silent_and_joins_again(
     monkeypatch.setattr(attached, "HEALTH_INTERVAL_S", 0.05)
     fake, lifecycle = FakeServer(tmp_path), Lifecycle(None)
     secret = {"cluster_token": "secret", "host": "127.0.0.1"}
-    async with serving(serve_conductor, ConductorConfig(instance_id="conductor", **secret)) as facts:
-        channels = Channels("secret")
+    conductor = serving(serve_conductor, ConductorConfig(instance_id="conductor", **secret))
+    async with conductor as facts, Channels("secret") as channels:
         stub = conductor_pb2_grpc.ConductorStub(channels.to(facts["rpc"]))
 
         async def members() -> list[str]:
@@ -177,4 +177,3 @@ async def test_a_worker_leaves_while_its_server_is_silent_and_joins_again(
         finally:
             lifecycle.stop()
             await asyncio.wait_for(worker, PATIENCE_S)
-            await channels.close()

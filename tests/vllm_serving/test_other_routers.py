@@ -29,8 +29,7 @@ async def test_the_documented_router_gets_a_placement() -> None:
     page = (ROOT / "docs" / "vllm.md").read_text()
     [code] = [fence.text for fence in fences_of(page) if fence.language == "python" and "PlaceRequest" in fence.text]
     config = ConductorConfig(instance_id="conductor", cluster_token=TOKEN, host="127.0.0.1")
-    async with serving(serve, config) as facts:
-        channels = Channels(TOKEN)
+    async with serving(serve, config) as facts, Channels(TOKEN) as channels:
         stub = conductor_pb2_grpc.ConductorStub(channels.to(facts["rpc"]))
         for name, role in (("p0", common_pb2.ROLE_PREFILL), ("d0", common_pb2.ROLE_DECODE)):
             await channels.call(stub.Register, registration(name, role), timeout_s=PATIENCE_S)
@@ -40,7 +39,6 @@ async def test_the_documented_router_gets_a_placement() -> None:
         assert printed.getvalue().startswith("p0 d0 ")
         found = await channels.call(stub.Explain, conductor_pb2.ExplainRequest(request_id="r-1"), timeout_s=PATIENCE_S)
         assert found.found
-        await channels.close()
 
 
 def _scheduler(num_ranks: int, extras: Any = None) -> ConnectorScheduler:

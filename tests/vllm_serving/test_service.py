@@ -105,10 +105,9 @@ class Pair:
 
 @asynccontextmanager
 async def running_pair() -> AsyncIterator[Pair]:
-    channels = Channels(TOKEN)
-    pair = Pair({}, {}, {}, {}, channels, Ears())
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(channels.close)
+        channels = await stack.enter_async_context(Channels(TOKEN))
+        pair = Pair({}, {}, {}, {}, channels, Ears())
         for role in (Role.PREFILL, Role.DECODE):
             engine = pair.engines[role] = CountingEngine()
             service = pair.services[role] = VllmService(cast(Any, engine), role, channels, _FINGERPRINT)
@@ -119,8 +118,7 @@ async def running_pair() -> AsyncIterator[Pair]:
                 servicer = PrefillServicer(service, block_size=_SIZE, vocab_size=1000)
             worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.grpc)
             worker_pb2_grpc.add_EngineHandoffServicer_to_server(HandoffServicer(service), server.grpc)
-            address = await server.start("127.0.0.1", 0)
-            stack.push_async_callback(server.stop, 0.0)
+            address = await stack.enter_async_context(server.serving("127.0.0.1", 0, 0.0))
             pair.endpoints[role] = endpoint_of(f"{role.value}-0", address)
             await stack.enter_async_context(listening(pair.ears, channels, pair.endpoints[role]))
         yield pair

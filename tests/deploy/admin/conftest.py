@@ -161,8 +161,9 @@ def _no_cluster_of_the_operator() -> Iterator[None]:
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Extends the command's RPC timeouts of a few seconds, which a busy machine may exceed."""
     for caller in (
+        "moonserve.deploy.admin.drain_and_role",
+        "moonserve.deploy.admin.kvctl",
         "moonserve.deploy.admin.kvctl_cluster",
-        "moonserve.deploy.terminal",
         "moonserve.protocol.membership.registry_client",
     ):
         monkeypatch.setattr(f"{caller}.Channels", PatientChannels)

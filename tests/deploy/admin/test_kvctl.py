@@ -267,11 +267,8 @@ async def serving(worker: Worker | None) -> AsyncIterator[str]:
         else KvMemoryServicer(worker.elastic_memory, worker.on_change)
     )
     worker_pb2_grpc.add_KvMemoryServicer_to_server(servicer, server.grpc)
-    address = await server.start("127.0.0.1", 0)
-    try:
+    async with server.serving("127.0.0.1", 0, 0.0) as address:
         yield address
-    finally:
-        await server.stop(0.0)
 
 
 async def test_a_ceiling_is_changed_in_whole_pages_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

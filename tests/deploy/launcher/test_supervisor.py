@@ -246,13 +246,9 @@ class Scene(conductor_pb2_grpc.ConductorServicer):
     async def run(self) -> list[str]:
         server = RpcServer(TOKEN)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, server.grpc)
-        address = await server.start("127.0.0.1", 0)
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                supervisor = cast(Supervisor, self)
-                await RollingRestart(supervisor, address, lambda: Channels(TOKEN)).run()
-        finally:
-            await server.stop(0.0)
+        async with server.serving("127.0.0.1", 0, 0.0) as address, asyncio.timeout(PATIENCE_S):
+            supervisor = cast(Supervisor, self)
+            await RollingRestart(supervisor, address, lambda: Channels(TOKEN)).run()
         return self.events
 
 

@@ -59,7 +59,7 @@ async def following(
     on_batch: Callable[[str, worker_pb2.EventBatch], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Scene]:
     """Yields a gateway's view of a cluster in which one server is conductor and worker, and a queue of its losses."""
-    server, channels, lost = RpcServer("token"), RecordingChannels(), Lost()
+    server, lost = RpcServer("token"), Lost()
     if conductor is not None:
         conductor_pb2_grpc.add_ConductorServicer_to_server(conductor, server.grpc)
     if worker is not None:
@@ -68,23 +68,21 @@ async def following(
     async def ignored(instance_id: str, batch: worker_pb2.EventBatch) -> None:
         """Ignores batches, because no worker sends any."""
 
-    address = await server.start("127.0.0.1", 0)
-    cluster = ClusterClient(
-        channels,
-        address,
-        GatewayId("g"),
-        on_batch=on_batch or ignored,
-        on_lost=lambda instance_id, error: lost.put_nowait((instance_id, error)),
-        on_view=lambda view: None,
-        describe_self=conductor_pb2.GatewayView,
-    )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            yield Scene(cluster, channels, lost, server, int(address.rpartition(":")[2]))
-    finally:
-        await cluster.close()
-        await channels.close()
-        await server.stop(0)
+    async with server.serving("127.0.0.1", 0, 0) as address, RecordingChannels() as channels:
+        cluster = ClusterClient(
+            channels,
+            address,
+            GatewayId("g"),
+            on_batch=on_batch or ignored,
+            on_lost=lambda instance_id, error: lost.put_nowait((instance_id, error)),
+            on_view=lambda view: None,
+            describe_self=conductor_pb2.GatewayView,
+        )
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                yield Scene(cluster, channels, lost, server, int(address.rpartition(":")[2]))
+        finally:
+            await cluster.close()
 
 
 def replaced(lost: Lost) -> list[str]:

@@ -56,11 +56,5 @@ class Questions:
 @contextlib.asynccontextmanager
 async def asking(port: int, address: str = "") -> AsyncIterator[Questions]:
     """Connects to the directory at `port` of this host, or at `address` if one is given."""
-    channels = Channels(TOKEN)
-    try:
-        stub: directory_pb2_grpc.DirectoryAsyncStub = directory_pb2_grpc.DirectoryStub(
-            channels.to(address or f"127.0.0.1:{port}")
-        )
-        yield Questions(stub, channels)
-    finally:
-        await channels.close()
+    async with Channels(TOKEN) as channels:
+        yield Questions(directory_pb2_grpc.DirectoryStub(channels.to(address or f"127.0.0.1:{port}")), channels)

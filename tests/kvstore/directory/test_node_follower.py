@@ -82,15 +82,12 @@ class Scene(kvstore_pb2_grpc.KvStoreServicer):
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    server, channels, scene = RpcServer(TOKEN), Channels(TOKEN), Scene()
+    server, scene = RpcServer(TOKEN), Scene()
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(scene, server.grpc)
-    scene.follow(channels, await server.start("127.0.0.1", 0))
-    try:
+    async with server.serving("127.0.0.1", 0, 0) as address, Channels(TOKEN) as channels:
+        scene.follow(channels, address)
         async with background_task(scene.follower.run()):
             yield scene
-    finally:
-        await channels.close()
-        await server.stop(0)
 
 
 EVERYTHING = (0, 0)

@@ -52,16 +52,14 @@ async def connected(
     rpc_address: str, transport: str = "shm", *, faults: FaultPlan | None = None, attaches: bool = True
 ) -> AsyncIterator[tuple[BlockStores, TransferEngine, Endpoint]]:
     """Connects a client to a node over one transport."""
-    channels = Channels(TOKEN)
-    with TransferEngine(
-        cluster_token=TOKEN, options=TransferOptions(transports=(transport,)), faults=faults
-    ) as transfer:
-        client = BlockStores(channels, transfer, attaches=attaches)
-        try:
-            yield client, transfer, await client.locate(rpc_address, timeout_s=PATIENCE_S)
-        finally:
-            await client.close()
-            await channels.close()
+    options = TransferOptions(transports=(transport,))
+    with TransferEngine(cluster_token=TOKEN, options=options, faults=faults) as transfer:
+        async with Channels(TOKEN) as channels:
+            client = BlockStores(channels, transfer, attaches=attaches)
+            try:
+                yield client, transfer, await client.locate(rpc_address, timeout_s=PATIENCE_S)
+            finally:
+                await client.close()
 
 
 async def stats_of(client: BlockStores, store: Endpoint) -> kvstore_pb2.StoreStatsReply:

@@ -151,7 +151,6 @@ async def test_a_restarted_node_without_a_disk_announces_no_blocks() -> None:
     state = ConductorState(make_policy(PUBLISHED_POLICY, 1.25), Limits(heartbeat_interval_s=0.2))
     service, server = ConductorService(state, ConductorMetrics(CollectorRegistry())), RpcServer(TOKEN)
     conductor_pb2_grpc.add_ConductorServicer_to_server(service, server.grpc)
-    flags = ("--dram", "1MiB", "--conductor", await server.start("127.0.0.1", 0))
 
     async def known(num_blocks: int) -> Endpoint:
         """Waits until the only member is a store with `num_blocks` announced blocks. Returns its endpoint."""
@@ -164,7 +163,8 @@ async def test_a_restarted_node_without_a_disk_announces_no_blocks() -> None:
         [endpoint] = await answered(ask)
         return endpoint
 
-    try:
+    async with server.serving("127.0.0.1", 0, 0) as conductor:
+        flags = ("--dram", "1MiB", "--conductor", conductor)
         with running_node(*flags) as node:
             async with connected(node.rpc_address) as (client, transfer, store):
                 await client.put(store, *chain_of(transfer.allocate(4 * BLOCK), range(4), BLOCK))
@@ -174,8 +174,6 @@ async def test_a_restarted_node_without_a_disk_announces_no_blocks() -> None:
             node.kill()
         with running_node(*flags):
             second = await known(0)
-    finally:
-        await server.stop(0)
     assert second.epoch > first.epoch
     assert second.transfer_address != first.transfer_address
     state.validate()

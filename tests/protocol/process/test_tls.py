@@ -53,11 +53,8 @@ async def serving(tls: Certificates | None) -> AsyncIterator[Served]:
     server, service = RpcServer(TOKEN, tls), Counting()
     registry_pb2_grpc.add_RegistryServicer_to_server(service, server.grpc)
     server.add_socket_service("Registry", service)
-    address = await server.start("127.0.0.1", 0)
-    try:
+    async with server.serving("127.0.0.1", 0, 0) as address:
         yield Served(service, address, server.lean_address, server.lean_unix_address)
-    finally:
-        await server.stop(0)
 
 
 @pytest.fixture
@@ -73,12 +70,9 @@ def other(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Aut
 
 async def ask(address: str, tls: Certificates | None) -> None:
     """Makes a call from asyncio. Raises its error if it is refused."""
-    channels = Channels(TOKEN, tls)
-    try:
+    async with Channels(TOKEN, tls) as channels:
         stub = registry_pb2_grpc.RegistryStub(channels.to(address))
         await channels.call(stub.Members, ASK, timeout_s=PATIENCE_S)
-    finally:
-        await channels.close()
 
 
 async def ask_in_a_thread(address: str, tls: Certificates | None) -> None:

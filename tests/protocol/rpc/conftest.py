@@ -33,9 +33,8 @@ async def address(lean: SocketServer) -> str:
 
 @pytest.fixture
 async def channels() -> AsyncIterator[Channels]:
-    channels = Channels(TOKEN)
-    yield channels
-    await channels.close()
+    async with Channels(TOKEN) as channels:
+        yield channels
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

@@ -26,9 +26,8 @@ Call = Callable[..., Awaitable[Any]]
 async def server(store: ScriptedStore, certificates: Certificates | None) -> AsyncIterator[RpcServer]:
     server = RpcServer(TOKEN, certificates)
     server.add_socket_service("KvStore", store)
-    await server.start("127.0.0.1", 0)
-    yield server
-    await server.stop(0)
+    async with server.serving("127.0.0.1", 0, 0):
+        yield server
 
 
 @pytest.fixture(params=["tcp", "unix", "tls"])
@@ -59,12 +58,11 @@ async def call(address: str, certificates: Certificates | None, request: pytest.
         threads.shutdown()
         channel.close()
     else:
-        channels = Channels(TOKEN, certificates)
-        stub = stub_of(channels.to(address))
-        yield lambda name, message, timeout_s=PATIENCE_S: channels.call(
-            getattr(stub, name), message, timeout_s=timeout_s
-        )
-        await channels.close()
+        async with Channels(TOKEN, certificates) as channels:
+            stub = stub_of(channels.to(address))
+            yield lambda name, message, timeout_s=PATIENCE_S: channels.call(
+                getattr(stub, name), message, timeout_s=timeout_s
+            )
 
 
 def lease(name: str = "l", num_keys: int = 0) -> kvstore_pb2.StoreLeaseRequest:
@@ -176,12 +174,11 @@ async def test_stopping_server_answers_within_grace_and_refuses_new_calls(
 
 
 async def test_wrong_token_is_refused(address: str, certificates: Certificates | None) -> None:
-    channels = Channels("guess", certificates)
-    with pytest.raises(errors.Unauthenticated):
-        await channels.call(stub_of(channels.to(address)).Exists, ASKED, timeout_s=PATIENCE_S)
+    async with Channels("guess", certificates) as channels:
+        with pytest.raises(errors.Unauthenticated):
+            await channels.call(stub_of(channels.to(address)).Exists, ASKED, timeout_s=PATIENCE_S)
     with SyncChannel(address, "guess", certificates) as threads, pytest.raises(errors.Unauthenticated):
         await asyncio.to_thread(threads.call, EXISTS_PATH, b"", timeout_s=PATIENCE_S)
-    await channels.close()
 
 
 async def test_address_without_server_raises_peer_lost(channels: Channels) -> None:

@@ -86,9 +86,9 @@ async def test_dial_of_stopped_peer_raises_deadline_exceeded(peer: scripted.Serv
 
 
 async def still_serves(address: str) -> bool:
-    channels = Channels(scripted.TOKEN)
-    reply = await channels.call(scripted.stub_of(channels.to(address)).Exists, scripted.EXISTS, timeout_s=PATIENCE_S)
-    await channels.close()
+    async with Channels(scripted.TOKEN) as channels:
+        stub = scripted.stub_of(channels.to(address))
+        reply = await channels.call(stub.Exists, scripted.EXISTS, timeout_s=PATIENCE_S)
     return list(reply.present) == [True]
 
 
@@ -185,12 +185,10 @@ async def require_lost(serve: Serve) -> None:
     """Asserts that a call ends with PeerLost before its deadline."""
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as rude:
         port = rude.sockets[0].getsockname()[1]
-        channels = Channels(scripted.TOKEN)
-        stub = scripted.stub_of(channels.to(f"lean://127.0.0.1:{port}"))
-        async with asyncio.timeout(PATIENCE_S):
+        async with Channels(scripted.TOKEN) as channels, asyncio.timeout(PATIENCE_S):
+            stub = scripted.stub_of(channels.to(f"lean://127.0.0.1:{port}"))
             with pytest.raises(PeerLost):
                 await channels.call(stub.Exists, scripted.EXISTS, timeout_s=NEVER_S)
-        await channels.close()
 
 
 @pytest.mark.parametrize("behind_its_handshake", [False, True])

@@ -56,13 +56,12 @@ async def address(request: pytest.FixtureRequest, worker: Worker, channels: Chan
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
     if request.param == "lean":
         server.add_socket_service("Worker", worker)
-    address = await server.start("127.0.0.1", 0)
-    if request.param == "lean":
-        await until_lean(channels, address)
-        worker.called.clear()
-    yield address
-    await channels.close()
-    await server.stop(0)
+    async with server.serving("127.0.0.1", 0, 0) as address:
+        if request.param == "lean":
+            await until_lean(channels, address)
+            worker.called.clear()
+        yield address
+        await channels.close()
 
 
 async def until_lean(channels: Channels, address: str) -> None:
@@ -91,10 +90,9 @@ async def test_error_arrives_as_raised_and_unexpected_error_hides_details(
 
 
 async def test_wrong_token_is_refused(address: str) -> None:
-    foreign = Channels("guess")
-    with pytest.raises(errors.Unauthenticated):
-        await cancel(foreign, address)
-    await foreign.close()
+    async with Channels("guess") as foreign:
+        with pytest.raises(errors.Unauthenticated):
+            await cancel(foreign, address)
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -127,18 +125,17 @@ async def test_handler_sees_the_remaining_time(worker: Worker, channels: Channel
 
 async def test_calls_reach_restarted_server_over_socket_again(channels: Channels) -> None:
     """A restarted server has new socket addresses, which its first reply over gRPC names."""
-    address, port = "", 0
+    port = 0
     for _ in range(2):
         server, worker = RpcServer(TOKEN), Worker()
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
         server.add_socket_service("Worker", worker)
-        address = await server.start("127.0.0.1", port)
-        port = int(address.rpartition(":")[2])
-        stub = worker_pb2_grpc.WorkerStub(channels.to(address))
-        request = worker_pb2.CancelRequest()
-        await channels.call(stub.Cancel, request, timeout_s=PATIENCE_S, wait_for_ready=True)
-        await until_lean(channels, address)
-        await server.stop(0)
+        async with server.serving("127.0.0.1", port, 0) as address:
+            port = int(address.rpartition(":")[2])
+            stub = worker_pb2_grpc.WorkerStub(channels.to(address))
+            request = worker_pb2.CancelRequest()
+            await channels.call(stub.Cancel, request, timeout_s=PATIENCE_S, wait_for_ready=True)
+            await until_lean(channels, address)
 
 
 async def test_error_of_taken_port_names_the_flag(address: str) -> None:
