@@ -151,11 +151,6 @@ class Members:
     def find(self, instance_id: str) -> Instance | None:
         return self._instances.get(InstanceId(instance_id))
 
-    def find_epoch(self, instance_id: str, epoch: int) -> Instance | None:
-        """Returns the member with exactly this epoch, or None."""
-        instance = self.find(instance_id)
-        return instance if instance is not None and instance.endpoint.epoch == epoch else None
-
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """Returns the instances of a role in order of registration."""
         return self._by_role[role]

@@ -165,9 +165,9 @@ class ConductorState:
         return applied
 
     def _deregister(self, event: Deregister) -> list[Action]:
-        instance = self._members.find_epoch(event.instance_id, event.epoch)
+        instance = self._members.find(event.instance_id)
         actions: list[Action] = []
-        if instance is not None:
+        if instance is not None and instance.endpoint.epoch == event.epoch:
             actions.append(self._remove(instance, RemovalReason.LEFT))
         actions.append(Deregistered())
         return actions

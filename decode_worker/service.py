@@ -197,7 +197,10 @@ class DecodeService(PoolService):
         for phase in action.ended:
             self._trace(phase)
         if log.isEnabledFor(logging.DEBUG):
-            _log_ends(action)
+            for token in action.tokens:
+                if token.finish_reason is not None:
+                    text = "ended with token %d: %s"
+                    log.debug(text, token.index, token.finish_reason, extra=request_extra(token.request_id))
 
     def _trace(self, phase: events.DecodePhase) -> None:
         span = self._tracer.span
@@ -223,13 +226,6 @@ class DecodeService(PoolService):
     async def _load_blocks(self, action: events.LoadBlocks) -> Event:
         assert self._store_access is not None, "no home, nothing was kept"
         return await self._store_access.load(action)
-
-
-def _log_ends(action: events.SendTokens) -> None:
-    for token in action.tokens:
-        if token.finish_reason is not None:
-            text = "ended with token %d: %s"
-            log.debug(text, token.index, token.finish_reason, extra=request_extra(token.request_id))
 
 
 def landing_ranges(blocks: Sequence[BlockId], layout: KvLayout, num_blocks: int) -> list[tuple[int, int]]:

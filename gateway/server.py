@@ -203,7 +203,7 @@ class _Server(uvicorn.Server):
     async def idle(self) -> None:
         """Waits until every request has its reply and, after `release_port`, until every connection has ended."""
         if self._connections.is_closing:
-            await self._connections.wait_until_empty()
+            await self._connections.is_empty.wait()
         while tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks)
 

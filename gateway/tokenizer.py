@@ -40,7 +40,8 @@ class Tokenizer:
         self.size = max(inner.get_vocab().values(), default=-1) + 1  # one more than the greatest token id
         added = inner.get_added_tokens_decoder()
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
-        self._bytes = _byte_table(inner, self.size) if _is_byte_level(inner) else None
+        decoder = json.loads(inner.to_str()).get("decoder") or {}
+        self._bytes = _byte_table(inner, self.size) if decoder.get("type") == "ByteLevel" else None
         self._bytes_without_special = self._bytes and [
             b"" if token_id in self._special_ids else spelled for token_id, spelled in enumerate(self._bytes)
         ]
@@ -130,11 +131,6 @@ def _converted(folder: Path) -> FastTokenizer:
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise ConfigError(f"cannot read a tokenizer in {folder}: {error}") from error
     return found
-
-
-def _is_byte_level(inner: FastTokenizer) -> bool:
-    decoder = json.loads(inner.to_str()).get("decoder") or {}
-    return bool(decoder.get("type") == "ByteLevel")
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -103,6 +103,8 @@ class PrefillConfig(RoleConfig, TransferTimeoutConfig):
 
     def limits(self, plan: PoolPlan) -> Limits:
         max_chunk = self.max_num_batched_tokens if self.enable_chunked_prefill else plan.max_model_len
+        # Half of the pool: a store serves several workers, and its memory is often not much larger than theirs.
+        prefetched = plan.num_blocks // 2 if self.max_prefetch_blocks is None else self.max_prefetch_blocks
         return Limits(
             block_size=self.block_size,
             block_bytes=plan.layout.block_bytes,
@@ -112,7 +114,7 @@ class PrefillConfig(RoleConfig, TransferTimeoutConfig):
             prepare_ahead=self.prepare_ahead,
             max_put_blocks=self.max_put_blocks,
             max_pending_puts=self.max_pending_puts,
-            max_prefetch_blocks=self._prefetch_limit(plan),
+            max_prefetch_blocks=prefetched,
             num_layers=plan.layout.num_layers,
             store_reads=self.store_reads,
             layered_loads="never" if self._computes_in_several else self.layered_loads,
@@ -126,8 +128,3 @@ class PrefillConfig(RoleConfig, TransferTimeoutConfig):
     def _computes_in_several(self) -> bool:
         """True if several processes compute; only this one could wait for a layer of the prefix."""
         return self.pipeline_parallel_size > 1 or self.tensor_parallel_size > 1
-
-    def _prefetch_limit(self, plan: PoolPlan) -> int:
-        # Half of the pool: a store serves several workers, and its memory is often not much larger than theirs.
-        requested = self.max_prefetch_blocks
-        return plan.num_blocks // 2 if requested is None else requested

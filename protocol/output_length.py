@@ -67,14 +67,9 @@ _ENDED, _STOPPED = 0, 1
 _STALE_SHARE = 0.01  # the curve is recomputed after this many new observations, as a share of all
 
 
-def _make_edges() -> Counts:
-    """Returns the edges of the bins. Bin b holds lengths in (edge b, edge b+1]."""
-    doublings = np.arange(4 * _PER_DOUBLING, 20 * _PER_DOUBLING + 1) / _PER_DOUBLING
-    edges: Counts = np.concatenate((np.arange(16), np.round(2.0**doublings))).astype(np.int64)
-    return edges
-
-
-EDGES = _make_edges()
+_DOUBLINGS = np.arange(4 * _PER_DOUBLING, 20 * _PER_DOUBLING + 1) / _PER_DOUBLING
+# Edges of the bins. Bin b holds lengths in (edge b, edge b+1].
+EDGES: Counts = np.concatenate((np.arange(16), np.round(2.0**_DOUBLINGS))).astype(np.int64)
 _EDGE_LIST: list[int] = EDGES.tolist()
 _WIDTHS = np.diff(EDGES)
 

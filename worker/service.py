@@ -62,13 +62,10 @@ class Operations:
         else:
             event = task.result()
         if event is not None:
-            self._try_report(event)
-
-    def _try_report(self, event: Event) -> None:
-        try:
-            self._report(event)
-        except Exception as error:  # the event loop would only log it
-            self._fail(error)
+            try:
+                self._report(event)
+            except Exception as error:  # the event loop would only log it
+                self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():

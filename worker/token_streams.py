@@ -89,7 +89,8 @@ class GatewayStreams:
         self._keep(outbox)
         try:
             # The first message confirms the stream and lets the gateway detect missed events.
-            yield self._first_batch(gateway_id, outbox)
+            given_up, num_batches = self._given_up.get(gateway_id, 0), outbox.num_taken
+            yield worker_pb2.EventBatch(standing=worker_pb2.Standing(times_given_up=given_up, num_batches=num_batches))
             while True:
                 await _filled(outbox)
                 if outbox.stream is not stream:
@@ -114,10 +115,6 @@ class GatewayStreams:
         for outbox in self._outboxes.values():
             self._keep(outbox)
         self._outboxes.clear()
-
-    def _first_batch(self, gateway_id: GatewayId, outbox: _Outbox) -> worker_pb2.EventBatch:
-        standing = worker_pb2.Standing(times_given_up=self._given_up.get(gateway_id, 0), num_batches=outbox.num_taken)
-        return worker_pb2.EventBatch(standing=standing)
 
     def _outbox(self, gateway_id: GatewayId) -> _Outbox:
         outbox = self._outboxes.get(gateway_id)

@@ -162,7 +162,8 @@ class PlacementPlanner:
         prefixes = PrefixMap(leading, self._members, excluded)
         prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
         offers = prefill_candidates(able, prefixes, layout, now)
-        own = self._queueing(place, able.table, now)
+        priority = place.priority if self._limits.by_priority else 0
+        own = queue_terms(self._fairness, place.tenant, priority, able.table.link, now)
         passes_others = self._limits.by_priority and self._fairness.has_below(own.priority)
         offers = with_own_waits(offers, own, passes_others=passes_others)
         weighed = self.policy.weigh(prompt, offers)
@@ -183,10 +184,6 @@ class PlacementPlanner:
     def _rank(self, own: QueueTerms, instance: Instance, row: int, weighed: Scores) -> float:
         given = 0.0 if weighed.rank is None else float(weighed.rank[row])
         return own.rank(row, given, lambda place: self._fairness.tie_s(place, own.priority, instance.link))
-
-    def _queueing(self, place: Place, table: PrefillTable, now: float) -> QueueTerms:
-        priority = place.priority if self._limits.by_priority else 0
-        return queue_terms(self._fairness, place.tenant, priority, table.link, now)
 
     def _best_decode(
         self, place: Place, able: EligibleInstances[DecodeTable], layout: KvLayout, ttft_s: float, now: float

@@ -148,7 +148,8 @@ class DecodeForecast:
     def advance(self, now: float) -> None:
         """Draws all sums again if the instants are stale."""
         if not 0.0 <= now - self._instants[0] <= _STALE_S:
-            self._recompute(now)
+            np.add(INSTANTS, now, out=self._instants)
+            self._kernel.draw(np.flatnonzero(self._is_used))
 
     def predict_steps(
         self,
@@ -185,10 +186,6 @@ class DecodeForecast:
     def _bind(self) -> None:
         """Passes the columns to the kernel, which works on them in place."""
         self._kernel.bind([getattr(self, f"_{name}") for name in SEQUENCES])
-
-    def _recompute(self, now: float) -> None:
-        np.add(INSTANTS, now, out=self._instants)
-        self._kernel.draw(np.flatnonzero(self._is_used))
 
     def _grow(self) -> None:
         capacity = len(self._is_used)

@@ -302,7 +302,7 @@ class Scheduler:
         while (block := self._pool.allocate(1)) is None:
             if self._pool.num_free and self._may_wait_for_memory(now):
                 return
-            claims = [claim for claim in self.claims() if not self._is_moving(claim)]
+            claims = [claim for claim in self.claims() if self._sequences[claim.request.request_id].move_id is None]
             if (
                 len(claims) == 1 or self._offloading.num_blocks_in_puts
             ):  # no one else to preempt, or puts free blocks soon
@@ -320,9 +320,6 @@ class Scheduler:
         if self._waits_since is None:
             self._waits_since = now
         return now - self._waits_since < MEMORY_WAIT_S
-
-    def _is_moving(self, claim: BlockHolder) -> bool:
-        return self._sequences[claim.request.request_id].move_id is not None
 
     def _preempt(self, sequence: Sequence, now: float, out: list[Action]) -> None:
         """Takes a sequence's blocks. It waits, and its rank puts it before all sequences that arrived later."""

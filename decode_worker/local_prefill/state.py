@@ -27,7 +27,7 @@ from moonserve.prefill_worker.decisions.events import LoadPrefix, PrefixLoaded, 
 from moonserve.prefill_worker.decisions.load_or_compute import LoadChoice
 from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, NoWorker
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
-from moonserve.protocol.request import BlockId, Endpoint, GatewayId, PrefillReport, PrefixSource, Request, RequestId
+from moonserve.protocol.request import BlockId, Endpoint, PrefillReport, PrefixSource, Request, RequestId
 from moonserve.worker.events import Action, Event, Submitted
 
 
@@ -87,7 +87,7 @@ class LocalPrefillState(DecodeState):
         self._handlers = {
             **self._handlers,
             Submitted: self._submitted,
-            PrefixLoaded: self._prefix_loaded,
+            PrefixLoaded: lambda event, now, out: self._loaded(event.request_id, event.checksums, now, out),
             PrefixLoadFailed: lambda event, now, out: self._loaded(event.request_id, (), now, out),
             Sealed: lambda event, now, out: self.publishing.on_sealed(event),
             PutEnded: lambda event, now, out: self.publishing.on_put_ended(event),
@@ -167,9 +167,6 @@ class LocalPrefillState(DecodeState):
         self._offloading.on_store_found(event)
         self.publishing.on_home_found(event.store)
 
-    def _prefix_loaded(self, event: PrefixLoaded, now: float, out: list[Action]) -> None:
-        self._loaded(event.request_id, event.checksums, now, out)
-
     def _loaded(self, request_id: RequestId, checksums: tuple[int, ...], now: float, out: list[Action]) -> None:
         """Ends a load. `checksums`: of the blocks that arrived after those found here; no other is written any more."""
         prompt = self._loading.pop(request_id)
@@ -187,7 +184,9 @@ class LocalPrefillState(DecodeState):
             super()._cancel(event, now, out)
 
     def _lose_gateway(self, event: events.GatewayLost, now: float, out: list[Action]) -> None:
-        self._drop_prompts_of(event.gateway_id)
+        for prompt in list(self._prompts.values()):
+            if prompt.request.gateway_id == event.gateway_id:
+                self._drop_prompt(prompt.request.request_id)
         super()._lose_gateway(event, now, out)
 
     def _stop(self, event: events.Stopped, now: float, out: list[Action]) -> None:
@@ -208,11 +207,6 @@ class LocalPrefillState(DecodeState):
         request = prompt.request
         self.counters.requests_failed += 1
         out.append(Fail(gateway_id=request.gateway_id, request_id=request.request_id, error=error))
-
-    def _drop_prompts_of(self, gateway_id: GatewayId) -> None:
-        for prompt in list(self._prompts.values()):
-            if prompt.request.gateway_id == gateway_id:
-                self._drop_prompt(prompt.request.request_id)
 
     def _drop_prompt(self, request_id: RequestId) -> bool:
         """Drops a prompt. Returns False if there is none or it is a sequence: then the schedule must be notified."""

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from moonserve.deploy.admin import kvctl_objects
-from moonserve.deploy.admin.kvctl_cluster import Node, Object, StoreCluster, report_lost
+from moonserve.deploy.admin.kvctl_cluster import Node, StoreCluster, report_lost
 from moonserve.deploy.admin.kvctl_objects import Replica
 from moonserve.deploy.terminal import (
     EXIT_NOT_FOUND,
@@ -52,7 +52,7 @@ async def run_ls(arguments: Namespace, cluster: StoreCluster, output: Output) ->
         try:
             async with aclosing(cluster.objects(node)) as found:
                 async for item in found:
-                    if not _is_wanted(item, arguments):
+                    if (arguments.disk_only and item.in_memory) or arguments.tenant not in (None, item.tenant):
                         continue
                     shown += 1
                     if 0 < limit < shown:  # there are more objects
@@ -71,12 +71,6 @@ async def run_ls(arguments: Namespace, cluster: StoreCluster, output: Output) ->
         output.note("no objects")
     report_lost(stats, output)
     return EXIT_UNREACHABLE if stats.lost else EXIT_OK
-
-
-def _is_wanted(found: Object, arguments: Namespace) -> bool:
-    if arguments.disk_only and found.in_memory:
-        return False
-    return arguments.tenant is None or found.tenant == arguments.tenant
 
 
 def _more(arguments: Namespace, stats: Sequence[Stats]) -> str:

@@ -89,7 +89,10 @@ class ControllerState:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Applies an event and returns the actions. Raises ConfigError and changes nothing if it is impossible."""
-        return self._apply(event, now) + self._reconcile(now)
+        actions = self._apply(event, now)
+        if self.is_ending:
+            return actions + self._end()
+        return [*actions, *self._removals(), *self._starts(now), *self._next_restart()]
 
     def _apply(self, event: Event, now: float) -> list[Action]:
         match event:
@@ -100,7 +103,10 @@ class ControllerState:
             case ActorEnded():
                 self._on_ended(event, now)
             case MembersObserved():
-                self._on_members(event, now)
+                for process in self.processes.values():
+                    process.epoch = event.epochs.get(process.name, 0)
+                if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
+                    self._scale(self._autoscaler.decide(event.loads, self.wanted.num_workers, now))
             case Scale():
                 self.wanted.scale(event.kind, event.count)
             case RemoveProcess(name=name):
@@ -161,12 +167,6 @@ class ControllerState:
         if self._restarting == process.name:
             self._restarting = None  # its replacement is new anyway
 
-    def _on_members(self, event: MembersObserved, now: float) -> None:
-        for process in self.processes.values():
-            process.epoch = event.epochs.get(process.name, 0)
-        if self._autoscaler is not None and not (self.is_restarting or self.is_ending):
-            self._scale(self._autoscaler.decide(event.loads, self.wanted.num_workers, now))
-
     def _scale(self, change: Change | None) -> None:
         if change is not None and change.leaving is None:
             self.wanted.add(ProcessKind(change.role.value))
@@ -176,11 +176,6 @@ class ControllerState:
                 self.wanted.remove(unit)
 
     # -- resulting actions
-
-    def _reconcile(self, now: float) -> list[Action]:
-        if self.is_ending:
-            return self._end()
-        return [*self._removals(), *self._starts(now), *self._next_restart()]
 
     def _end(self) -> list[Action]:
         """Stops kinds in reverse order, each after the one before is gone. Workers of both roles stop together."""

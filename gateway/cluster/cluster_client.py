@@ -155,7 +155,13 @@ class ClusterClient:
             case "placement":
                 return from_message(Placement, reply.placement)
             case "overloaded":
-                raise _overloaded(reply.overloaded)
+                message = reply.overloaded
+                raise Overloaded(
+                    message.reason or "no instance can meet the latency targets now",
+                    retry_after_s=message.retry_after_s,
+                    predicted_ttft_s=message.predicted_ttft_s,
+                    predicted_tbt_s=message.predicted_tbt_s,
+                )
             case _:
                 raise failure_from_wire(reply.failure)
 
@@ -346,12 +352,3 @@ class ClusterClient:
 
     def _report_lost(self, instance_id: str, reason: str, kind: type[MoonserveError] = PeerLost) -> None:
         self._on_lost(instance_id, kind(f"{instance_id} {reason}", instance_id=instance_id))
-
-
-def _overloaded(message: conductor_pb2.Overloaded) -> Overloaded:
-    return Overloaded(
-        message.reason or "no instance can meet the latency targets now",
-        retry_after_s=message.retry_after_s,
-        predicted_ttft_s=message.predicted_ttft_s,
-        predicted_tbt_s=message.predicted_tbt_s,
-    )

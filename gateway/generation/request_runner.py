@@ -193,7 +193,9 @@ class Generation:
             self.timings.finished(piece.finish_reason)
             request_log.finished(self.state, piece.finish_reason, self.timings.phase_times)
         if self._followers and (piece.finish_reason or len(self.state.generated) > 1):
-            self._start_followers()
+            followers, self._followers = self._followers, []
+            for follower in followers:
+                follower.deliver(PlaceDue())
         listener = self._listener if piece.finish_reason is None else self._release_listener()
         assert listener is not None, "output behind the last one"
         listener.on_piece(piece)
@@ -209,11 +211,6 @@ class Generation:
             holders = (placement.prefill.instance_id, *sources)
             leaf = self._keys[num_blocks - 1]
             self._context.figures.reused(leaf, report.cached_tokens, holders, now)
-
-    def _start_followers(self) -> None:
-        followers, self._followers = self._followers, []
-        for follower in followers:
-            follower.deliver(PlaceDue())
 
     async def _place(self, action: Place) -> None:
         cluster = self._context.cluster

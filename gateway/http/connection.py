@@ -138,8 +138,8 @@ class ConnectionSet:
     def __init__(self) -> None:
         self.is_closing = False
         self._connections: set[BoundedProtocol] = set()
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
+        self.is_empty = asyncio.Event()
+        self.is_empty.set()
 
     def close(self) -> None:
         """Ends each connection after its next reply, or once it is silent."""
@@ -147,19 +147,16 @@ class ConnectionSet:
         for connection in self._connections:
             connection.close_when_idle()
 
-    async def wait_until_empty(self) -> None:
-        await self._is_empty.wait()
-
     def add(self, connection: BoundedProtocol) -> None:
         self._connections.add(connection)
-        self._is_empty.clear()
+        self.is_empty.clear()
         if self.is_closing:
             connection.close_when_idle()
 
     def remove(self, connection: BoundedProtocol) -> None:
         self._connections.discard(connection)
         if not self._connections:
-            self._is_empty.set()
+            self.is_empty.set()
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -71,7 +71,9 @@ class ResponseStore:
         self._stored.setdefault(tenant, OrderedDict())[response_id] = (stored, size)
         self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + size
         while self.num_bytes > self._max_bytes:
-            self._evict_one()
+            fullest = max(self._num_bytes, key=lambda name: self._num_bytes[name])
+            _, (_, freed) = self._stored[fullest].popitem(last=False)
+            self._subtract(fullest, freed)
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Returns the response, or None if it is not stored (any more) or belongs to another tenant."""
@@ -89,11 +91,6 @@ class ResponseStore:
             return False
         self._subtract(tenant, found[1])
         return True
-
-    def _evict_one(self) -> None:
-        tenant = max(self._num_bytes, key=lambda name: self._num_bytes[name])
-        _, (_, size) = self._stored[tenant].popitem(last=False)
-        self._subtract(tenant, size)
 
     def _subtract(self, tenant: str, size: int) -> None:
         self._num_bytes[tenant] -= size
@@ -122,7 +119,9 @@ class ResponsesApi:
         body = validated(ResponsesBody, await self._model.read(request))
         self._model.parser.warn_of_unknown(body.check())
         tenant = _tenant(request)
-        messages = [*self._previous_messages(tenant, body), *input_messages(body.input)]
+        previous = body.previous_response_id
+        earlier = [] if previous is None else self._find(tenant, previous, 400).messages
+        messages = [*earlier, *input_messages(body.input)]
         with _own_names():
             chat = self._model.parser.parse(ChatBody, json.dumps(to_chat_body(body, messages)).encode())
 
@@ -149,11 +148,6 @@ class ResponsesApi:
         if not self._store.remove(_tenant(request), response_id):
             raise _unknown(response_id, 404)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    def _previous_messages(self, tenant: str, body: ResponsesBody) -> list[dict[str, Any]]:
-        if body.previous_response_id is None:
-            return []
-        return self._find(tenant, body.previous_response_id, 400).messages
 
     def _find(self, tenant: str, response_id: str, status: int) -> StoredResponse:
         stored = self._store.get(tenant, response_id)

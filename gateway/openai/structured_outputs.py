@@ -46,7 +46,8 @@ class ConstraintChecker:
 
     async def constraint_of(self, body: SamplingBody) -> OutputConstraint | None:
         """Returns the checked form that a request asks for; None = any. Raises ApiError naming the parameter."""
-        if not _has_constraint(body):
+        names = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _MAKERS))
+        if all(getattr(body, name) is None for name in names):
             return None
         constraint = await asyncio.to_thread(constraint_of, body)  # translating a long GBNF takes long
         if constraint is not None:
@@ -61,11 +62,6 @@ class ConstraintChecker:
             await asyncio.to_thread(self._grammars.new_matcher, grammar)
         except InvalidRequest as error:
             raise refused(error.message, param) from error
-
-
-def _has_constraint(body: SamplingBody) -> bool:
-    names = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _MAKERS))
-    return any(getattr(body, name) is not None for name in names)
 
 
 def constraint_of(body: SamplingBody) -> OutputConstraint | None:

@@ -88,7 +88,8 @@ class Handoffs:
         elif now >= sequence.deadline_at:
             self._shared.fail(sequence, out_of_time(sequence), now)
         elif sequence.num_corrupt >= MAX_ATTEMPTS or not self._rewind(sequence, min(event.indexes)):
-            self._shared.fail(sequence, _never_arrived(sequence), now)
+            text = f"KV arrived corrupt {sequence.num_corrupt} times"
+            self._shared.fail(sequence, IntegrityError(text, request=sequence.request_id), now)
         else:
             sequence.enter(Phase.READY, now)
 
@@ -123,7 +124,3 @@ class Handoffs:
 
 def out_of_time(sequence: Sequence) -> DeadlineExceeded:
     return DeadlineExceeded(f"no result within {sequence.request.timeout_s:g} s", request=sequence.request_id)
-
-
-def _never_arrived(sequence: Sequence) -> IntegrityError:
-    return IntegrityError(f"KV arrived corrupt {sequence.num_corrupt} times", request=sequence.request_id)

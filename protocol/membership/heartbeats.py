@@ -152,7 +152,9 @@ class Membership:
         while True:
             try:
                 await self._register()
-                await self._heartbeats()
+                while self.registered.is_set():
+                    await self._wait_for_change()
+                    await self._send(self._block_log.changes())
             except (Incompatible, StaleLease, Unauthenticated):
                 raise
             except MoonserveError as error:
@@ -180,11 +182,6 @@ class Membership:
         self._interval_s = reply.heartbeat_interval_s
         await self._send(self._block_log.snapshot())
         self.registered.set()
-
-    async def _heartbeats(self) -> None:
-        while self.registered.is_set():
-            await self._wait_for_change()
-            await self._send(self._block_log.changes())
 
     async def _wait_for_change(self) -> None:
         if self._block_log.has_changes:

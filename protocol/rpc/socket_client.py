@@ -64,7 +64,9 @@ class AsyncConnection(asyncio.Protocol):
         self.opened = True
         socket_addresses.tune_socket(transport.get_extra_info("socket"))
         try:
-            self._require_peer()
+            certificate = transport.get_extra_info("peercert")
+            if certificate is not None:
+                require_address(certificate, transport.get_extra_info("peername")[0])
         except MoonserveError as error:
             self._break(error)
             return
@@ -135,12 +137,6 @@ class AsyncConnection(asyncio.Protocol):
         call = self._calls.pop(call_id, None) or self._streams.pop(call_id, None)
         if call is not None and self.usable:
             self._write(frames.cancel(call_id))
-
-    def _require_peer(self) -> None:
-        """Raises Unauthenticated if the peer's certificate is for another address."""
-        certificate = self._transport.get_extra_info("peercert")
-        if certificate is not None:
-            require_address(certificate, self._transport.get_extra_info("peername")[0])
 
     def _shake_hands(self, data: bytes) -> bytes:
         """Advances the handshake and returns the bytes that follow it."""
@@ -224,8 +220,15 @@ def _fail(waiter: asyncio.Future[bytes] | asyncio.Future[None], why: MoonserveEr
         waiter.set_exception(why)
 
 
-class UnaryOnly:
-    """Stream methods for channels without streams, so that stubs can be built; calling a stream raises."""
+class SocketChannel:
+    """What the channels for event loops and for threads share. They have no streams: stubs can be built, but calling a
+    stream raises."""
+
+    def __init__(self, address: str, cluster_token: str, tls: Certificates | None) -> None:
+        """Raises InvalidRequest if `address` is malformed, Incompatible if only one end uses TLS."""
+        socket_addresses.require_same_tls(address, tls)
+        self._address, self._token, self._tls = address, cluster_token, tls
+        self._target = socket_addresses.parse_address(address)
 
     def unary_stream(self, path: str, *_of_grpc: object, **_more_of_grpc: object) -> Callable[..., NoReturn]:
         def refuse(*_: object, **__: object) -> NoReturn:
@@ -236,7 +239,7 @@ class UnaryOnly:
     stream_unary = stream_stream = unary_stream
 
 
-class AsyncChannel(UnaryOnly):
+class AsyncChannel(SocketChannel):
     """Channel to one `lean://` address (see `socket_addresses`): the part of `grpc.aio.Channel` that stubs need.
 
     It belongs to the event loop of its first call. Every call has a deadline and raises MoonserveErrors, so
@@ -245,12 +248,7 @@ class AsyncChannel(UnaryOnly):
     """
 
     def __init__(self, address: str, cluster_token: str, tls: Certificates | None = None) -> None:
-        """Raises InvalidRequest if `address` is malformed, Incompatible if only one end uses TLS."""
-        socket_addresses.require_same_tls(address, tls)
-        self._address = address
-        self._tls = tls
-        self._target = socket_addresses.parse_address(address)
-        self._token = cluster_token
+        super().__init__(address, cluster_token, tls)
         self._connection: AsyncConnection | None = None
         self._dialling: asyncio.Task[AsyncConnection] | None = None
         self._closed = False

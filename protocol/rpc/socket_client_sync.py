@@ -18,7 +18,7 @@ from moonserve.protocol.process.tls import IN_HANDSHAKE, Certificates, require_a
 from moonserve.protocol.rpc import frames, handshake, socket_addresses
 from moonserve.protocol.rpc.frames import MalformedFrame, Status
 from moonserve.protocol.rpc.handshake import Initiator
-from moonserve.protocol.rpc.socket_client import UnaryOnly
+from moonserve.protocol.rpc.socket_client import SocketChannel
 from moonserve.protocol.rpc.wire import failure_from_bytes
 
 # Replies to frequent calls are far smaller; a larger one costs another receive.
@@ -252,7 +252,7 @@ class TlsConnection(SyncConnection):
 SPIN_S = 100e-6
 
 
-class SyncChannel(UnaryOnly):
+class SyncChannel(SocketChannel):
     """Channel to one `lean://` address for any number of threads. Call `close` when no thread uses it any more.
 
     A call is one send and one receive, without an event loop. A connection is closed after any error, which also makes
@@ -270,14 +270,9 @@ class SyncChannel(UnaryOnly):
         *,
         spin_s: float = SPIN_S,
     ) -> None:
-        """Raises InvalidRequest if `address` is malformed, Incompatible if only one end uses TLS."""
-        socket_addresses.require_same_tls(address, tls)
-        self._tls = tls
+        super().__init__(address, cluster_token, tls)
         self._spin_s = spin_s
         self._in_use: set[SyncConnection] = set()
-        self._target = socket_addresses.parse_address(address)
-        self._address = address
-        self._token = cluster_token
         self._idle: deque[SyncConnection] = deque()  # append and pop are atomic
 
     def __enter__(self) -> Self:

@@ -272,12 +272,15 @@ class ServerConnection(asyncio.Protocol):
         call = self._waiting.pop(call_id)
         call.timer.cancel()
         if task.cancelled():
-            self._fail(call_id, call.message, _cancellation_error(call))
+            late = DeadlineExceeded("the call's deadline passed in its handler")
+            self._fail(call_id, call.message, late if call.is_late else Cancelled("the call was cancelled"))
         elif (error := task.exception()) is not None:
             self._fail(call_id, call.message, error)
         else:
             self._succeed(call_id, call.message, task.result())
-        self._flush_soon()
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush_late)
 
     def _cancel(self, call_id: int) -> None:
         call = self._waiting.get(call_id)
@@ -296,11 +299,6 @@ class ServerConnection(asyncio.Protocol):
         payload = handler_failure(error, message).SerializeToString()
         self._replies.append(frames.reply(call_id, Status.FAILURE, payload))
 
-    def _flush_soon(self) -> None:
-        if not self._flush_is_due:
-            self._flush_is_due = True
-            self._loop.call_soon(self._flush_late)
-
     def _flush_late(self) -> None:
         self._flush_is_due = False
         self._flush()
@@ -311,9 +309,3 @@ class ServerConnection(asyncio.Protocol):
         if self._replies and not self._transport.is_closing():
             self._transport.write(b"".join(self._replies))
         self._replies.clear()
-
-
-def _cancellation_error(call: _Waiting) -> MoonserveError:
-    if call.is_late:
-        return DeadlineExceeded("the call's deadline passed in its handler")
-    return Cancelled("the call was cancelled")
