@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, answered
 
 # Scrollbars would reduce the width of 390 pixels; on telephones they overlay the page.
 _FLAGS = (*("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"), "--hide-scrollbars")
@@ -53,9 +53,7 @@ class Page:
 
     async def wait_for(self, expression: str) -> None:
         """Waits until the expression is true."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not await self.evaluate(expression):  # noqa: ASYNC110 - the state is in another process
-                await asyncio.sleep(0.05)
+        await answered(lambda: self.evaluate(expression))
 
     async def press(self, key: str) -> None:
         code, text = _KEYS[key]

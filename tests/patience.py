@@ -30,22 +30,22 @@ def until(holds: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
         time.sleep(0.005)
 
 
-async def answered(ask: Callable[[], Awaitable[T | None]], timeout_s: float = PATIENCE_S) -> T:
-    """Returns the first answer that is true or not empty, by polling another process. Raises TimeoutError after
-    `timeout_s`."""
+async def answered(
+    ask: Callable[[], Awaitable[T]], holds: Callable[[T], object] = bool, timeout_s: float = PATIENCE_S
+) -> T:
+    """Returns the first answer for which `holds` is true, by polling another process: by default the first that is true
+    or not empty. Raises TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
-        while not (answer := await ask()):  # noqa: ASYNC110 - the state is elsewhere
+        while not holds(answer := await ask()):  # noqa: ASYNC110 - the state is elsewhere
             await asyncio.sleep(0.01)
     return answer
 
 
 async def came_true(holds: Callable[[], object]) -> None:
     """Waits until `holds` is true, by the work of other tasks."""
-
-    async def ask() -> object:
-        return holds()
-
-    await answered(ask)
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - any state
+            await asyncio.sleep(0.01)
 
 
 class PatientChannels(Channels):

@@ -76,10 +76,7 @@ class Cluster:
         return await self.channels.call(stub.Who, request, timeout_s=PATIENCE_S)
 
     async def until(self, name: str, condition: Callable[[leadership_pb2.WhoReply], bool]) -> None:
-        async def holds() -> bool:
-            return condition(await self.who(name))
-
-        await answered(holds)
+        await answered(lambda: self.who(name), condition)
 
     def clients(self) -> ConductorClient:
         return ConductorClient(self.channels, ",".join(self.addresses.values()))
@@ -161,12 +158,10 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
         assert reply.epoch > epoch
         ended = conductor_pb2.ReportRequest(request_id="r0", phase=conductor_pb2.ReportRequest.PHASE_FINISHED)
         await call(conductors, "Report", ended)  # of the former leader's placement
-
-        async def blocks_known() -> bool:
-            view = await call(conductors, "GetCluster", conductor_pb2.GetClusterRequest())
-            return {i.endpoint.instance_id: i.indexed_blocks for i in view.instances}.get("s0") == 9
-
-        await answered(blocks_known)
+        await answered(
+            lambda: call(conductors, "GetCluster", conductor_pb2.GetClusterRequest()),
+            lambda view: {i.endpoint.instance_id: i.indexed_blocks for i in view.instances}.get("s0") == 9,
+        )
 
 
 class Service:
@@ -209,12 +204,8 @@ async def test_conductor_without_registry_ticks_and_is_found_at_one_of_several_a
     alone.addresses["nobody"] = f"127.0.0.1:{free_port()}"
     reply = await call(alone.clients(), "Register", registration("p0", common_pb2.ROLE_PREFILL))
     assert reply.lease_s == pytest.approx(0.2)
-
-    async def is_empty() -> bool:
-        view = await call(alone.clients(), "GetCluster", conductor_pb2.GetClusterRequest())
-        return not view.instances
-
-    await answered(is_empty)
+    request = conductor_pb2.GetClusterRequest()
+    await answered(lambda: call(alone.clients(), "GetCluster", request), lambda view: not view.instances)
     async with asyncio.timeout(PATIENCE_S):
         await alone.close()
 

@@ -29,10 +29,7 @@ async def refused(call: Awaitable[T], error: type[BaseException]) -> str:
 
 
 async def until_queued(w: World, count: int) -> None:
-    async def queued() -> bool:
-        return (await w.client.status()).load.num_waiting == count
-
-    await answered(queued)
+    await answered(w.client.status, lambda status: status.load.num_waiting == count)
 
 
 async def test_steps_that_run_ahead_and_neighbours_change_no_token(model_path: Path) -> None:

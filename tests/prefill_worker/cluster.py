@@ -99,11 +99,7 @@ class Cluster(Placed):
 
     async def until_stored(self, store: Endpoint, keys: Sequence[BlockKey]) -> None:
         """Waits until the store has all of the given blocks."""
-
-        async def stored() -> bool:
-            return all(await exists(self.stores, store, keys))
-
-        await answered(stored)
+        await answered(lambda: exists(self.stores, store, keys), all)
 
     async def assert_drained(self) -> None:
         """Waits until both workers are drained and checks that no block is held on either side."""

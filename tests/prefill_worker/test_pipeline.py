@@ -46,11 +46,7 @@ class Group(Placed):
 
     async def until_running(self) -> None:
         """Waits until a request is running."""
-
-        async def running() -> int:
-            return (await self.status()).load.num_running
-
-        await answered(running)
+        await answered(self.status, lambda status: status.load.num_running)
 
     def followers(self) -> list[int]:
         """Returns the process ids of the followers."""
@@ -91,14 +87,9 @@ async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
         longer = [*PROMPTS["long"][:120], *random_prompt(30, 4)]
         await made.submit("longer", longer, max_tokens=MAX_TOKENS)
         assert await made.ears.all_tokens("longer") == made.expected(longer, MAX_TOKENS)
-
-        async def counters_behind_the_last_handoff() -> dict[str, int] | None:
-            counters = dict((await made.status()).counters)
-            return counters if counters.get("handed_off_requests") == 4 else None
-
         # The decode worker's tokens may arrive before the leader has its answer to the commit.
-        counters = await answered(counters_behind_the_last_handoff)
-        assert counters["device_hit_blocks"] == 120 // BLOCK_SIZE
+        status = await answered(made.status, lambda status: status.counters["handed_off_requests"] == 4)
+        assert status.counters["device_hit_blocks"] == 120 // BLOCK_SIZE
         assert made.decoder.state.counters.integrity_failures == 0
         followers = made.followers()
         made.leader.send_signal(signal.SIGTERM)

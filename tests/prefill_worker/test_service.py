@@ -13,7 +13,7 @@ from moonserve.protocol.request import Endpoint
 from moonserve.protocol.rpc.wire import submission_to_wire
 from tests.decode_worker.world import prompt_of
 from tests.engine.steps import random_prompt
-from tests.kvstore.node.nodes import stats_of
+from tests.kvstore.node.nodes import until_stats
 from tests.patience import PATIENCE_S, answered, came_true
 from tests.prefill_worker.builders import make_placement
 from tests.prefill_worker.cluster import NUM_STORED, PROMPT, Cluster, Gate, cluster, put_into, source_of, store_node
@@ -108,15 +108,11 @@ async def test_a_block_that_arrives_corrupt_at_the_store_is_computed_and_put_aga
         c.faults.corrupt_writes = 1
         await c.submit("r", PROMPT, max_tokens=1)
         await c.ears.all_tokens("r")
-
-        async def integrity_failures() -> int:
-            return (await c.status()).counters["integrity_failures"]
-
-        await answered(integrity_failures)
+        await answered(c.status, lambda status: status.counters["integrity_failures"])
         assert c.engine.num_tokens == len(PROMPT)
         await put_into(c, store, [PROMPT])
         assert c.engine.num_tokens > len(PROMPT) + 1
-        assert await integrity_failures() == 1
+        assert (await c.status()).counters["integrity_failures"] == 1
         await c.assert_drained()
 
 
@@ -238,11 +234,7 @@ async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
         async with store_node(writer, disk) as store, cluster(model_path, num_blocks=8 if waits else 48) as reader:
 
             async def until_on_disk_only(count: int) -> None:
-                async def on_disk() -> bool:
-                    stats = await stats_of(reader.stores, store)
-                    return stats.recovered == 1 and stats.num_on_disk == count
-
-                await answered(on_disk)
+                await until_stats(reader.stores, store, lambda s: s.recovered == 1 and s.num_on_disk == count)
 
             await until_on_disk_only(NUM_STORED)
             if waits:

@@ -51,11 +51,7 @@ reading = partial(cluster, profile=PROFILE, layered_loads="always")
 
 
 async def until_counted(c: Cluster, name: str) -> None:
-
-    async def count() -> int | None:
-        return (await c.status()).counters.get(name)
-
-    await answered(count)
+    await answered(c.status, lambda status: status.counters.get(name))
 
 
 async def held_in_an_early_step(c: Cluster, *sources: PrefixSource) -> None:

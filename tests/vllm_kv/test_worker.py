@@ -17,7 +17,7 @@ from moonserve.vllm.kv.settings import ConnectorSettings
 from moonserve.vllm.kv.step_plan import GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
 from moonserve.vllm.kv.worker import ConnectorWorker
 from tests.kvstore.node.nodes import TOKEN, Node, running_node
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 NUM_BLOCKS = 32
 # Two layers of one group lie one after the other; the other group's layer overlays the first.
@@ -157,9 +157,7 @@ def test_a_byte_that_changes_on_the_way_is_noticed(lent_by: Callable[..., KvMemo
         prefill.worker.step_computed(StepPlan(offers=[Offer(1, "p", blocks({0: 1, 1: 2}, {}), 32)]))
         held = prefill.worker._server
         assert held is not None
-        end = time.monotonic() + PATIENCE_S
-        while not len(held._held) and time.monotonic() < end:  # until its checksums are known
-            time.sleep(0.005)
+        until(lambda: len(held._held))  # until its checksums are known
         [prompt] = [each.content for each in held._held._held.values()]
         segment = prefill.worker._engine._state.segments.find(prompt.location.groups[0].segment_id)
         offset = int.from_bytes(prompt.location.groups[0].offsets[:8], "little")

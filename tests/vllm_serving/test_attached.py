@@ -164,16 +164,13 @@ async def test_a_worker_leaves_while_its_server_is_silent_and_joins_again(
             view = await channels.call(stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=PATIENCE_S)
             return [each.endpoint.instance_id for each in view.instances]
 
-        async def is_alone() -> bool:
-            return not await members()
-
         config = AttachedConfig(instance_id="prefill-0", attach=fake.url, conductor=facts["rpc"], **secret)
         worker = asyncio.create_task(serve_prefill(config, lifecycle))
         try:
             for _ in range(2):
                 async with fake.running():
                     assert await answered(members) == ["prefill-0"]
-                await answered(is_alone)
+                await answered(members, lambda found: not found)
         finally:
             lifecycle.stop()
             await asyncio.wait_for(worker, PATIENCE_S)

@@ -7,7 +7,7 @@ import pytest
 
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
 from moonserve.vllm.serving.kv_event_state import CachedBlocks, Cleared, KvEventSource, Removed, Stored
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, came_true
 
 msgspec = pytest.importorskip("msgspec", reason="the extra kv-events is not installed")
 zmq = pytest.importorskip("zmq", reason="the extra kv-events is not installed")
@@ -79,8 +79,7 @@ async def test_a_late_follower_asks_for_what_it_has_missed() -> None:
             first = _payload(_map("BlockStored", **_STORED))
             await replay.send_multipart([client, b"", b"", (0).to_bytes(8, "big"), first])
             await replay.send_multipart([client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
-            while len(found) < 3:  # noqa: ASYNC110 - another task fills it
-                await asyncio.sleep(0.01)
+            await came_true(lambda: len(found) >= 3)
         following.cancel()
         await asyncio.wait({following})
     assert list(found) == block_keys(root, (1, 2, 3, 4, 5, 6), 2)

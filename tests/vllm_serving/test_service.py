@@ -18,7 +18,7 @@ from moonserve.protocol.rpc.wire import to_message
 from moonserve.vllm.serving.service import EngineFigures, HandoffServicer, VllmService, salt_of
 from moonserve.vllm.serving.state import Generated
 from moonserve.worker.service import PrefillServicer, WorkerServicer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, came_true
 from tests.prefill_worker.builders import make_request
 from tests.worker.parts import TOKEN, Ears, endpoint_of, listening, status_of, submit
 
@@ -203,9 +203,7 @@ async def test_a_cancellation_aborts_the_engine_that_generates() -> None:
         for role in (Role.PREFILL, Role.DECODE):
             pair.engines[role].gate.clear()
             await pair.submit(make_request(f"r{role}", _PROMPT))
-            async with asyncio.timeout(PATIENCE_S):
-                while not pair.engines[role].asked:  # noqa: ASYNC110 - another task asks
-                    await asyncio.sleep(0.001)
+            await came_true(lambda: pair.engines[role].asked)  # noqa: B023 - called at once
             await pair.cancel(f"r{role}")
             await pair.until_idle()
             pair.engines[role].gate.set()

@@ -163,11 +163,7 @@ async def test_draining_worker_refuses_new_requests_and_finishes_old_ones(
         await c.submit("old", 0, 6)
         await c.ears.first_token("old")
         c.lifecycles["decode-0"].stopping.set()
-
-        async def says_so() -> bool:
-            return (await c.member("decode-0")).draining
-
-        await answered(says_so)
+        await answered(lambda: c.member("decode-0"), lambda member: member.draining)
         await c.submit("new", 100, 6)
         assert (await c.ears.failure("new")).code == NoWorker.code
         for _ in range(5):

@@ -59,12 +59,8 @@ class Stage:
     async def until_indexed(self, keys: Sequence[BlockKey]) -> None:
         """Waits until the directory has a holder for each of the keys."""
         async with asking(self.port) as questions:
-
-            async def indexed() -> bool:
-                return all(await questions.holders(keys))
-
             await questions.until_in_step(*self.nodes)
-            await answered(indexed)
+            await answered(lambda: questions.holders(keys), all)
 
 
 @contextlib.contextmanager

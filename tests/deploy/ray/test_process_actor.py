@@ -42,11 +42,7 @@ def directory(folder: Path) -> Assignment:
 
 
 async def at(lives: ProcessLives, stage: str) -> Report:
-    async def asked() -> Report | None:
-        report = await lives.report()
-        return report if report.stage == stage else None
-
-    return await answered(asked)
+    return await answered(lives.report, lambda report: report.stage == stage)
 
 
 async def test_a_stop_during_a_restart_stops_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

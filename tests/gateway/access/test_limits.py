@@ -90,11 +90,7 @@ async def test_place_is_free_after_its_client_has_left(cluster: ScriptedCluster,
             refused = await ask(http, "k")
             assert refused.status == 429
             assert refused.headers["retry-after"] == "1"
-
-        async def is_let_in() -> bool:
-            return (await ask(http, "k")).status == 200
-
-        await answered(is_let_in)
+        await answered(lambda: ask(http, "k"), lambda reply: reply.status == 200)
 
 
 async def test_gateway_follows_a_key_file_and_ignores_a_broken_one(cluster: ScriptedCluster, tmp_path: Path) -> None:
@@ -116,11 +112,7 @@ async def test_gateway_follows_a_key_file_and_ignores_a_broken_one(cluster: Scri
         await answered(has_seen_it)
         assert await knows_bob()
         (tmp_path / "keys.json").write_text(json.dumps({"keys": [key("bob").to_json()]}))
-
-        async def has_forgotten_alice() -> bool:
-            return (await ask(http, "alice")).status == 401
-
-        await answered(has_forgotten_alice)
+        await answered(lambda: ask(http, "alice"), lambda reply: reply.status == 401)
         assert await knows_bob()
 
 

@@ -99,11 +99,7 @@ async def test_unused_tokens_return_to_the_shared_account(two_gateways: list[Rat
     assert (await one.admit("k", "1", limits, 1_000)).refused_by is None
     assert (await other.admit("k", "2", limits, 900)).refused_by == "tokens"
     one.settle("k", "1", limits, 50)
-
-    async def is_let_in() -> bool:
-        return (await other.admit("k", "3", limits, 900)).refused_by is None
-
-    await answered(is_let_in)
+    await answered(lambda: other.admit("k", "3", limits, 900), lambda admitted: admitted.refused_by is None)
     assert (await one.admit("k", "4", limits, 900)).refused_by == "tokens"
 
 

@@ -18,7 +18,7 @@ from moonserve.gateway.http.connection import MAX_REFUSED, drop
 from moonserve.gateway.tokenizer import Tokenizer
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
-from tests.patience import NEVER_S, PATIENCE_S, answered
+from tests.patience import NEVER_S, PATIENCE_S, came_true
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 BODY = json.dumps({"prompt": [5] * 10, "max_tokens": 6, "ignore_eos": True}).encode()
@@ -154,11 +154,7 @@ async def test_client_that_does_not_read_a_large_reply_is_dropped(cluster: Scrip
     async with connected(cluster, **{**NEVER, "slow_client_s": 0.3}) as (_, writer):
         writer.transport.pause_reading()
         writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
-
-        async def is_let_go() -> bool:
-            return writer.transport.is_closing() or not is_open(writer)
-
-        await answered(is_let_go)
+        await came_true(lambda: writer.transport.is_closing() or not is_open(writer))
 
 
 def is_open(writer: asyncio.StreamWriter) -> bool:

@@ -45,12 +45,7 @@ class Questions:
 
     async def until_in_step(self, *names: str) -> None:
         """Waits until the directory knows exactly these nodes and is in step with each of them."""
-
-        async def as_wanted() -> bool:
-            nodes = await self.nodes()
-            return set(nodes) == set(names) and all(n.in_step for n in nodes.values())
-
-        await answered(as_wanted)
+        await answered(self.nodes, lambda nodes: set(nodes) == set(names) and all(n.in_step for n in nodes.values()))
 
 
 @contextlib.asynccontextmanager

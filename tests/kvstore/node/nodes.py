@@ -81,12 +81,7 @@ async def until_stats(
     client: BlockStores, store: Endpoint, holds: Callable[[kvstore_pb2.StoreStatsReply], bool]
 ) -> kvstore_pb2.StoreStatsReply:
     """Waits for statistics for which `holds` is true and returns them."""
-
-    async def ask() -> kvstore_pb2.StoreStatsReply | None:
-        told = await stats_of(client, store)
-        return told if holds(told) else None
-
-    return await answered(ask)
+    return await answered(lambda: stats_of(client, store), holds)
 
 
 def key(number: int) -> BlockKey:

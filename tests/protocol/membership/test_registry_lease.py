@@ -9,7 +9,7 @@ from moonserve.protocol.errors import InvalidRequest, PeerLost, StaleLease, Unau
 from moonserve.protocol.membership.registry import Member, Registry
 from moonserve.protocol.membership.registry_client import RemoteRegistry
 from moonserve.protocol.membership.registry_lease import RegistryLease, registry_lease
-from tests.patience import PATIENCE_S, answered
+from tests.patience import PATIENCE_S, answered, came_true
 from tests.protocol.membership.conftest import Connect, OpenRedis, member, served, watched_until
 from tests.redis_server import RedisServer
 
@@ -20,11 +20,7 @@ RENEW_EVERY_S = 0.1
 
 async def logged(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> None:
     """Waits until `text` was logged at least `times` times."""
-
-    async def is_logged() -> bool:
-        return caplog.text.count(text) >= times
-
-    await answered(is_logged)
+    await came_true(lambda: caplog.text.count(text) >= times)
 
 
 class Holder:
@@ -66,11 +62,7 @@ async def test_lease_joins_renews_and_leaves(connect: Connect) -> None:
         assert await holder.epoch() == holder.lease.member.endpoint.epoch
         assert holder.lease.joined.is_set()
         _, first_end = await lease_end(registry, "kept")
-
-        async def renewed() -> bool:
-            return (await lease_end(registry, "kept"))[0] > first_end + RENEW_EVERY_S
-
-        await answered(renewed)
+        await answered(lambda: lease_end(registry, "kept"), lambda end: end[0] > first_end + RENEW_EVERY_S)
         assert await registry.members() == [holder.lease.member]
         assert holder.epochs.empty()
     assert await registry.members() == []
@@ -105,11 +97,7 @@ async def test_first_of_two_owners_keeps_the_id(connect: Connect, monkeypatch: p
         if joining.owner != "b":
             return await join(joining, ttl_s=ttl_s)
         sent_at = loop.time()
-
-        async def renewed() -> bool:
-            return loop.time() - first.lease.silence_s > sent_at
-
-        await answered(renewed)
+        await came_true(lambda: loop.time() - first.lease.silence_s > sent_at)
         try:
             return await join(joining, ttl_s=ttl_s)
         except StaleLease as error:

@@ -83,18 +83,13 @@ async def test_a_request_transfers_its_kv_over_rdma(tmp_path: Path) -> None:
         await start(serve_decode, DecodeConfig(instance_id="decode-0", **worker))
         gateway = GatewayConfig(model=str(demo_model_path()), port=0, **common)
         url = (await start(serve_gateway, gateway))["http"]
-
-        async def complete() -> bool:
-            return len(await asyncio.to_thread(shown, url)) == 3
-
-        await answered(complete, START_TIMEOUT_S)
+        await answered(lambda: asyncio.to_thread(shown, url), lambda instances: len(instances) == 3, START_TIMEOUT_S)
         answer = await asyncio.to_thread(ask, url)
         [choice] = answer["choices"]
         assert Expected(choice["prompt_token_ids"], choice["token_ids"]) == Expected.read(RESULTS)
-
-        async def stored() -> bool:
-            instances = await asyncio.to_thread(shown, url)
-            # The blocks of the answer follow those of the prompt.
-            return bool(instances["store-0"]["indexed_blocks"] >= len(choice["prompt_token_ids"]) // BLOCK_SIZE)
-
-        await answered(stored, START_TIMEOUT_S)
+        least = len(choice["prompt_token_ids"]) // BLOCK_SIZE  # the blocks of the answer follow those of the prompt
+        await answered(
+            lambda: asyncio.to_thread(shown, url),
+            lambda instances: instances["store-0"]["indexed_blocks"] >= least,
+            START_TIMEOUT_S,
+        )
