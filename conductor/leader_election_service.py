@@ -125,8 +125,12 @@ class Candidate:
         try:
             while True:
                 self._apply(Tick())
-                await self._until_due()
-                if self._request is not None and self._request.done():
+                delay_s = max(0.0, self._state.due_at - self._clock())
+                if self._request is None:
+                    await asyncio.sleep(delay_s)
+                    continue
+                await asyncio.wait({self._request}, timeout=delay_s)
+                if self._request.done():
                     answer, self._request = self._request.result(), None
                     self._apply(answer)
         finally:
@@ -145,13 +149,6 @@ class Candidate:
                 case StepDown():
                     log.warning("this conductor no longer leads, epoch %d: %s", action.epoch, action.reason)
                     self._step_down(action.reason)
-
-    async def _until_due(self) -> None:
-        delay_s = max(0.0, self._state.due_at - self._clock())
-        if self._request is None:
-            await asyncio.sleep(delay_s)
-        else:
-            await asyncio.wait({self._request}, timeout=delay_s)
 
     def _start_request(self, question: Coroutine[Any, Any, Answer]) -> None:
         assert self._request is None, "one question at a time"

@@ -102,12 +102,11 @@ class Instance:
             self._write_prefill_cost()
 
     def _write_prefill_cost(self) -> None:
-        table, row, current = self.row_ref.table, self.row_ref.row, self.prefill_cost.current
-        table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
+        _fill_profile(self.row_ref.table, self.row_ref.row, self.prefill_cost.current)
 
     def _write_decode_cost(self) -> None:
-        table, row, current = self.row_ref.table, self.row_ref.row, self.decode_cost.current
-        table.c0[row], table.c1[row], table.c2[row] = current.c0, current.c1, current.c2
+        table, row = self.row_ref.table, self.row_ref.row
+        _fill_profile(table, row, self.decode_cost.current)
         # A cause that slows decode steps slows prefill chunks on the same worker too.
         factor, prefill = self.decode_cost.correction.factor, self.registration.prefill_profile
         chunks = (factor * prefill.c0, factor * prefill.c1, factor * prefill.c2)

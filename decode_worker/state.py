@@ -176,8 +176,12 @@ class DecodeState:
 
     def _advance(self, now: float, out: list[Action]) -> None:
         """Turns landed prompts into sequences, starts the next steps and grants reservations from the rest."""
-        if self._leases.landed:
-            self._take_landed()
+        for lease in self._leases.landed:
+            assert lease.commit is not None, "landed without a commit"
+            request = lease.commit.request
+            sequence = self._scheduler.add(request, lease.blocks, lease.committed_at + request.timeout_s)
+            sequence.handoff_times = HandoffTimes(committed_at=lease.committed_at, transfer_s=lease.commit.transfer_s)
+        self._leases.landed.clear()
         num_steps = 0
         while slices := self._scheduler.next_step(now, out):
             # Steps go before all other actions, so that tokens are sent while the engine computes.
@@ -190,15 +194,6 @@ class DecodeState:
     def _may_grant_reservations(self) -> bool:
         """True if reservations may be granted. Subclasses override it where other requests wait for blocks."""
         return True
-
-    def _take_landed(self) -> None:
-        for lease in self._leases.landed:
-            assert lease.commit is not None, "landed without a commit"
-            request = lease.commit.request
-            deadline_at = lease.committed_at + request.timeout_s
-            sequence = self._scheduler.add(request, lease.blocks, deadline_at)
-            sequence.handoff_times = HandoffTimes(committed_at=lease.committed_at, transfer_s=lease.commit.transfer_s)
-        self._leases.landed.clear()
 
     def _claims(self) -> Iterator[BlockHolder]:
         """Yields every request that has blocks or will have them."""

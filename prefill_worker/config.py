@@ -105,6 +105,8 @@ class PrefillConfig(RoleConfig, TransferTimeoutConfig):
         max_chunk = self.max_num_batched_tokens if self.enable_chunked_prefill else plan.max_model_len
         # Half of the pool: a store serves several workers, and its memory is often not much larger than theirs.
         prefetched = plan.num_blocks // 2 if self.max_prefetch_blocks is None else self.max_prefetch_blocks
+        # Only a process that computes alone can wait for a layer of the prefix.
+        is_alone = self.pipeline_parallel_size == 1 and self.tensor_parallel_size == 1
         return Limits(
             block_size=self.block_size,
             block_bytes=plan.layout.block_bytes,
@@ -117,14 +119,9 @@ class PrefillConfig(RoleConfig, TransferTimeoutConfig):
             max_prefetch_blocks=prefetched,
             num_layers=plan.layout.num_layers,
             store_reads=self.store_reads,
-            layered_loads="never" if self._computes_in_several else self.layered_loads,
+            layered_loads=self.layered_loads if is_alone else "never",
             num_stages=self.pipeline_parallel_size,
             computes_before_grant=self.pipeline_parallel_size == 1,
             policy=self.scheduling_policy,
             store_writes=self.store_writes,
         )
-
-    @property
-    def _computes_in_several(self) -> bool:
-        """True if several processes compute; only this one could wait for a layer of the prefix."""
-        return self.pipeline_parallel_size > 1 or self.tensor_parallel_size > 1

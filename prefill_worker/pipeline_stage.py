@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -152,23 +153,15 @@ Checksums = list[tuple[tuple[int, int], ...]]
 """Per slice: (index in the block table, checksum over the stage's layers) of each block that the slice completes."""
 
 
+@dataclass(slots=True, eq=False)
 class StageExecutor:
-    """The stage of this process. `inbox` is None for the first stage, `outbox` is None for the last."""
+    """The stage of this process."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        memory: KvMemory,
-        submit: Submit,
-        *,
-        inbox: HiddenInbox | None = None,
-        outbox: HiddenOutbox | None = None,
-    ) -> None:
-        self.engine = engine
-        self.memory = memory
-        self.submit = submit
-        self.inbox = inbox
-        self.outbox = outbox
+    engine: EngineThread
+    memory: KvMemory
+    submit: Submit
+    inbox: HiddenInbox | None = None  # None for the first stage
+    outbox: HiddenOutbox | None = None  # None for the last stage
 
     def begin(
         self,

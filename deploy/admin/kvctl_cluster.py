@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from moonserve.deploy.terminal import Output
+from moonserve.deploy.terminal import EXIT_OK, EXIT_UNREACHABLE, Output
 from moonserve.kvstore.wire import DIRECTORY_ROLE, STORE_ROLE
 from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveError, NoWorker, PeerLost
 from moonserve.protocol.membership.registry import Member, Registry
@@ -196,10 +196,11 @@ async def gather_replies(nodes: Sequence[Node], ask: Callable[[Node], Any]) -> R
     return answers
 
 
-def report_lost(answers: Replies[Any], output: Output) -> None:
-    """Prints one line for each node that did not answer."""
+def report_lost(answers: Replies[Any], output: Output) -> int:
+    """Prints one line for each node that did not answer. Returns the exit code: EXIT_OK if all answered."""
     for _, error in answers.lost:
         output.problem(error.message)
+    return EXIT_UNREACHABLE if answers.lost else EXIT_OK
 
 
 def reason(error: MoonserveError) -> str:

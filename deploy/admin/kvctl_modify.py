@@ -184,10 +184,7 @@ async def run_verify(arguments: Namespace, cluster: StoreCluster, output: Output
         until = " before it was lost" if node in lost else ""
         if done.checked or not until:
             output.line(f"{node.name}: {count(done.checked, 'object')} checked{until}, {what}")
-    report_lost(answers, output)
-    if answers.lost:
-        return EXIT_UNREACHABLE
-    return EXIT_NOT_FOUND if corrupt else EXIT_OK
+    return report_lost(answers, output) or (EXIT_NOT_FOUND if corrupt else EXIT_OK)
 
 
 @dataclass(slots=True)
@@ -233,7 +230,4 @@ def _report(
     missing = [text for key, text in texts.items() if key not in found]
     for text in missing:
         output.problem(kvctl_objects.no_such_key(text))
-    report_lost(answers, output)
-    if answers.lost:
-        return EXIT_UNREACHABLE
-    return EXIT_NOT_FOUND if missing else EXIT_OK
+    return report_lost(answers, output) or (EXIT_NOT_FOUND if missing else EXIT_OK)

@@ -14,7 +14,6 @@ from moonserve.deploy.admin.kvctl_objects import Replica
 from moonserve.deploy.terminal import (
     EXIT_NOT_FOUND,
     EXIT_OK,
-    EXIT_UNREACHABLE,
     EXIT_USAGE,
     Output,
     Table,
@@ -69,8 +68,7 @@ async def run_ls(arguments: Namespace, cluster: StoreCluster, output: Output) ->
             break
     if not shown:
         output.note("no objects")
-    report_lost(stats, output)
-    return EXIT_UNREACHABLE if stats.lost else EXIT_OK
+    return report_lost(stats, output)
 
 
 def _more(arguments: Namespace, stats: Sequence[Stats]) -> str:
@@ -93,17 +91,17 @@ async def run_stat(arguments: Namespace, cluster: StoreCluster, output: Output) 
     key = kvctl_objects.parse(arguments.key, plain=arguments.plain)
     answers = await kvctl_objects.replicas(cluster, await cluster.nodes(), key)
     found = kvctl_objects.present(answers)
-    report_lost(answers, output)
+    code = report_lost(answers, output)
     if found:
         holding = {replica.node.name for replica in found}
         # Nodes with the block come first: each further parent is read from the first node that has the object.
         nodes = sorted((n for n, _ in answers.replies), key=lambda node: node.name not in holding)
         above = [each async for each in kvctl_objects.ancestors(cluster, nodes, found)]
         _show(key, found, above, output)
-    elif not answers.lost:
+    elif code == EXIT_OK:
         output.problem(kvctl_objects.no_such_key(arguments.key))
         return EXIT_NOT_FOUND
-    return EXIT_UNREACHABLE if answers.lost else EXIT_OK
+    return code
 
 
 def _show(key: BlockKey, found: Sequence[Replica], above: Sequence[Above], output: Output) -> None:
@@ -233,8 +231,7 @@ async def run_nodes(arguments: Namespace, cluster: StoreCluster, output: Output)
             more = (str(endpoint.epoch), endpoint.host, *sizes)
         table.add(name, endpoint.rpc_address, *row, last, *more)
     table.flush()
-    report_lost(stats, output)
-    return EXIT_UNREACHABLE if stats.lost else EXIT_OK
+    return report_lost(stats, output)
 
 
 def _cells(stats: Stats, columns: Mapping[str, Callable[[Stats], str]]) -> list[str]:

@@ -74,10 +74,6 @@ class BurstPrompt:
     def computes_from(self) -> float:
         return self.sent_at + self.prompt.placed_s + self.prompt.queue_s + self.prompt.load_s
 
-    @property
-    def computes_until(self) -> float:
-        return self.computes_from + self.prompt.compute_s
-
 
 Burst = Sequence[BurstPrompt]
 """Prompts sent at short intervals, with their answers. One long answer next to one long prompt would show other times:
@@ -143,7 +139,7 @@ def _mean_later_gap(answered: BurstPrompt) -> float:
 
 
 def _num_prefills(burst: Burst, at: float) -> int:
-    computing = (each for each in burst if each.computes_from <= at < each.computes_until)
+    computing = (each for each in burst if 0.0 <= at - each.computes_from < each.prompt.compute_s)
     return len({each.prompt.machine for each in computing})
 
 

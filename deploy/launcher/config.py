@@ -301,11 +301,6 @@ class ServeConfig(
         return min(most, self.kv_memory_budget // (4 * self.num_workers))
 
     @property
-    def store_stop_grace_s(self) -> float:
-        """Seconds that a store node may take to stop, with the flush of its disk."""
-        return STOP_GRACE_S + (self.ssd_flush_s if self.ssd is not None else 0.0)
-
-    @property
     def tensor_parallel_sizes(self) -> tuple[int, int]:
         """Tensor-parallel sizes of a prefill worker and of a decode worker."""
         prefill, decode = self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size
@@ -317,10 +312,6 @@ class ServeConfig(
         """True if workers may compute on each other's cores, which they cannot with ranks and stages."""
         is_simple = self.pipeline_parallel_size == 1 and self.tensor_parallel_sizes == (1, 1)
         return self.lend_cores == "on" and self.num_threads is None and is_simple
-
-    def threads_of(self, tensor_parallel_size: int) -> int:
-        """Returns the compute threads of a worker with this many ranks: at least one per rank."""
-        return max(self.threads_per_worker, tensor_parallel_size)
 
     @property
     def threads_per_worker(self) -> int:

@@ -168,7 +168,7 @@ def worker_spec(
         "model": site.model_path,
         "drain_timeout_s": str(site.drain_s),
         "tensor_parallel_size": str(size),
-        "num_threads": str(config.threads_of(size)),
+        "num_threads": str(max(config.threads_per_worker, size)),  # at least one per rank
     }
     ledger = config.kv_memory_ledger or site.ledger
     if config.kv_memory_budget is not None and ledger is not None:
@@ -249,7 +249,8 @@ def store_spec(config: ServeConfig, site: HostOptions, instance_id: str) -> Proc
         folder, _, size = config.ssd.rpartition(":")
         values["ssd"] = f"{folder.rstrip('/')}/{instance_id}:{size}"
     spec = _spec(config, instance_id, ProcessKind.STORE, values)
-    return replace(spec, stop_grace_s=config.store_stop_grace_s)
+    flush_s = 0.0 if config.ssd is None else config.ssd_flush_s
+    return replace(spec, stop_grace_s=STOP_GRACE_S + flush_s)
 
 
 def directory_spec(config: ServeConfig, site: HostOptions, port: int) -> ProcessSpec:

@@ -244,9 +244,11 @@ class Generation:
         return tuple(block_keys(root, token_ids, info.layout.block_size))
 
     def _place_request(self, action: Place) -> conductor_pb2.PlaceRequest:
+        # A scored prompt must be computed whole now, even where its blocks are cached.
+        is_computed = self.is_scored and len(action.token_ids) == len(self._choice.token_ids)
         return conductor_pb2.PlaceRequest(
             request_id=action.request_id,
-            block_keys=b"" if self._is_scored_now(action) else pack_keys(self._keys),
+            block_keys=b"" if is_computed else pack_keys(self._keys),
             num_prompt_tokens=len(action.token_ids),
             max_tokens=action.max_tokens,
             ttft_slo_s=self._request.ttft_slo_s,
@@ -259,11 +261,6 @@ class Generation:
             client_id=self._client_id(action.request_id),
             ticket=self._ticket(action),
         )
-
-    def _is_scored_now(self, action: Place) -> bool:
-        """True if the whole prompt must be computed now, even where its blocks are cached."""
-        is_first = len(action.token_ids) == len(self._choice.token_ids)
-        return is_first and self.is_scored
 
     def _ticket(self, action: Place) -> bytes:
         """Returns the ticket by which the conductor recognizes a retry by the client; empty for later attempts."""

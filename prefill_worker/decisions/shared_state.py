@@ -162,19 +162,15 @@ class SharedState:
         sequence.enter(Phase.CLOSED, now)
         self._queue_store_writes(sequence)
         self.pool.release(sequence.block_table)
-        self._release_landing(sequence)
+        # Also after a refusal: the lease may have been granted and the answer lost. Releasing is idempotent.
+        if sequence.needs_landing and sequence.block_table and not sequence.handed_off:
+            decode = sequence.placement.decode
+            self.out.append(ReleaseLanding(request_id=sequence.request_id, decode=decode, lease_id=sequence.lease_id))
         del self.sequences[sequence.request_id], self.admitted[sequence.request_id]
         self.tombstones.remember_request(sequence.request_id, now)
         successor = self.successors.pop(sequence.request_id, None)
         if successor is not None:
             self.resubmitted.append(successor)
-
-    def _release_landing(self, sequence: Sequence) -> None:
-        # Also after a refusal: the lease may have been granted and the answer lost. Releasing is idempotent.
-        was_asked_for = sequence.needs_landing and bool(sequence.block_table)
-        if was_asked_for and not sequence.handed_off:
-            decode = sequence.placement.decode
-            self.out.append(ReleaseLanding(request_id=sequence.request_id, decode=decode, lease_id=sequence.lease_id))
 
     def _queue_store_writes(self, sequence: Sequence) -> None:
         if self.home_store is None:

@@ -90,21 +90,21 @@ class Timer:
         self._ring = ring
         self._clock = clock
         self._handle: asyncio.TimerHandle | None = None
-        self._due_at: float | None = None
+        self.due_at: float | None = None
 
     def set(self, due_at: float | None) -> None:
         """Sets the time on `clock`; None = nothing is due. No-op if the time is unchanged."""
-        if due_at == self._due_at:
+        if due_at == self.due_at:
             return
         if self._handle is not None:
             self._handle.cancel()
-        self._handle, self._due_at = None, due_at
+        self._handle, self.due_at = None, due_at
         if due_at is not None:
             delay_s = max(0.0, due_at - self._clock())
             self._handle = asyncio.get_running_loop().call_later(delay_s, self._on_due)
 
     def _on_due(self) -> None:
-        self._handle = self._due_at = None
+        self._handle = self.due_at = None
         self._ring()
 
 

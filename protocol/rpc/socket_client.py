@@ -56,7 +56,6 @@ class AsyncConnection(asyncio.Protocol):
         self._last_id = 0
         self._unwritten: list[bytes] = []
         self._is_full = False
-        self._next_deadline: float | None = None
         self._timer = Timer(self._expire, self._loop.time)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -112,8 +111,8 @@ class AsyncConnection(asyncio.Protocol):
         call_id = self._send_request(path, payload, deadline_at - self._loop.time())
         reply: asyncio.Future[bytes] = self._loop.create_future()
         self._calls[call_id] = _Call(reply, deadline_at)
-        if self._next_deadline is None or deadline_at < self._next_deadline - _TICK_S:
-            self._set_timer(deadline_at)
+        if self._timer.due_at is None or deadline_at < self._timer.due_at - _TICK_S:
+            self._timer.set(deadline_at)
         return call_id, reply
 
     def begin_stream(self, path: str, payload: bytes) -> tuple[int, Messages]:
@@ -188,19 +187,14 @@ class AsyncConnection(asyncio.Protocol):
         del self._streams[reply.call_id]
         messages.put_nowait(failure_from_bytes(reply.payload) if reply.status == Status.FAILURE else None)
 
-    def _set_timer(self, when: float) -> None:
-        self._next_deadline = when
-        self._timer.set(when)
-
     def _expire(self) -> None:
         due_at = self._loop.time() + _TICK_S
         for call_id, call in list(self._calls.items()):
             if call.deadline_at <= due_at:
                 del self._calls[call_id]
                 _fail(call.reply, DeadlineExceeded("no reply within the call's deadline"))
-        self._next_deadline = None
         if self._calls:
-            self._set_timer(min(call.deadline_at for call in self._calls.values()))
+            self._timer.set(min(call.deadline_at for call in self._calls.values()))
 
     def _break(self, why: MoonserveError) -> None:
         """Marks the connection as broken and fails everything that waits for it. Idempotent."""

@@ -77,13 +77,11 @@ HANDSHAKE_S = 30.0
 MAX_WAITING_CALLS = 8192
 
 
+@dataclass(slots=True, eq=False)
 class CallContext:
     """Context of a call for its handler: the part of gRPC's context that the cluster's handlers use."""
 
-    __slots__ = ("_deadline_at",)
-
-    def __init__(self, deadline_at: float) -> None:
-        self._deadline_at = deadline_at
+    _deadline_at: float
 
     def time_remaining(self) -> float:
         """Returns the seconds until the call's deadline."""

@@ -128,10 +128,6 @@ TEXTS = st.text(max_size=40)
 ANY_TOKENS = st.lists(st.integers(0, OURS.size - 1), max_size=40)
 
 
-def window_decoder() -> WindowDecoder:
-    return WindowDecoder(lambda ids: OURS.decode(ids, skip_special_tokens=True))
-
-
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
     """Slow reference: cuts at the first end of any stop string, and there removes the longest match."""
     for end in range(1, len(text) + 1):
@@ -152,7 +148,8 @@ def test_byte_level_deltas_join_to_the_full_decode_of_any_tokens(ids: list[int],
 @given(TEXTS)
 def test_deltas_join_to_the_text_and_hold_whole_characters(text: str) -> None:
     ids = OURS.encode(text, add_special_tokens=False)
-    for decoder in (OURS.decoder(), window_decoder()):
+    windowed = WindowDecoder(lambda ids: OURS.decode(ids, skip_special_tokens=True))
+    for decoder in (OURS.decoder(), windowed):
         deltas = list(map(decoder.push, ids))
         assert not any(REPLACEMENT in delta for delta in deltas) or REPLACEMENT in text
         assert "".join(deltas) + decoder.finish() == text

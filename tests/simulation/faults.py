@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.simulation.loop import OUTSIDE
@@ -55,7 +56,7 @@ class Faults:
             return
         kinds = (
             *(self._crash, self._crash, self._stop, self._stop, self._drain),
-            *(self._cut, self._cut_one_way),
+            *(self._cut, partial(self._cut, both_ways=False)),
             self._lose_disk if self._cluster.is_pool else self._succeed,
         )
         self._rng.choice(kinds)()
@@ -118,6 +119,3 @@ class Faults:
                 network.heal(*link)
 
         self._until(self._lasting_s, heal)
-
-    def _cut_one_way(self) -> None:
-        self._cut(both_ways=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,35 +34,29 @@ class Prompt(NamedTuple):
     ttft_slo_s: float = math.inf
 
 
+@dataclass(slots=True, eq=False)
 class QueueWaits:
     """Exact queue waits at the instances. The rank of the prompt is limited per row (None = no limits) and its places
     are shifted by `shift_s` seconds (`conductor.placement.candidates`)."""
 
-    __slots__ = ("_instances", "limits", "now", "shift_s")
-
-    def __init__(
-        self,
-        instances: Sequence[Instance],
-        now: float,
-        limits: Floats | None = None,
-        shift_s: float = 0.0,
-    ) -> None:
-        self._instances, self.now, self.limits, self.shift_s = instances, now, limits, shift_s
+    instances: Sequence[Instance]
+    now: float
+    limits: Floats | None = None
+    shift_s: float = 0.0
 
     def __call__(self, row: int, rank: float) -> tuple[float, int]:
         """Returns the seconds that a prompt of this rank waits at the instance of this row, and the number of prompts,
         the running one included, that it would overtake. O(log n) in the number of waiting prompts."""
         if self.limits is not None:
             rank = min(rank, float(self.limits[row]))
-        return self._instances[row].queue.wait_for(self.now, rank + self.shift_s)
+        return self.instances[row].queue.wait_for(self.now, rank + self.shift_s)
 
     def records(self, rows: Ints) -> Words:
         """Returns the addresses of these instances' `Queue` structs of prefills.c; valid until the next change."""
-        instances = self._instances
-        return np.array([instances[row].queue.native_record() for row in rows.tolist()], np.uint64)
+        return np.array([self.instances[row].queue.native_record() for row in rows.tolist()], np.uint64)
 
     def with_limits(self, limits: Floats | None, shift_s: float) -> QueueWaits:
-        return QueueWaits(self._instances, self.now, limits, shift_s)
+        return QueueWaits(self.instances, self.now, limits, shift_s)
 
 
 class PrefillCandidates(NamedTuple):

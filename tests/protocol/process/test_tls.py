@@ -109,7 +109,9 @@ async def test_client_without_certificate_is_refused_despite_the_token(
     }.get(shown)
     channel = grpc.aio.insecure_channel(served.rpc)
     if shown != "no tls":
-        channel = grpc.aio.secure_channel(served.rpc, _grpc_credentials(authority, files))
+        pems = () if files is None else (files.key.read_bytes(), files.certificate.read_bytes())
+        credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes(), *pems)
+        channel = grpc.aio.secure_channel(served.rpc, credentials)
     async with channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -120,11 +122,6 @@ async def test_client_without_certificate_is_refused_despite_the_token(
     await ask(served.rpc, tls)
     await ask(served.lean, tls)
     assert served.service.calls == 2  # the member's calls
-
-
-def _grpc_credentials(authority: Authority, files: Files | None) -> grpc.ChannelCredentials:
-    shown = () if files is None else (files.key.read_bytes(), files.certificate.read_bytes())
-    return grpc.ssl_channel_credentials(authority.certificate.read_bytes(), *shown)
 
 
 def _context(authority: Authority, files: Files | None) -> ssl.SSLContext:
