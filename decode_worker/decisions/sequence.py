@@ -178,8 +178,7 @@ class Sequence:
         self.num_drafted += piece.num_draft
         self.num_accepted += len(tokens) - 1
         if tokens[-1].finish_reason is not None:
-            drafts = {"num_draft_tokens": self.num_drafted, "num_accepted_tokens": self.num_accepted}
-            tokens[-1] = replace(tokens[-1], **drafts)
+            tokens[-1] = replace(tokens[-1], num_draft_tokens=self.num_drafted, num_accepted_tokens=self.num_accepted)
         return tokens
 
     def append(self, sampled: Sampled, max_model_len: int) -> Token:

@@ -3,7 +3,8 @@
 For models of no own family, and slower: each operation is dispatched by torch, and attention runs sequence by sequence.
 A row's last bits may depend on the other rows of its step, unlike with the other kernels. Transformers calls the
 function registered here with the queries, keys and values of each layer; it writes K and V to the pool and reads
-earlier tokens from there. Values narrower than keys (multi-head latent attention) are padded to the pool's width.
+earlier tokens from there. Values narrower than keys are padded to the pool's width. With multi-head latent attention,
+the pool has the latents (`ModelConfig.latent_rank`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,11 @@ class TransformersModel:
         self.fingerprint = fingerprint
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers_seen: set[int] = set()
+        self._rank = config.latent_rank
+        for module in model.modules():
+            if self._rank is not None and hasattr(module, "expand_kv"):
+                module.expand_all = module.expand_kv
+                module.expand_kv = partial(_expand_unless_paged, module.expand_kv)
         self._verify(config)
 
     def order(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -84,7 +91,7 @@ class TransformersModel:
 
     def attend(
         self,
-        layer: int,
+        module: Any,
         work: _Pass,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -94,10 +101,14 @@ class TransformersModel:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes attention of one layer: [heads, tokens, head_dim] each → [tokens, heads, width of a value]."""
-        width = values.shape[-1]
-        padded = F.pad(values, (0, keys.shape[-1] - width)) if width < keys.shape[-1] else values
-        self.pool.write(layer, work.step.slots, keys.transpose(0, 1), padded.transpose(0, 1))
+        """Computes attention of one layer: [heads, tokens, head_dim] each → [tokens, heads, width of a value]. Latents
+        [1, tokens, latent_rank] and rotated keys come as keys and values."""
+        layer, width = module.layer_idx, values.shape[-1]
+        if self._rank is not None:
+            kept = torch.cat((keys, values), -1).chunk(2, -1)
+        else:
+            kept = keys, F.pad(values, (0, keys.shape[-1] - width)) if width < keys.shape[-1] else values
+        self.pool.write(layer, work.step.slots, kept[0].transpose(0, 1), kept[1].transpose(0, 1))
         self._layers_seen.add(layer)
         if work.on_layer is not None:
             work.on_layer(layer)
@@ -106,6 +117,10 @@ class TransformersModel:
             own = queries[:, row : row + span.end - span.start]
             row += span.end - span.start
             seen_keys, seen_values, mask = self._seen(layer, span)
+            if self._rank is not None:
+                latents, rotated = torch.cat((seen_keys, seen_values), -1).tensor_split((self._rank,), -1)
+                parts.append(_attend_latents(module, own, latents, rotated, mask, scaling))
+                continue
             parts.append(_attend(own, seen_keys, seen_values[..., :width], mask, scaling, softcap, sinks))
         return torch.cat(parts, 1).transpose(0, 1)
 
@@ -187,6 +202,40 @@ def _attend(
     return torch.matmul(weights[..., : keys.shape[1]], values)
 
 
+def _expand_unless_paged(expand: Callable[..., Any], latents: torch.Tensor, rotated: torch.Tensor) -> Any:
+    """Takes the place of `expand_kv` of a module with latent attention: `_paged` gets what it compressed."""
+    return expand(latents, rotated) if _current.get(None) is None else (latents, rotated)
+
+
+def _attend_latents(
+    module: Any,
+    queries: torch.Tensor,
+    latents: torch.Tensor,
+    rotated: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of one sequence: queries [heads, queries, head_dim], latents [1, tokens, rank] and rotated keys. Few
+    queries are projected to the latents' space instead of the latents to theirs (section 2.1 of the DeepSeek-V2 paper,
+    arXiv 2405.04434), whichever takes fewer multiplications."""
+    heads, count, head_dim = queries.shape
+    nope, rank = head_dim - rotated.shape[-1], latents.shape[-1]
+    up = module.kv_b_proj.weight.view(heads, -1, rank)  # [heads, nope + width of a value, rank]
+    width = up.shape[1] - nope
+    more_per_query = 2 * rank + rotated.shape[-1] - head_dim - width
+    if count * more_per_query > rank * up.shape[1]:
+        keys, values = module.expand_all(latents[None], rotated[None])
+        return F.scaled_dot_product_attention(queries[None], keys, values, attn_mask=mask, scale=scaling)[0]
+    projected: torch.Tensor = torch.cat((queries[..., :nope] @ up[:, :nope], queries[..., nope:]), -1)
+    keys = torch.cat((latents, rotated), -1)[0]
+    scores = (projected.flatten(0, 1) @ keys.T).view(heads, count, -1) * (
+        head_dim**-0.5 if scaling is None else scaling
+    )
+    weights = scores.masked_fill_(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(latents.dtype)
+    attended: torch.Tensor = (weights.flatten(0, 1) @ latents[0]).view(heads, count, rank) @ up[:, nope:].mT
+    return attended
+
+
 @contextmanager
 def _running(work: _Pass) -> Any:
     token = _current.set(work)
@@ -206,7 +255,7 @@ def _paged(
     if more.get("sliding_window") != work.model.windows[layer] and "sliding_window" in more:
         raise ValueError(f"layer {layer} has a window of {more['sliding_window']}")
     output = work.model.attend(
-        layer,
+        module,
         work,
         query[0],
         key[0],

@@ -25,7 +25,7 @@ _ATTENTION = ("full_attention", "sliding_attention")
 def read_config(path: Path) -> ModelConfig:
     """Returns the configuration of a model of an own family, or of another one that `AutoModelForCausalLM` knows.
     Raises ConfigError, which says what would work, if there is none, or if the model has other state than K and V of
-    equal width in every layer."""
+    equal width, or latents, in every layer."""
     if not path.is_dir():
         return load_model_config(path)
     fields = JsonFields(read_json(path / "config.json"), source=str(path / "config.json"))
@@ -46,8 +46,9 @@ def _described(config: Any, path: Path, fields: JsonFields) -> ModelConfig:
     hidden, vocab = int(config.hidden_size), int(config.vocab_size)
     positions = int(config.max_position_embeddings)
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
-    if getattr(config, "kv_lora_rank", None):  # its K and V are expanded before attention
-        kv_heads, head_dim = num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    latent_rank = getattr(config, "kv_lora_rank", None)
+    if latent_rank:
+        kv_heads, head_dim = 1, (latent_rank + config.qk_rope_head_dim) // 2  # of even numbers
     return ModelConfig(
         architecture=", ".join(fields.strings("architectures") or (type(config).__name__,)),
         vocab_size=vocab,
@@ -69,6 +70,7 @@ def _described(config: Any, path: Path, fields: JsonFields) -> ModelConfig:
         initializer_range=float(getattr(config, "initializer_range", 0.02)),
         dtype=stored_dtype(fields),
         eos_token_ids=eos_token_ids(path, fields, vocab),
+        latent_rank=latent_rank,
         transformers_config=hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16).hexdigest(),
     )
 

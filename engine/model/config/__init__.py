@@ -67,6 +67,9 @@ class ModelConfig:
     quantised: QuantisedCheckpoint | None = None  # None: weights are plain
     # Digest of the config.json of a model that only transformers computes; empty for the own families.
     transformers_config: str = ""
+    # Multi-head latent attention: K and V of a token are compressed to this many values and a rotated key. The pool has
+    # the first half of these as the token's K and the second one as its V. None: the model has none.
+    latent_rank: int | None = None
 
     @property
     def has_own_kernels(self) -> bool:

@@ -58,7 +58,12 @@ def load(path: Path, **options: Any) -> Engine:
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_small(name, tmp_path)
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
-    found = [each.token_ids for each in generate(load(tmp_path), PROMPTS, sampling, chunk_size=25)]
+    engine = load(tmp_path)
+    if getattr(model.config, "kv_lora_rank", None):
+        assert (engine.layout.num_kv_heads, engine.layout.head_dim) == (1, 12), (
+            "half of 16 + 8: latents and rotated keys"
+        )
+    found = [each.token_ids for each in generate(engine, PROMPTS, sampling, chunk_size=25)]
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         given = torch.tensor([prompt])
