@@ -172,8 +172,8 @@ class Token:
     logprobs: Logprobs | None = None
     # Only on a request's last token.
     finish_reason: FinishReason | None = None
-    num_draft_tokens: int = 0  # of the request, guessed by its decode worker and computed
-    num_accepted_tokens: int = 0  # of these, tokens that were right
+    num_draft_tokens: int = field(default=0, compare=False)  # of the request, guessed by its worker and computed
+    num_accepted_tokens: int = field(default=0, compare=False)  # of these, tokens that were right
 
 
 def finish_reason(sampling: SamplingParams, index: int, token_id: int) -> FinishReason | None:

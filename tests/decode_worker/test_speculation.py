@@ -112,6 +112,9 @@ def test_right_drafts_give_the_same_tokens_in_fewer_steps() -> None:
     counters = drafting.state.counters
     assert counters.steps < plain.state.counters.steps
     assert counters.num_accepted_tokens == plain.state.counters.steps - counters.steps > 0
+    [tokens] = drafting.tokens.values()
+    assert tokens[-1].num_accepted_tokens == counters.num_accepted_tokens
+    assert tokens[-1].num_draft_tokens == counters.num_draft_tokens
 
 
 def test_a_stop_token_within_a_draft_ends_the_sequence_there() -> None:
