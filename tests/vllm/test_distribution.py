@@ -66,7 +66,7 @@ def test_an_installation_beside_vllm_changes_no_version_and_breaks_no_requiremen
     assert would_install(python, tmp_path / "report", wheel).keys() == NEW
     run(python, "-m", "pip", "install", wheel)
     assert {*installed.splitlines()} < {*run(python, "-m", "pip", "freeze").splitlines()}
-    assert run(python, "-m", "pip", "check", succeeds=False) == checked
+    assert {*run(python, "-m", "pip", "check", succeeds=False).splitlines()} <= {*checked.splitlines()}
     run(python, "-c", IMPORTING, site)
     assert "--join" in run(python, "-m", "moonserve", "store", "--help")
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moonserve.transfer import TransferEngine
 from moonserve.vllm.kv.cache_groups import CacheGroup, Page
 from moonserve.vllm.kv.chained_keys import ChainedKeys
-from moonserve.vllm.kv.kv_memory import HostMemory, KvMemory, StagedMemory, use_huge_pages
+from moonserve.vllm.kv.kv_memory import SHARED_BYTES, HostMemory, KvMemory, StagedMemory, use_huge_pages
 from moonserve.vllm.kv.settings import ConnectorSettings
 from moonserve.vllm.kv.step_plan import GroupBlocks, Load, Offer, Remote, Save, StepPlan, StepReport
 from moonserve.vllm.kv.worker import ConnectorWorker
@@ -34,7 +35,15 @@ def node() -> Iterator[Node]:
         yield node
 
 
-@pytest.fixture(params=[HostMemory, StagedMemory])
+def shared_memory(engine: TransferEngine, memory: torch.Tensor) -> KvMemory:
+    """Lends memory that is large enough to be replaced by shared memory."""
+    return HostMemory(engine, memory)
+
+
+LENDERS = [HostMemory, StagedMemory, shared_memory]
+
+
+@pytest.fixture(params=LENDERS)
 def lent_by(request: pytest.FixtureRequest) -> Callable[..., KvMemory]:
     return request.param  # type: ignore[no-any-return]
 
@@ -47,9 +56,11 @@ class Server:
     ) -> None:
         settings = ConnectorSettings(cluster_token=TOKEN, join=join, timeout_s=PATIENCE_S, lease_s=lease_s)
         device = "cuda" if lent_by is StagedMemory and torch.cuda.is_available() else "cpu"
-        self.memory = torch.randint(-128, 128, (NBYTES,), dtype=torch.int8, device=device)
+        nbytes = SHARED_BYTES if lent_by is shared_memory else NBYTES
+        self.memory = torch.zeros(nbytes, dtype=torch.int8, device=device)
         self.worker = ConnectorWorker(settings, GROUPS, namespace, 0, hands_off=True)
         self.worker.register(self.memory, lent_by)
+        self.memory[:NBYTES].random_(-128, 128)
 
     def __enter__(self) -> Server:
         return self
@@ -118,8 +129,21 @@ def test_memory_moves_into_huge_pages_with_its_content() -> None:
     assert " hg" in mapping, "no huge pages were asked for"
 
 
+def test_large_memory_is_replaced_by_shared_memory() -> None:
+    with Server(shared_memory) as server:
+        first = server.memory.data_ptr() // 4096 * 4096
+        [mapping] = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(f"{first:x}-")
+        ]
+        assert "memfd:moonserve" in mapping
+        content = server.memory.clone()
+    assert torch.equal(server.memory, content), "it outlives the transfer engine"
+    del server  # the allocator gets its pages back, with its own data in the first one
+    assert not torch.zeros(SHARED_BYTES, dtype=torch.int8).any()
+
+
 def test_what_one_server_stores_another_one_loads(node: Node, lent_by: Callable[..., KvMemory]) -> None:
-    join, chains = f"node://{node.rpc_address}", keys(1000 * [HostMemory, StagedMemory].index(lent_by))
+    join, chains = f"node://{node.rpc_address}", keys(1000 * LENDERS.index(lent_by))
     with Server(lent_by, join) as writer, Server(lent_by, join) as reader:
         writer.worker.step_computed(
             StepPlan(saves=[Save(7, "a", blocks({0: 3, 1: 5, 2: 9}, {2: 11}), chains)])  # type: ignore[arg-type]

@@ -10,19 +10,25 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
+from moonserve.protocol.errors import ConfigError
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.vllm.kv.cache_groups import CacheGroup
 
 _libc = ctypes.CDLL(None)
+_libc.mremap.argtypes = [*[ctypes.c_size_t] * 3, ctypes.c_int, ctypes.c_size_t]
+_libc.mremap.restype = ctypes.c_size_t
+_MREMAP_MAYMOVE_FIXED = 3
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 << 20
+SHARED_BYTES = 64 << 20
+"""From this size on, allocators give memory pages of its own."""
 
 
 class KvMemory(Protocol):
@@ -44,17 +50,23 @@ class HostMemory:
     """Memory of the host, which vLLM computes in: nothing is copied."""
 
     def __init__(self, engine: TransferEngine, memory: torch.Tensor) -> None:
-        """`memory`: all bytes of the KV cache."""
+        """`memory`: all bytes of the KV cache, which are 0 and not used yet."""
         place = memory.data_ptr(), memory.numel() * memory.element_size()
-        threading.Thread(target=use_huge_pages, args=place, daemon=True).start()  # 2 to 4 GB/s
-        self._segment = engine.register(memory, readable=True)
+        self._segment, self._begin = _share(engine, *place) or (engine.register(memory, readable=True), 0)
+        threading.Thread(target=self._fault_in, args=place, daemon=True).start()  # 2 to 4 GB/s
+
+    def _fault_in(self, address: int, nbytes: int) -> None:
+        use_huge_pages(address, nbytes)
+        if self._segment.memory is not None:  # the mapping through which blocks are copied
+            with suppress(OSError):  # no memory left: as if this had not been tried
+                self._segment.memory.populate(0, self._segment.nbytes)
 
     def step_computed(self) -> None:
         """Nothing to do: the step has ended."""
 
     @contextmanager
     def reading(self, group: CacheGroup, block_ids: Sequence[int]) -> Iterator[BufferSlots]:
-        yield BufferSlots.pages(self._segment, group.offsets(block_ids), group.page_bytes)
+        yield BufferSlots.pages(self._segment, group.offsets(block_ids) + self._begin, group.page_bytes)
 
     writing = reading
 
@@ -144,6 +156,28 @@ class StagedMemory:
         stream = torch.cuda.Stream(self._memory.device)
         with torch.cuda.stream(stream):
             yield stream
+
+
+def _share(engine: TransferEngine, address: int, nbytes: int) -> tuple[Segment, int] | None:
+    """Replaces the pages of vLLM's memory by shared ones, which processes of this host map: 49 MB are read in 2.4 ms
+    instead of 8.4 (`process_vm_readv`). Returns their segment and where the memory begins in it; None if the memory may
+    have pages in common with other memory, or if the system refuses."""
+    if nbytes < SHARED_BYTES or "shm" not in engine.options.transports:
+        return None
+    first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    aligned = first % _HUGE_PAGE  # so that huge pages of the file are huge pages here
+    try:
+        elastic = "rdma" not in engine.options.transports
+        segment = engine.allocate(aligned + end - first, readable=True, elastic=elastic)
+    except ConfigError:
+        return None
+    begin = segment.base + aligned
+    for edge in (0, end - first - mmap.PAGESIZE):  # has the allocator's own data beside the memory
+        ctypes.memmove(begin + edge, first + edge, mmap.PAGESIZE)
+    if _libc.mremap(begin, 0, end - first, _MREMAP_MAYMOVE_FIXED, first) != first:  # a second mapping of these pages
+        engine.deregister(segment)
+        return None
+    return segment, aligned + address - first
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
