@@ -35,6 +35,7 @@ from moonserve.gateway.http.connection import MAX_REFUSED, BoundedProtocol, Conn
 from moonserve.gateway.http.operator_endpoints import OperatorEndpoints
 from moonserve.gateway.http.routes import build_app
 from moonserve.gateway.openai.chat_completions import ChatCompletions
+from moonserve.gateway.openai.messages_api import MessagesApi
 from moonserve.gateway.openai.responses_api import ResponsesApi, ResponseStore
 from moonserve.gateway.served_model import ServedModel
 from moonserve.gateway.tokenizer import load_tokenizer
@@ -83,6 +84,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
             api,
             model,
             ResponsesApi(api, model, ResponseStore(config.response_store_bytes)),
+            MessagesApi(api, model),
             OperatorEndpoints(gateway, registry, config.names, cluster_metrics),
             keys,
             limiter,

@@ -75,7 +75,8 @@ class GatewayMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, sender: _HeaderSender, headers: dict[bytes, bytes]) -> None:
         admission: Admission | None = None
         try:
-            identity = self._identify(scope["path"], headers.get(b"authorization", b""))
+            by_key = b"bearer " + headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+            identity = self._identify(scope["path"], headers.get(b"authorization", by_key))
             admission = Admission(identity, scope["state"]["cluster_id"], self._limiter)
             scope["state"]["admission"] = admission
             sender.headers = admission.headers

@@ -27,6 +27,7 @@ from moonserve.gateway.errors import ApiError, reply_for
 from moonserve.gateway.http.middleware import GatewayMiddleware, Handler
 from moonserve.gateway.http.operator_endpoints import OperatorEndpoints
 from moonserve.gateway.openai.chat_completions import ChatCompletions
+from moonserve.gateway.openai.messages_api import MessagesApi, MessagesBody
 from moonserve.gateway.openai.request_schema import ChatBody, CompletionBody
 from moonserve.gateway.openai.responses_api import ResponsesApi
 from moonserve.gateway.openai.responses_api_schema import SHARED, ResponsesBody
@@ -41,6 +42,7 @@ def build_app(
     api: ChatCompletions,
     model: ServedModel,
     responses: ResponsesApi,
+    messages: MessagesApi,
     operations: OperatorEndpoints,
     keys: KeyTable,
     limiter: RateLimiter,
@@ -60,7 +62,7 @@ def build_app(
             Exception: _on_error,  # re-raised after the reply, so that the middleware logs it
         },
     )
-    routes = _routes(api, model, responses, operations)
+    routes = _routes(api, model, responses, messages, operations)
     for route in routes:
         app.add_api_route(
             route.path,
@@ -75,7 +77,11 @@ def build_app(
 
 
 def _routes(
-    api: ChatCompletions, model: ServedModel, responses: ResponsesApi, operations: OperatorEndpoints
+    api: ChatCompletions,
+    model: ServedModel,
+    responses: ResponsesApi,
+    messages: MessagesApi,
+    operations: OperatorEndpoints,
 ) -> list[Route]:
     """Returns the routes in the order of `/openapi.json`."""
     response, status, ops = "/v1/responses/{response_id:path}", _object(status=_TEXT), operations
@@ -90,6 +96,14 @@ def _routes(
         Route(
             "POST", "/v1/responses", responses.create, "A response, which a later one may continue",
             _RESPONSE, _responses_body(), streams=True,
+        ),
+        Route(
+            "POST", "/v1/messages", messages.create, "A message in Anthropic's API", _ANTHROPIC,
+            MessagesBody, streams=True,
+        ),
+        Route(
+            "POST", "/v1/messages/count_tokens", messages.count_tokens, "The length of its prompt",
+            _object(input_tokens=_COUNT), MessagesBody,
         ),
         Route("POST", "/v1/embeddings", model.embeddings, "Refused: no model of this server makes embeddings", body={}),
         Route("POST", "/tokenize", model.tokenize, "The tokens of a text", _TOKENIZED, TokenizeBody),
@@ -290,6 +304,16 @@ _RESPONSE = _object(
     status={"enum": ["completed", "incomplete"]},
     output=_list(_object(type={"enum": ["message", "function_call"]}, id=_TEXT)),
     usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+)
+_ANTHROPIC = _object(
+    id=_TEXT,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=_TEXT,
+    content=_list(_object(type={"enum": ["text", "tool_use"]})),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence=_CONTENT,
+    usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, cache_read_input_tokens=_COUNT),
 )
 _DELETED = _object(id=_TEXT, object={"const": "response"}, deleted={"const": True})
 _MODEL = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, vocab_size=_COUNT)

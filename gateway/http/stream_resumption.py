@@ -53,9 +53,9 @@ def last_event(request: Request, body: SamplingBody) -> EventId | None:
     given = request.headers.get(HEADER, "")
     if not given or not body.stream:
         return None
-    if request.url.path.endswith("/responses"):
+    if request.url.path.endswith(("/responses", "/messages")):
         raise unsupported(
-            "streams of responses cannot be resumed; GET /v1/responses/ID returns completed ones",
+            "streams of responses and messages cannot be resumed; GET /v1/responses/ID returns completed responses",
             HEADER,
         )
     return parse_event_id(given)

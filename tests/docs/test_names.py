@@ -23,7 +23,7 @@ def names() -> Iterator[str]:
         if line.startswith("| `"):
             name, kind, labels, _ = line[2:].split(" | ", 3)
             yield f"metric {name} {kind} {labels}"
-    for route in _routes(*[MagicMock()] * 4):
+    for route in _routes(*[MagicMock()] * 5):
         document = route.document()
         yield f"{route.method} {route.path}"
         yield from (f"{route.method} {route.path} {field}" for field in _fields(document.get("requestBody")))

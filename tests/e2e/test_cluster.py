@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import anthropic
 import openai
 import pydantic
 import pytest
@@ -111,6 +112,44 @@ def test_refusals_raise_the_openai_clients_own_errors(client: openai.OpenAI) -> 
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=[20] * 9_000)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_the_anthropic_client_gets_the_same_messages_streamed_and_whole(cluster: Cluster) -> None:
+    asked = [{"role": "user", "content": "Write a loop."}]
+    wish: dict[str, Any] = {"model": MODEL, "messages": asked, "max_tokens": 24, "system": "Hi."}
+    wish["extra_body"] = {"temperature": 0}
+    with anthropic.Anthropic(base_url=cluster.url, api_key="sesame", max_retries=0) as client:
+        whole = client.messages.create(**wish)
+        with client.messages.stream(**wish) as stream:
+            text = "".join(stream.text_stream)
+            streamed = stream.get_final_message()
+        assert text == whole.content[0].text == streamed.content[0].text != ""
+        assert streamed.stop_reason == whole.stop_reason
+        counted = client.messages.count_tokens(**{name: wish[name] for name in ("model", "messages", "system")})
+        for usage in (whole.usage, streamed.usage):
+            assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
+        stop = text[6:9]
+        stopped = client.messages.create(**wish, stop_sequences=["never", stop])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+        assert stopped.content[0].text == text[: text.index(stop)]
+
+        schema, choice = {**Paint.model_json_schema(), "additionalProperties": False}, {"type": "tool", "name": "paint"}
+        tools: dict[str, Any] = {"tools": [{"name": "paint", "input_schema": schema}], "tool_choice": choice}
+        wish |= {"max_tokens": 400}
+        call = client.messages.create(**wish, **tools)
+        [block] = call.content
+        assert (block.type, call.stop_reason) == ("tool_use", "tool_use")
+        Paint.model_validate(block.input)
+        with client.messages.stream(**wish, **tools) as stream:
+            [again] = stream.get_final_message().content
+        assert again.input == block.input
+        picture = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+        with pytest.raises(anthropic.BadRequestError, match="'image' are not supported"):
+            client.messages.create(**wish | {"messages": picture})
+        with pytest.raises(anthropic.NotFoundError, match="does not have the model"):
+            client.messages.create(**wish | {"model": "claude"})
+        with pytest.raises(anthropic.AuthenticationError):
+            client.with_options(api_key="guess").messages.create(**wish)
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
