@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +104,37 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+def test_vllm_bench_serve_replays_a_trace_in_mooncakes_format(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """The program behind `vllm bench serve`, whose command fails in vLLM's build for CPUs."""
+    cluster.wait_until_complete()
+    lengths = [(520 + 40 * n, 4 + n) for n in range(8)]
+    lines = [
+        {"timestamp": 250 * n, "input_length": prompt, "output_length": answer, "hash_ids": [0, n + 1]}
+        for n, (prompt, answer) in enumerate(lengths)
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = (
+        *("--base-url", cluster.url, "--model", str(model), "--dataset-name", "timed_trace", "--self-timed"),
+        *("--dataset-path", "trace.jsonl", "--timed-trace-chunk-hash-size", "512", "--num-prompts", "8"),
+        *("--timed-trace-sec-multiplier", "0.001", "--ignore-eos", "--save-result", "--result-filename", "found.json"),
+    )
+    subprocess.run([sys.executable, "-c", _BENCH_SERVE, *options], cwd=tmp_path, check=True, timeout=START_S)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["completed"], found["failed"]) == (8, 0)
+    prompts, answers = zip(*lengths, strict=True)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (sum(prompts), sum(answers))
+    assert 0 < found["median_ttft_ms"] < 1000 * found["duration"]
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
