@@ -8,7 +8,8 @@ from pathlib import Path
 
 from moonserve.gateway.access.api_key import ApiKey, KeyLimits, digest_of
 from moonserve.gateway.generation.request_state import PATIENCE_S
-from moonserve.gateway.generation.tool_call_parsers import FORMATS
+from moonserve.gateway.text.message_syntax import REASONING_PARSERS
+from moonserve.gateway.text.tool_call_parsers import FORMATS
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.membership.redis_url import REDIS_SCHEMES
 from moonserve.protocol.process.config import option, require_at_least_1
@@ -53,6 +54,12 @@ class ClientConfig:
         "auto",
         help="syntax of the model's tool calls; auto = detected from its chat template",
         choices=("auto", "none", *FORMATS),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        help="syntax of the model's reasoning, which chats return as reasoning_content; auto = detected from its chat "
+        "template; none = reasoning is content",
+        choices=("auto", "none", *REASONING_PARSERS),
     )
     enable_auto_tool_choice: bool = option(True, help="let the model choose whether to call tools (tool_choice auto)")
     max_body_bytes: int = option(8 * 2**20, help="longest accepted request body", unit="bytes")

@@ -16,7 +16,7 @@ from moonserve.gateway.generation.service import Gateway
 from moonserve.gateway.http.connection import read_body
 from moonserve.gateway.openai.prompts import Limits, chat_prompt, check_vocabulary, encode
 from moonserve.gateway.openai.request_schema import B, Body, BodyParser, ChatMessage, TokenId, Tools
-from moonserve.gateway.tokenizer import Tokenizer, load_vocab_size
+from moonserve.gateway.text.tokenizer import Tokenizer, load_vocab_size
 
 
 class TokenizeBody(Body):

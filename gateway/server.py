@@ -38,7 +38,7 @@ from moonserve.gateway.openai.chat_completions import ChatCompletions
 from moonserve.gateway.openai.messages_api import MessagesApi
 from moonserve.gateway.openai.responses_api import ResponsesApi, ResponseStore
 from moonserve.gateway.served_model import ServedModel
-from moonserve.gateway.tokenizer import load_tokenizer
+from moonserve.gateway.text.tokenizer import load_tokenizer
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.membership.conductor_client import parse_addresses
 from moonserve.protocol.process.lifecycle import Lifecycle, infrequent_gc

@@ -7,8 +7,8 @@ that a token is lost. This module does not know where attempts run or why they e
 
 from __future__ import annotations
 
-from moonserve.gateway.generation.detokenizer import TextOutput
 from moonserve.gateway.generation.events import Piece
+from moonserve.gateway.text.detokenizer import TextOutput
 from moonserve.protocol.request import FinishReason, Token
 
 

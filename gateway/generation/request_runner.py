@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from moonserve.gateway.cluster.cluster_client import ClusterClient
 from moonserve.gateway.cluster.request_metrics import RecentFigures, RequestMetrics
 from moonserve.gateway.generation import request_log
-from moonserve.gateway.generation.detokenizer import TextOutput
 from moonserve.gateway.generation.events import (
     Aborted,
     Action,
@@ -35,6 +34,7 @@ from moonserve.gateway.generation.events import (
 )
 from moonserve.gateway.generation.request_state import RequestState
 from moonserve.gateway.generation.request_timing import RequestTiming
+from moonserve.gateway.text.detokenizer import TextOutput
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, pack_keys, pack_tokens, root_key
 from moonserve.protocol.pb import conductor_pb2

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from moonserve.gateway.cluster.avoided_instances import AvoidedInstances, suspects
-from moonserve.gateway.generation.detokenizer import TextOutput
 from moonserve.gateway.generation.events import (
     Aborted,
     Action,
@@ -40,6 +39,7 @@ from moonserve.gateway.generation.events import (
     WorkerFailed,
 )
 from moonserve.gateway.generation.ordered_tokens import OrderedTokens
+from moonserve.gateway.text.detokenizer import TextOutput
 from moonserve.protocol.errors import (
     Cancelled,
     DeadlineExceeded,

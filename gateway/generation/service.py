@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from moonserve.gateway.cluster.cluster_client import ClusterClient
 from moonserve.gateway.cluster.request_metrics import DecodeMetrics, RecentFigures, RequestMetrics
 from moonserve.gateway.config import GatewayConfig
-from moonserve.gateway.generation.detokenizer import TextOutput
 from moonserve.gateway.generation.events import (
     Choice,
     Event,
@@ -27,7 +26,8 @@ from moonserve.gateway.generation.events import (
 from moonserve.gateway.generation.output_queue import Answer
 from moonserve.gateway.generation.request_runner import Generation, GenerationContext
 from moonserve.gateway.generation.request_state import LIVE, choice_id
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.detokenizer import TextOutput
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import MoonserveError, NoWorker
 from moonserve.protocol.pb import conductor_pb2, worker_pb2
 from moonserve.protocol.process.event_loop import LoggedTasks

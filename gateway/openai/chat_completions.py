@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from moonserve.gateway.errors import ApiError, invalid
 from moonserve.gateway.generation.events import Choice, GenerationRequest, Piece
 from moonserve.gateway.generation.output_queue import Answer
 from moonserve.gateway.generation.service import Gateway
-from moonserve.gateway.generation.tool_call_parsers import select_syntax
 from moonserve.gateway.http import stream_resumption
 from moonserve.gateway.http.stream_resumption import EventId, EventIds
 from moonserve.gateway.http.streaming import ClusterReply, StreamReply, WholeReply, usage_of
@@ -33,9 +32,10 @@ from moonserve.gateway.openai.prompts import Prompt, chat_prompt, completion_pro
 from moonserve.gateway.openai.reply_format import ChatFormat, CompletionFormat, ReplyFormat, ReplyHeader, ReplyOptions
 from moonserve.gateway.openai.request_schema import ChatBody, CompletionBody, SamplingBody
 from moonserve.gateway.openai.sampling import choices_for, spellings
-from moonserve.gateway.openai.structured_outputs import ConstraintChecker
-from moonserve.gateway.openai.tool_call_grammar import ToolCallFormat, ToolPlanner
+from moonserve.gateway.openai.structured_outputs import ConstraintChecker, OutputConstraint
+from moonserve.gateway.openai.tool_call_grammar import ParsedChatFormat, ToolPlan, ToolPlanner
 from moonserve.gateway.served_model import ServedModel
+from moonserve.gateway.text.message_syntax import select
 from moonserve.protocol.grammar import GrammarCache
 
 _MAX_SESSION_ID = 256  # characters; the conductor hashes it
@@ -72,11 +72,12 @@ class ChatCompletions:
                 eos_token_ids=sorted(tokenizer.eos_token_ids),
             )
         )
+        self._syntax = select(config.reasoning_parser, config.tool_call_parser, tokenizer)
         self._tools = ToolPlanner(
-            select_syntax(config.tool_call_parser, tokenizer.template_source),
+            self._syntax.calls,
             self._constraint_checker,
             allows_auto=config.enable_auto_tool_choice,
-            is_special=tokenizer.is_special,
+            tag_rule=self._syntax.tag_rule,
         )
 
     async def chat(self, request: Request) -> Response:
@@ -97,23 +98,25 @@ class ChatCompletions:
             body.messages,
             limits,
             add_generation_prompt=body.adds_generation_prompt,
-            variables=body.chat_template_kwargs,
+            variables=body.template_variables,
             continues=bool(body.continue_final_message),
             tools=body.tools,
         )
         prompt = truncated(prompt, body, limits)
-        grammar = (plan.grammar if plan else "") or (constraint.grammar if constraint else "")
+        grammar = await self._grammar(plan, constraint, prompt)
         bad_words = spellings(self._tokenizer, body.bad_words, limits)
         choices = choices_for(body, [prompt], limits, "messages", grammar=grammar, bad_words=bad_words)
-        if plan is not None:
-            choices = plan.with_visible_tags(choices, body)
+        if (plan is not None or self._syntax.keeps_special_tokens) and not body.skip_special_tokens:
+            choices = tuple(replace(choice, skip_special_tokens=False) for choice in choices)
         header = self._header(id_prefix, request, body, last)
         options = _reply_options(body, logprobs=bool(body.logprobs))
         ids = [prompt.token_ids] * len(choices)
         reply_format = ChatFormat(header, options, self._tokenizer, ids)
-        if plan is not None:
-            is_stream = bool(body.stream)
-            reply_format = ToolCallFormat(header, options, self._tokenizer, ids, plan, is_stream=is_stream)
+        names, is_stream = plan.names if plan else None, bool(body.stream)
+        parsers = [self._syntax.parser(prompt.text or "", names, is_eager=is_stream) for _ in choices]
+        if found := [parser for parser in parsers if parser is not None]:
+            shows = body.include_reasoning is not False
+            reply_format = ParsedChatFormat(header, options, self._tokenizer, ids, found, shows_reasoning=shows)
         return ReplyPlan(
             body=body, prompts=[prompt], choices=choices, reply_format=reply_format, header=header, last=last
         )
@@ -148,6 +151,17 @@ class ChatCompletions:
         return await self.reply(request, plan)
 
     # Steps
+
+    async def _grammar(self, plan: ToolPlan | None, constraint: OutputConstraint | None, prompt: Prompt) -> str:
+        """Returns the grammar of a chat's answers, in which reasoning may come first; empty = none."""
+        inner, has_calls, param = plan.grammar if plan else "", True, "tools"
+        if not inner and constraint is not None:
+            inner, has_calls, param = constraint.grammar, False, constraint.param
+        if not inner:
+            return ""
+        grammar = self._syntax.with_reasoning(inner, prompt.text or "", has_calls=has_calls)
+        await self._constraint_checker.check(grammar, param)
+        return grammar
 
     def _header(self, prefix: str, request: Request, body: SamplingBody, last: EventId | None) -> ReplyHeader:
         """Returns the reply's header. A resumed stream keeps its id and creation time."""

@@ -2,8 +2,8 @@
 
     message_start ─► (content_block_start ─► deltas ─► content_block_stop)… ─► message_delta ─► message_stop
 
-Content blocks are text or calls of tools, one open at a time. Images and documents are refused; `thinking` is accepted,
-and answers have none. Streams cannot be resumed.
+Content blocks are reasoning, text or calls of tools, one open at a time. Images and documents are refused. Streams
+cannot be resumed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ Json = dict[str, Any]
 Blocks = str | list[Json]
 
 _SHARED = ("model", "stream", "temperature", "top_p", "top_k")
-_IGNORED = frozenset(
-    {"thinking", "service_tier", "container", "context_management", "output_config", "cache_control", "betas"}
-)
+_IGNORED = frozenset({"service_tier", "container", "context_management", "output_config", "cache_control", "betas"})
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {503: "overloaded_error", 504: "timeout_error"}
@@ -46,6 +44,7 @@ class MessagesBody(Body):
     tools: list[Json] | None = None
     tool_choice: Json | None = None
     metadata: Json | None = None
+    thinking: Json | None = None
 
     def check(self) -> set[str]:
         """Returns the names of unknown parameters. Raises ApiError (400) for unsupported ones."""
@@ -99,6 +98,8 @@ def to_chat_body(body: MessagesBody) -> Json:
         chat |= {"stop": body.stop_sequences, "include_stop_str_in_output": True}
     if body.metadata and isinstance(user := body.metadata.get("user_id"), str):
         chat["user"] = user
+    if body.thinking and body.thinking.get("type") == "disabled":
+        chat |= {"reasoning_effort": "none", "include_reasoning": False}
     if body.tools:
         chat["tools"] = [_tool(tool) for tool in body.tools]
         choice = body.tool_choice or {"type": "auto"}
@@ -122,9 +123,12 @@ def _chat_messages(messages: Sequence[Json]) -> Iterator[Json]:
 
 
 def _assistant(blocks: Sequence[Json], where: str) -> Iterator[Json]:
+    thinking = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
     blocks = [block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking")]
     calls = [block for block in blocks if block.get("type") == "tool_use"]
     message: Json = {"role": "assistant", "content": _text([b for b in blocks if b not in calls], where)}
+    if thinking:
+        message["reasoning_content"] = "\n".join(thinking)
     if calls:
         message["tool_calls"] = [
             {
@@ -177,7 +181,7 @@ class MessageEvents(ReplyFormat):
         self._chat_format = chat_format
         self._stops = sorted(stop_sequences or (), key=len, reverse=True)
         self._content: list[Json] = []  # the last block may be open
-        self._call: int | None = None  # number of the open call; None: the open block, if any, is text
+        self._call: int | None = None  # number of the open call; None: the open block, if any, is text or reasoning
         self._is_open = False
         self._message: Json = {
             "id": id,
@@ -199,6 +203,8 @@ class MessageEvents(ReplyFormat):
         calls = list(delta.get("tool_calls") or ())
         if calls and self._is_open and self._call == calls[0]["index"]:  # text in this delta follows the call
             events += self._add_call(calls.pop(0))
+        if reasoning := delta.get("reasoning_content"):
+            events += self._add_text("thinking", reasoning)
         text = delta.get("content") or ""
         if reason is not None:
             self._message["stop_reason"] = _STOP_REASONS[reason]
@@ -207,7 +213,7 @@ class MessageEvents(ReplyFormat):
                 text = text.removesuffix(stop)
                 self._message |= {"stop_reason": "stop_sequence", "stop_sequence": stop}
         if text:
-            events += self._add_text(text)
+            events += self._add_text("text", text)
         return events + "".join(map(self._add_call, calls))
 
     def usage(self, usage: Json) -> str:
@@ -240,12 +246,14 @@ class MessageEvents(ReplyFormat):
                 block["input"] = json.loads(block["input"] or "{}")
         return {**self._message, "content": self._content}
 
-    def _add_text(self, text: str) -> str:
+    def _add_text(self, kind: str, text: str) -> str:
+        """Adds text to a block of type `text` or `thinking`."""
         events = ""
-        if not self._is_open or self._call is not None:
-            events = self._begin(None, {"type": "text", "text": ""})
-        self._content[-1]["text"] += text
-        return events + self._delta({"type": "text_delta", "text": text})
+        if not self._is_open or self._content[-1]["type"] != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            events = self._begin(None, {"type": kind, kind: "", **signature})
+        self._content[-1][kind] += text
+        return events + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _add_call(self, call: Json) -> str:
         function, events = call.get("function") or {}, ""

@@ -18,7 +18,7 @@ from moonserve.gateway.openai.request_schema import (
     SamplingBody,
     Tool,
 )
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 
 # Shorter texts are encoded in less time than a thread takes to start.
 _INLINE_CHARS = 4_096

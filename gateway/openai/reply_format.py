@@ -18,7 +18,7 @@ from typing import Any
 
 from moonserve.gateway.errors import ApiError
 from moonserve.gateway.generation.events import Piece
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.request import PromptLogprobs, Token
 
 # JSON has no -inf; vLLM and OpenAI send this number instead.
@@ -246,7 +246,11 @@ class ChoicesFormat(ReplyFormat):
         )
 
     def usage(self, usage: dict[str, Any]) -> str:
-        return f'{self._opening},"choices":[],"usage":{_compact(usage)}}}\n\n'
+        return f'{self._opening},"choices":[],"usage":{_compact(self.detailed(usage))}}}\n\n'
+
+    def detailed(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Returns the usage with what the reply's text tells."""
+        return usage
 
     def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
         return f'{self._opening},"choices":[],"x_timing":{_compact(ledgers)}{self._closing}'
@@ -258,7 +262,7 @@ class ChoicesFormat(ReplyFormat):
             "created": self._header.created,
             "model": self._header.model,
             "choices": [self.whole_choice(piece) for piece in pieces],
-            "usage": usage,
+            "usage": self.detailed(usage),
         }
 
     def _chunk(self, choice: dict[str, Any]) -> str:
@@ -314,7 +318,7 @@ class ChatFormat(ChoicesFormat):
     def whole_choice(self, piece: Piece) -> dict[str, Any]:
         choice = self.choice(piece)
         delta = choice.pop("delta")
-        message = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
+        message = {"role": "assistant", **delta, "content": delta.get("content", ""), "refusal": None}
         if calls := delta.get("tool_calls"):
             message["content"] = message["content"] or None
             message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]

@@ -207,6 +207,10 @@ class SamplingBody(Body):
         return bool(self.stream_options and self.stream_options.include_event_ids)
 
 
+# Names of an assistant message's reasoning in requests and in templates, all set to the one that is given.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
 class ChatMessage(Body):
     """One turn of a conversation. Additional fields are passed to the chat template."""
 
@@ -219,7 +223,12 @@ class ChatMessage(Body):
         """Returns the message in the form that templates expect: text parts joined, arguments of calls as objects.
         Raises ApiError for parts other than text."""
         calls = [call.for_template() for call in self.tool_calls or ()]
-        return {**self.model_dump(), "content": self._text(), "tool_calls": calls or None}
+        given = self.model_extra or {}
+        reasoning = next((given[name] for name in _REASONING if given.get(name)), None)
+        fields = {**dict.fromkeys(_REASONING, reasoning), "content": self._text(), "tool_calls": calls or None}
+        if calls and fields["content"]:
+            fields["thinking"] = None  # gpt-oss's template takes either
+        return {**self.model_dump(), **fields}
 
     def _text(self) -> str | None:
         if not isinstance(self.content, list):
@@ -243,6 +252,16 @@ class ChatBody(SamplingBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def template_variables(self) -> Mapping[str, object]:
+        """Variables of the chat template. Reasoning effort `none` is the variable with which templates turn it off."""
+        effort: dict[str, object] = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        if self.reasoning_effort == "none":
+            effort = {"enable_thinking": False}
+        return effort | (self.chat_template_kwargs or {})
 
     @property
     def adds_generation_prompt(self) -> bool:

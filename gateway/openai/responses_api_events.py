@@ -2,13 +2,14 @@
 
     created, in_progress ─► (item added ─► deltas ─► item done)… ─► completed | incomplete | failed
 
-One output item is open at a time: a message while text arrives, a function call while its arguments arrive. Events are
-numbered in sequence. There is no `[DONE]`: the type of the last event shows that it is the last.
+One output item is open at a time: reasoning or a message while text arrives, a function call while its arguments do.
+Events are numbered in sequence. There is no `[DONE]`: the type of the last event shows that it is the last.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class ResponseEvents(ReplyFormat):
         self._on_ended = on_ended
         self._sequence_number = 0
         self._items: list[Item] = []  # finished items
-        self._open: _OpenMessage | _OpenCall | None = None
+        self._open: _OpenText | _OpenCall | None = None
         self._pending_logprobs: list[Any] = []  # log-probabilities of tokens whose text is still to come
         self._finish_reason = "stop"
         self._response: dict[str, Any] = {}  # set at the end
@@ -65,7 +66,7 @@ class ResponseEvents(ReplyFormat):
             "status": "incomplete" if is_cut else "completed",
             "output": list(self._items),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": _usage(usage),
+            "usage": _usage(self._chat_format.detailed(usage)),
         }
         self._on_ended(self._response)
         return text + self._event(f"response.{self._response['status']}", response=self._response)
@@ -89,9 +90,11 @@ class ResponseEvents(ReplyFormat):
         calls = list(delta.get("tool_calls") or ())
         if calls and self._continues_open_call(calls[0]):  # text in this delta follows the call
             events += self._call(calls.pop(0))
+        if reasoning := delta.get("reasoning_content"):
+            events += self._text(_OpenReasoning, reasoning)
         self._pending_logprobs += (choice.get("logprobs") or {}).get("content") or []
         if delta.get("content"):
-            events += self._text(delta["content"], self._pending_logprobs)
+            events += self._text(_OpenMessage, delta["content"], self._pending_logprobs)
         events += "".join(map(self._call, calls))
         if delta.get("content") or isinstance(self._open, _OpenCall):  # log-probabilities of calls are not reported
             self._pending_logprobs = []
@@ -99,15 +102,16 @@ class ResponseEvents(ReplyFormat):
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         return events
 
-    def _text(self, text: str, logprobs: list[Any]) -> str:
+    def _text(self, kind: type[_OpenText], text: str, logprobs: Sequence[Any] = ()) -> str:
         events = ""
-        if not isinstance(self._open, _OpenMessage):
-            events += self._close() + self._begin(_OpenMessage(self._id, len(self._items)))
-        message = self._open
-        assert isinstance(message, _OpenMessage)
-        message.text += text
-        message.logprobs += logprobs
-        return events + self._event("response.output_text.delta", **message.place, delta=text, logprobs=logprobs)
+        if type(self._open) is not kind:
+            events += self._close() + self._begin(kind(self._id, len(self._items)))
+        opened = self._open
+        assert isinstance(opened, _OpenText)
+        opened.text += text
+        opened.logprobs += logprobs
+        reported = {"logprobs": list(logprobs)} if kind is _OpenMessage else {}
+        return events + self._event(f"response.{kind.part_type}.delta", **opened.place, delta=text, **reported)
 
     def _call(self, call: Mapping[str, Any]) -> str:
         events, function = "", call.get("function") or {}
@@ -126,11 +130,11 @@ class ResponseEvents(ReplyFormat):
         """Returns True if the call is the open item."""
         return isinstance(self._open, _OpenCall) and self._open.number == call["index"]
 
-    def _begin(self, opened: _OpenMessage | _OpenCall) -> str:
+    def _begin(self, opened: _OpenText | _OpenCall) -> str:
         self._open = opened
         events = self._event("response.output_item.added", output_index=opened.index, item=opened.begun())
-        if isinstance(opened, _OpenMessage):
-            events += self._event("response.content_part.added", **opened.place, part=_text_part(""))
+        if isinstance(opened, _OpenText):
+            events += self._event("response.content_part.added", **opened.place, part=opened.part())
         return events
 
     def _close(self) -> str:
@@ -150,39 +154,53 @@ class ResponseEvents(ReplyFormat):
         return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-class _OpenMessage:
-    """A message whose text is still arriving."""
+class _OpenText(ABC):
+    """An item whose text is still arriving."""
+
+    id_prefix = part_type = ""
+    fields: Item = {}  # noqa: RUF012  # of the item
 
     def __init__(self, response_id: str, index: int) -> None:
         self.index = index
         self.text = ""
         self.logprobs: list[Any] = []
-        self._item = {
-            "id": f"msg_{response_id}_{index}",
-            "type": "message",
-            "role": "assistant",
-        }
+        self._item = {"id": f"{self.id_prefix}_{response_id}_{index}", **self.fields}
 
     @property
     def place(self) -> dict[str, Any]:
         return {"item_id": self._item["id"], "output_index": self.index, "content_index": 0}
+
+    @abstractmethod
+    def part(self) -> dict[str, Any]:
+        """Returns the item's only part."""
 
     def begun(self) -> Item:
         return {**self._item, "status": "in_progress", "content": []}
 
     def done(self, finish_reason: str) -> Item:
         status = "incomplete" if finish_reason == "length" else "completed"
-        return {
-            **self._item,
-            "status": status,
-            "content": [_text_part(self.text, self.logprobs)],
-        }
+        return {**self._item, "status": status, "content": [self.part()]}
 
     def closing(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        part = _text_part(self.text, self.logprobs)
-        done = {"text": self.text, "logprobs": self.logprobs}
-        yield "response.output_text.done", {**self.place, **done}
-        yield "response.content_part.done", {**self.place, "part": part}
+        done = {name: value for name, value in self.part().items() if name in ("text", "logprobs")}
+        yield f"response.{self.part_type}.done", {**self.place, **done}
+        yield "response.content_part.done", {**self.place, "part": self.part()}
+
+
+class _OpenMessage(_OpenText):
+    id_prefix, part_type = "msg", "output_text"
+    fields = {"type": "message", "role": "assistant"}  # noqa: RUF012
+
+    def part(self) -> dict[str, Any]:
+        return {"type": self.part_type, "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+
+class _OpenReasoning(_OpenText):
+    id_prefix, part_type = "rs", "reasoning_text"
+    fields = {"type": "reasoning", "summary": []}  # noqa: RUF012
+
+    def part(self) -> dict[str, Any]:
+        return {"type": self.part_type, "text": self.text}
 
 
 class _OpenCall:
@@ -242,7 +260,7 @@ def _echoed(header: ReplyHeader, body: ResponsesBody) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "parallel_tool_calls": given.get("parallel_tool_calls") is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning_effort, "summary": None},
         "store": body.store is not False,
         "temperature": 1.0 if given.get("temperature") is None else given["temperature"],
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
@@ -259,10 +277,6 @@ def _echoed(header: ReplyHeader, body: ResponsesBody) -> dict[str, Any]:
     }
 
 
-def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a chat completion's usage under the names of this API."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -270,6 +284,6 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }

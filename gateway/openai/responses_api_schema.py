@@ -26,13 +26,12 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prompt": (None,),
     "truncation": (None, "disabled"),
     "max_tool_calls": (None,),
-    "reasoning": (None, {}, {"effort": None}, {"effort": "none"}),
     "n": (None, 1),
     "moderation": (None,),
 }
 # These concern a service that this server is not.
 _HARMLESS = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"})
-# Without reasoning there is nothing to encrypt.
+# Reasoning is sent in the clear.
 _INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 
 
@@ -57,6 +56,11 @@ class ResponsesBody(Body):
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+
+    @property
+    def reasoning_effort(self) -> Any:
+        return (self.reasoning or {}).get("effort")
 
     def check(self) -> set[str]:
         """Returns the names of unknown parameters. Raises ApiError (400) for unsupported ones."""
@@ -87,6 +91,7 @@ RENAMED: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 
 
@@ -95,6 +100,8 @@ def to_chat_body(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, 
     chat: dict[str, Any] = {**body.shared, "stream_options": {"include_usage": True}}
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     chat["messages"] = [*instructions, *messages]
+    if body.reasoning_effort is not None:
+        chat["reasoning_effort"] = body.reasoning_effort
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
@@ -125,7 +132,10 @@ def output_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
 def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
     match item.get("type", "message"):
         case "message":
-            messages.append(_message(item, where))
+            message = _message(item, where)
+            if message["role"] == "assistant" and messages and _is_only_reasoning(messages[-1]):
+                message |= {"reasoning_content": messages.pop()["reasoning_content"]}
+            messages.append(message)
         case "function_call":
             _add_call(messages, item, where)
         case "function_call_output":
@@ -133,9 +143,16 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
             call_id = _string(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         case "reasoning":
-            pass  # a model's reasoning is not part of later prompts
+            parts = item.get("content") or ()
+            text = "\n".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+            if text:
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         case other:
             raise invalid(f"{where}: items of type {other!r} are not supported", where)
+
+
+def _is_only_reasoning(message: Message) -> bool:
+    return "reasoning_content" in message and not (message["content"] or message.get("tool_calls"))
 
 
 def _message(item: Mapping[str, Any], where: str) -> Message:

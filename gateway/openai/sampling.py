@@ -10,7 +10,7 @@ from moonserve.gateway.errors import ApiError, invalid
 from moonserve.gateway.generation.events import Choice
 from moonserve.gateway.openai.prompts import Limits, Prompt, check_count, check_prompt, check_vocabulary
 from moonserve.gateway.openai.request_schema import ChatBody, CompletionBody, SamplingBody
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.request import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072

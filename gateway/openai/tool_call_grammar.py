@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moonserve.gateway.errors import ApiError, unsupported
-from moonserve.gateway.generation.events import Choice, Piece
-from moonserve.gateway.generation.tool_call_parsers import CallDelta, CallSyntax, ParsedDelta, ToolParser
+from moonserve.gateway.generation.events import Piece
 from moonserve.gateway.openai.reply_format import ChatFormat, ReplyHeader, ReplyOptions
 from moonserve.gateway.openai.request_schema import ChatBody, Function, NamedChoice
 from moonserve.gateway.openai.structured_outputs import (
@@ -20,7 +19,10 @@ from moonserve.gateway.openai.structured_outputs import (
     refused,
     text_rule,
 )
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text import harmony
+from moonserve.gateway.text.message_parser import CallDelta, MessageParser, ParsedDelta
+from moonserve.gateway.text.tokenizer import Tokenizer
+from moonserve.gateway.text.tool_call_parsers import FORMATS, HARMONY, CallSyntax
 from moonserve.protocol.request import FinishReason
 
 _TEXT = r"/(.|\n)*/"
@@ -34,7 +36,7 @@ class CallGrammar:
     format: CallSyntax
     schemas: Mapping[str, Mapping[str, Any]]  # schemas of arguments, by function name
     is_parallel: bool  # several calls per message are allowed
-    is_special: Callable[[str], bool]  # True if the model has a special token spelled like the argument
+    tag_rule: Callable[[str], str]  # returns the rule of a tag: its token, or its text
 
     def required(self) -> str:
         """Returns a grammar of calls and nothing else."""
@@ -50,8 +52,8 @@ class CallGrammar:
             return f"start: PLAIN | {self._calls()}\nPLAIN: {_TEXT_WITHOUT_CALL}\n{self._rules()}"
         start = "(lead rest)* TEXT" if self.is_parallel else "TEXT | lead rest"
         # Lazy: text ends at the first occurrence of the tag.
-        lazy = "" if self.is_special(self.format.opening) else "[lazy]"
-        lead = f"lead{lazy}: TEXT {self._tag(self.format.opening)}"
+        opening = self._tag(self.format.opening)
+        lead = f"lead{'[lazy]' if opening == text_rule(self.format.opening) else ''}: TEXT {opening}"
         # The first line selects llguidance's own dialect.
         return f"%llguidance {{}}\nstart: {start}\n{lead}\nTEXT: {_TEXT}\n{self._rules()}"
 
@@ -72,9 +74,23 @@ class CallGrammar:
         return "\n".join(rules)
 
     def _tag(self, tag: str) -> str:
-        if not tag:
-            return ""
-        return tag if self.is_special(tag) else text_rule(tag)
+        return self.tag_rule(tag) if tag else ""
+
+
+class HarmonyGrammar(CallGrammar):
+    """Grammar of calls in the channels of `gateway.text.harmony`. A message has one call at most."""
+
+    def instead_of(self, rule: str) -> str:
+        return super().instead_of(f"({harmony.FINAL} {rule})")
+
+    def optional(self) -> str:
+        return self.instead_of(_TEXT)
+
+    def _calls(self) -> str:
+        return " | ".join(harmony.call_rule(name, json_rule(schema)) for name, schema in self.schemas.items())
+
+    def _rules(self) -> str:
+        return ""
 
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -83,26 +99,15 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolPlan:
-    """Grammar and parser of one request's answers."""
+    """Tools of one request."""
 
     grammar: str  # grammar of the answers; empty = none
-    format: CallSyntax
     names: tuple[str, ...]  # names of functions that may be called
-
-    def with_visible_tags(self, choices: tuple[Choice, ...], body: ChatBody) -> tuple[Choice, ...]:
-        """Returns the choices with special tokens kept in their text, because tags may be special tokens. The client
-        can override this."""
-        keeps = body.skip_special_tokens is not True
-        return tuple(replace(choice, skip_special_tokens=not keeps) for choice in choices)
-
-    def parser(self, *, is_eager: bool) -> ToolParser:
-        """Returns a new parser for one answer."""
-        return self.format.parser(self.names, is_eager=is_eager)
 
 
 class ToolPlanner:
     """Makes the tool plans of one model. `format`: None if unknown. `allows_auto`: the model may choose whether to
-    call. `is_special`: True for the spelling of a special token."""
+    call. `tag_rule`: returns the rule of a tag."""
 
     def __init__(
         self,
@@ -110,12 +115,12 @@ class ToolPlanner:
         checker: ConstraintChecker,
         *,
         allows_auto: bool,
-        is_special: Callable[[str], bool],
+        tag_rule: Callable[[str], str],
     ) -> None:
         self._format = format
         self._checker = checker
         self._allows_auto = allows_auto
-        self._is_special = is_special
+        self._tag_rule = tag_rule
 
     async def plan(self, body: ChatBody, constraint: OutputConstraint | None) -> ToolPlan | None:
         """Returns the plan, or None if nothing may be called. `constraint`: of the text if the model does not call.
@@ -139,7 +144,7 @@ class ToolPlanner:
             )
         if grammar:
             await self._checker.check(grammar, "tools")
-        return ToolPlan(grammar=grammar, format=format, names=names)
+        return ToolPlan(grammar=grammar, names=names)
 
     def _check_format(self, choice: object) -> CallSyntax:
         if self._format is None:
@@ -169,20 +174,20 @@ class ToolPlanner:
         is_strict = any(function.strict for _, function in functions.values())
         if is_free and constraint is None and is_parallel and not is_strict:
             return ""
-        grammar = CallGrammar(
+        grammar = (HarmonyGrammar if format is HARMONY else CallGrammar)(
             format=format,
             schemas={
                 name: await self._schema(place, function, is_bound=not is_free)
                 for name, (place, function) in functions.items()
             },
             is_parallel=is_parallel,
-            is_special=self._is_special,
+            tag_rule=self._tag_rule,
         )
         if not is_free:
             return grammar.required()
         if constraint is None:
             return grammar.optional()
-        if not constraint.is_json or not format.opening:  # JSON and a call both begin with {
+        if not constraint.is_json or format is FORMATS["llama3_json"]:  # both begin with {
             raise refused(
                 "cannot be combined with tool_choice auto for this model; set tool_choice to none or required",
                 constraint.param,
@@ -225,9 +230,9 @@ def _named(choice: NamedChoice, functions: Mapping[str, tuple[int, Function]]) -
     return functions[name]
 
 
-class ToolCallFormat(ChatFormat):
-    """Chunks of an answer that may call. A stream reports a call as soon as it is certain; a whole reply only calls
-    that do not break."""
+class ParsedChatFormat(ChatFormat):
+    """Chunks of an answer that may contain reasoning and calls. A stream reports a call as soon as it is certain; a
+    whole reply only calls that do not break."""
 
     def __init__(
         self,
@@ -235,12 +240,15 @@ class ToolCallFormat(ChatFormat):
         options: ReplyOptions,
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[Sequence[int]],
-        plan: ToolPlan,
+        parsers: Sequence[MessageParser],
         *,
-        is_stream: bool,
+        shows_reasoning: bool,
     ) -> None:
+        """`parsers`: of each choice."""
         super().__init__(header, options, tokenizer, prompt_token_ids)
-        self._parsers = [plan.parser(is_eager=is_stream) for _ in prompt_token_ids]
+        self._parsers = parsers
+        self._shows_reasoning = shows_reasoning
+        self._reasoning = ""  # of all choices
 
     def piece(self, piece: Piece) -> str:
         choice, options = self.choice(piece), self._options
@@ -251,18 +259,28 @@ class ToolCallFormat(ChatFormat):
         shows = choice["delta"] or choice["finish_reason"] or options.token_ids or options.logprobs
         return self._chunk(choice) if shows else ""
 
+    def detailed(self, usage: dict[str, Any]) -> dict[str, Any]:
+        num_tokens = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False))
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
     def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
         parser, reason = self._parsers[piece.index], piece.finish_reason
         parser.push(piece.text)
         if reason is not None:
             parser.finish(is_cut=reason is FinishReason.LENGTH)
+        output = parser.take_output()
+        self._reasoning += output.reasoning
+        if not self._shows_reasoning:
+            output.reasoning = ""
         # The finish reason is the calls unless the answer was cut off.
         called = reason is FinishReason.STOP and parser.num_calls
-        return _delta_of(parser.take_output()), "tool_calls" if called else reason
+        return _delta_of(output), "tool_calls" if called else reason
 
 
 def _delta_of(parsed: ParsedDelta) -> dict[str, Any]:
-    delta: dict[str, Any] = {"content": parsed.content} if parsed.content else {}
+    delta: dict[str, Any] = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
+    if parsed.content:
+        delta["content"] = parsed.content
     if parsed.calls:
         delta["tool_calls"] = [_call(*each) for each in parsed.calls.items()]
     return delta

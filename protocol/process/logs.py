@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ _STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
 # These libraries log every wake-up at level DEBUG. `--log-level debug` is meant for moonserve's own lines.
 _VERBOSE_LIBRARIES = ("asyncio", "filelock", "grpc", "httpcore", "httpx", "markdown_it", "urllib3")
+
+_OUTAGE_EVERY_S = 10.0
 
 
 def request_extra(request_id: str) -> Mapping[str, Any]:
@@ -77,3 +80,26 @@ def configure(instance_id: str, *, log_format: str, level: str) -> None:
     root.setLevel(level.upper())
     for name in _VERBOSE_LIBRARIES:
         logging.getLogger(name).setLevel(max(logging.INFO, root.level))
+
+
+class OutageLog:
+    """Warnings of failures that may come with every request: the first one, then one in a while with their number.
+    Thread-safe."""
+
+    def __init__(self, log: logging.Logger, message: str) -> None:
+        """`message` has two %s: the request and the error."""
+        self._log = log
+        self._message = message
+        self._lock = threading.Lock()
+        self._next_at = 0.0
+        self._num_silent = 0
+
+    def failed(self, request_id: str, error: Exception) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next_at:
+                self._num_silent += 1
+                return
+            self._next_at, silent, self._num_silent = now + _OUTAGE_EVERY_S, self._num_silent, 0
+        more = f" ({silent} more since the last record)" if silent else ""
+        self._log.warning(self._message + "%s", request_id, error, more)

@@ -13,7 +13,7 @@ import pytest
 
 from moonserve.gateway.config import GatewayConfig
 from moonserve.gateway.server import serve
-from moonserve.gateway.tokenizer import Tokenizer, load_tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.protocol.grammar import GrammarCache
 from tests.gateway.scripted_cluster import CLUSTER_TOKEN, ScriptedCluster
 from tests.services import serving

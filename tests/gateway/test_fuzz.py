@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.gateway.chat_template import ChatTemplate
 from moonserve.gateway.errors import ApiError
 from moonserve.gateway.generation.events import Piece
 from moonserve.gateway.openai.reply_format import CompletionFormat, ReplyHeader, ReplyOptions
 from moonserve.gateway.openai.request_schema import BodyParser, ChatBody, CompletionBody, validated
 from moonserve.gateway.openai.responses_api_schema import ResponsesBody
 from moonserve.gateway.served_model import DetokenizeBody, TokenizeBody
-from moonserve.gateway.tokenizer import load_tokenizer
+from moonserve.gateway.text.chat_template import ChatTemplate
+from moonserve.gateway.text.tokenizer import load_tokenizer
 from moonserve.protocol.errors import ConfigError, InvalidRequest
 from tests.gateway.conftest import MODEL
 

@@ -85,7 +85,7 @@ TEXTS = (
     "protocol/rpc/wire.py",
     "protocol/membership/heartbeats.py",
     "transfer/memory/write_windows.py",
-    "gateway/generation/detokenizer.py",
+    "gateway/text/detokenizer.py",
     "conductor/prediction/instance_table.py",
     "kvstore/state/catalog.py",
     "conductor/role_switching.py",

@@ -30,7 +30,7 @@ import uvloop
 from benchmarks.harness.measure import medians, table, write_json
 from benchmarks.serving.gateway.stub import CLUSTER_TOKEN, StubCluster
 from moonserve.deploy.launcher.ports import free_port
-from moonserve.gateway.tokenizer import load_tokenizer
+from moonserve.gateway.text.tokenizer import load_tokenizer
 from moonserve.models import demo_model_path
 from moonserve.protocol.latency import percentile
 

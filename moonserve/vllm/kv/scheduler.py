@@ -17,10 +17,10 @@ from typing import Any
 from moonserve.kvstore.client import KvStore, connect
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, root_key
+from moonserve.protocol.process.logs import OutageLog
 from moonserve.vllm.kv.cache_groups import CacheGroup, alignment, longest_prefix
 from moonserve.vllm.kv.chained_keys import ChainedKeys, Extras, StoredKeys
 from moonserve.vllm.kv.lease_renewals import HandoffChannels, LeaseRenewals
-from moonserve.vllm.kv.outages import OutageLog
 from moonserve.vllm.kv.settings import ConnectorSettings
 from moonserve.vllm.kv.step_plan import (
     Counts,

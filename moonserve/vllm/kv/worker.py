@@ -22,13 +22,13 @@ from moonserve.kvstore.client import KvStore, connect
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, Overloaded, PeerLost, StaleLease
 from moonserve.protocol.pb import handoff_pb2
+from moonserve.protocol.process.logs import OutageLog
 from moonserve.transfer import Batch, Op, RemoteSegment, ScatterTransfer, TransferEngine
 from moonserve.vllm.kv.cache_groups import CacheGroup
 from moonserve.vllm.kv.chained_keys import StoredKeys
 from moonserve.vllm.kv.handoff_server import HandoffServer
 from moonserve.vllm.kv.kv_memory import KvMemory, kv_memory
 from moonserve.vllm.kv.lease_renewals import HandoffChannels
-from moonserve.vllm.kv.outages import OutageLog
 from moonserve.vllm.kv.settings import ConnectorSettings
 from moonserve.vllm.kv.step_plan import Counts, Load, Remote, Save, StepPlan, StepReport
 

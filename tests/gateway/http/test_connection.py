@@ -15,7 +15,7 @@ import uvloop
 
 import moonserve.gateway.http.connection
 from moonserve.gateway.http.connection import MAX_REFUSED, drop
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 from tests.patience import NEVER_S, PATIENCE_S, came_true

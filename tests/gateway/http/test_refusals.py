@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import DeadlineExceeded, IntegrityError, MoonserveError
 from moonserve.protocol.pb import common_pb2, conductor_pb2
 from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH, clients_of, refused

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from moonserve.gateway.errors import ApiError
 from moonserve.gateway.generation.events import Choice
 from moonserve.gateway.http.stream_resumption import EventId, digest_of, parse_event_id
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.request import SamplingParams
 from tests.gateway.conftest import CHAT_PATH, TEXT_PATH, ReplyContent, content_by_choice, refused, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster

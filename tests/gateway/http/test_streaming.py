@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import moonserve.gateway.cluster.failure_detection
 from moonserve.gateway.generation.events import Piece
 from moonserve.gateway.generation.output_queue import OutputQueue
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import MoonserveError, PeerLost
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.request import FinishReason, RequestId, Token

@@ -27,6 +27,7 @@ def test_a_conversation_with_tools_becomes_chat_messages() -> None:
         {
             "role": "assistant",
             "content": "a\nb",
+            "reasoning_content": "…",
             "tool_calls": [{"id": "t1", "type": "function", "function": function}],
         },
         {"role": "tool", "tool_call_id": "t1", "content": "a\nb"},

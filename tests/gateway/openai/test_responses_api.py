@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moonserve.gateway.errors import ApiError
 from moonserve.gateway.openai.responses_api import ResponseStore, StoredResponse
 from moonserve.gateway.openai.responses_api_schema import ResponsesBody, input_messages, to_chat_body
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.kv_blocks import unpack_tokens
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster

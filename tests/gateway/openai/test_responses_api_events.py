@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.gateway.generation.events import Piece
-from moonserve.gateway.generation.tool_call_parsers import FORMATS
 from moonserve.gateway.openai.reply_format import ChatFormat, ReplyHeader, ReplyOptions
 from moonserve.gateway.openai.responses_api_events import ResponseEvents
 from moonserve.gateway.openai.responses_api_schema import ResponsesBody
-from moonserve.gateway.openai.tool_call_grammar import ToolCallFormat, ToolPlan
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.openai.tool_call_grammar import ParsedChatFormat
+from moonserve.gateway.text.reasoning import TAGS, ReasoningParser
+from moonserve.gateway.text.tokenizer import Tokenizer
+from moonserve.gateway.text.tool_call_parsers import HermesParser
 from moonserve.protocol.request import FinishReason, Logprobs, RequestId, Token
 
 HEADER = ReplyHeader(id="resp_1", created=1, model="m")
@@ -31,6 +32,9 @@ class ScriptedChunks:
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         return self._left.pop(0)
+
+    def detailed(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return usage
 
 
 def parsed(text: str) -> list[dict]:
@@ -134,11 +138,15 @@ def test_logprobs_of_partial_characters_come_with_the_whole_character(tokenizer:
     assert bytes(spelled).decode() == delta["delta"] == "\U0001f389"
 
 
+def chat_format(options: ReplyOptions, tokenizer: Tokenizer, *, is_stream: bool) -> ParsedChatFormat:
+    parser = ReasoningParser(TAGS[0], HermesParser(("w",), is_eager=is_stream))
+    return ParsedChatFormat(HEADER, options, tokenizer, [()], [parser], shows_reasoning=True)
+
+
 def test_the_reason_follows_a_call_in_a_chunk_of_its_own(tokenizer: Tokenizer) -> None:
     """The openai client ends a call by the reason in a later chunk; a client that lags gets both in one piece."""
-    plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
     options = ReplyOptions(usage=False, token_ids=False, logprobs=False)
-    chunks = ToolCallFormat(HEADER, options, tokenizer, [()], plan, is_stream=True)
+    chunks = chat_format(options, tokenizer, is_stream=True)
     text = '<tool_call>{"name": "w", "arguments": {}}</tool_call>'
     sent = chunks.piece(Piece(index=0, text=text, tokens=(), finish_reason=FinishReason.STOP))
     called, ended = (json.loads(each.removeprefix("data: "))["choices"][0] for each in sent.split("\n\n") if each)
@@ -149,16 +157,15 @@ def test_the_reason_follows_a_call_in_a_chunk_of_its_own(tokenizer: Tokenizer) -
 
 def test_truncated_response_marks_only_its_last_item_incomplete(tokenizer: Tokenizer) -> None:
     """A response that is cut off has only its last item incomplete, streamed or not, for any cut in the text."""
-    plan = ToolPlan(grammar="", format=FORMATS["hermes"], names=("w",))
     options = ReplyOptions(usage=True, token_ids=False, logprobs=False)
-    text = 'I look.<tool_call>{"name": "w", "arguments": {"city": "Ul'
+    text = '<think>I wonder.</think>I look.<tool_call>{"name": "w", "arguments": {"city": "Ul'
     for cut, is_stream in itertools.product(range(len(text)), (True, False)):
         pieces = [
             Piece(index=0, text=text[:cut], tokens=()),
             Piece(index=0, text=text[cut:], tokens=(), finish_reason=FinishReason.LENGTH),
         ]
-        chunks = ToolCallFormat(HEADER, options, tokenizer, [()], plan, is_stream=is_stream)
+        chunks = chat_format(options, tokenizer, is_stream=is_stream)
         response = ResponseEvents(chunks, HEADER, BODY, lambda ended: None).whole_body(pieces, USAGE)
         items = [(item["type"], item["status"]) for item in response["output"]]
-        assert items == [("message", "completed"), ("function_call", "incomplete")]
+        assert items == [("reasoning", "completed"), ("message", "completed"), ("function_call", "incomplete")]
         assert response["status"] == "incomplete"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moonserve.gateway.errors import ApiError
 from moonserve.gateway.openai.request_schema import BodyParser, CompletionBody
 from moonserve.gateway.openai.structured_outputs import OutputConstraint, constraint_of
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import InvalidRequest
 from tests.gateway.conftest import GRAMMARS, follows, post, refused
 from tests.gateway.scripted_cluster import ScriptedCluster

@@ -10,7 +10,7 @@ from moonserve.gateway.access.tenant_isolation import salt_of
 from moonserve.gateway.openai.prompts import cut_after_message
 from moonserve.gateway.openai.reply_format import completion_logprobs, echoed_logprobs
 from moonserve.gateway.openai.request_schema import ChatMessage
-from moonserve.gateway.tokenizer import Tokenizer
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import IntegrityError, PeerLost
 from moonserve.protocol.kv_blocks import block_keys, pack_keys, root_key, unpack_tokens
 from moonserve.protocol.request import Logprobs, RequestId, SamplingParams, Token

@@ -15,9 +15,9 @@ from moonserve.conductor.service import ConductorMetrics, ConductorService
 from moonserve.conductor.state import ConductorState
 from moonserve.gateway.cluster.request_metrics import RequestMetrics
 from moonserve.gateway.config import GatewayConfig
-from moonserve.gateway.generation.detokenizer import ByteDecoder
 from moonserve.gateway.generation.request_timing import PHASES
 from moonserve.gateway.generation.service import Gateway
+from moonserve.gateway.text.detokenizer import ByteDecoder
 from moonserve.protocol.pb import conductor_pb2_grpc
 from moonserve.protocol.process.tracing import Tracer
 from tests.simulation.model import VOCABULARY

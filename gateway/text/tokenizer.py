@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from moonserve.gateway.chat_template import ChatTemplate
-from moonserve.gateway.generation.detokenizer import ByteDecoder, TextDecoder, WindowDecoder
+from moonserve.gateway.text.chat_template import ChatTemplate
+from moonserve.gateway.text.detokenizer import ByteDecoder, TextDecoder, WindowDecoder
 from moonserve.protocol.errors import ConfigError, InvalidRequest
 
 _NAMED_SPECIAL_TOKENS = (
@@ -39,6 +39,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.size = max(inner.get_vocab().values(), default=-1) + 1  # one more than the greatest token id
         added = inner.get_added_tokens_decoder()
+        self._added_ids = {token.content: id for id, token in added.items()}
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         decoder = json.loads(inner.to_str()).get("decoder") or {}
         self._bytes = _byte_table(inner, self.size) if decoder.get("type") == "ByteLevel" else None
@@ -49,6 +50,10 @@ class Tokenizer:
     def is_special(self, text: str) -> bool:
         """Returns True if a special token is spelled like the text."""
         return text in self._special_texts
+
+    def added_token_id(self, text: str) -> int | None:
+        """Returns the id of the added token that is spelled like the text, special or not; None if there is none."""
+        return self._added_ids.get(text)
 
     @cached_property
     def _special_texts(self) -> frozenset[str | None]:

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from moonserve.gateway.chat_template import ChatTemplate
-from moonserve.gateway.generation.detokenizer import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
-from moonserve.gateway.tokenizer import Tokenizer, _converted, load_tokenizer
+from moonserve.gateway.text.chat_template import ChatTemplate
+from moonserve.gateway.text.detokenizer import REPLACEMENT, ByteDecoder, StopMatcher, TextOutput, WindowDecoder
+from moonserve.gateway.text.tokenizer import Tokenizer, _converted, load_tokenizer
 from moonserve.protocol.errors import ConfigError, InvalidRequest
 from tests.gateway.conftest import MODEL
 

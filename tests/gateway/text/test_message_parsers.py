@@ -1,4 +1,4 @@
-"""Parsing of tool calls from text: as models write them, in any pieces, malformed in any way."""
+"""Parsing of reasoning and tool calls from text: as models write them, in any pieces, malformed in any way."""
 
 import json
 from collections.abc import Iterable
@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.gateway.generation.tool_call_parsers import (
-    CallDelta,
-    HermesParser,
-    Llama3JsonParser,
-    ParsedDelta,
-    ToolParser,
-)
+from moonserve.gateway.text.harmony import HarmonyParser
+from moonserve.gateway.text.message_parser import CallDelta, MessageParser, ParsedDelta
+from moonserve.gateway.text.reasoning import TAGS, ReasoningParser
+from moonserve.gateway.text.tool_call_parsers import HermesParser, Llama3JsonParser
 from tests.thoroughness import examples
 
 NAMES = ("get_weather", "add")
@@ -23,15 +20,30 @@ FORMATS = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
 Read = tuple[str, list[tuple[str, str]]]  # content; names and arguments
 
 
+def parser_of(kind: str, *, is_eager: bool) -> MessageParser:
+    if kind == "think":
+        return ReasoningParser(TAGS[0], HermesParser(NAMES, is_eager=is_eager))
+    return HarmonyParser(NAMES, is_eager=is_eager) if kind == "harmony" else FORMATS[kind](NAMES, is_eager=is_eager)
+
+
 def read(kind: str, pieces: Iterable[str], *, is_eager: bool = False, is_cut: bool = False) -> Read:
-    parser: ToolParser = FORMATS[kind](NAMES, is_eager=is_eager)
-    content, calls = "", list[tuple[str, str]]()
+    reasoning, *rest = read_all(parser_of(kind, is_eager=is_eager), pieces, is_cut=is_cut)
+    assert not reasoning
+    return rest[0], rest[1]
+
+
+def read_all(
+    parser: MessageParser, pieces: Iterable[str], *, is_cut: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Returns the reasoning, the content and the calls."""
+    reasoning, content, calls = "", "", list[tuple[str, str]]()
     for piece in (*pieces, None):
         if piece is None:
             parser.finish(is_cut=is_cut)
         else:
             parser.push(piece)
         delta = parser.take_output()
+        reasoning += delta.reasoning
         content += delta.content
         for index, called in delta.calls.items():
             if called.name is not None:
@@ -40,7 +52,7 @@ def read(kind: str, pieces: Iterable[str], *, is_eager: bool = False, is_cut: bo
             assert index == len(calls) - 1, "arguments follow their call"
             calls[index] = (calls[index][0], calls[index][1] + called.arguments)
     assert parser.num_calls == len(calls)
-    return content, calls
+    return reasoning, content, calls
 
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}'
@@ -111,11 +123,66 @@ def test_eager_parser_streams_arguments_and_retracts_nothing() -> None:
         ('<tool_call>{"name": "add", ', ParsedDelta()),
         ('"arguments": {"a"', ParsedDelta(calls={0: CallDelta("add", '{"a"')})),
         (": 1", ParsedDelta(calls={0: CallDelta(None, ": 1")})),
-        (" oh}}</tool_call>", ParsedDelta("oh}}</tool_call>", {0: CallDelta(None, " ")})),
+        (" oh}}</tool_call>", ParsedDelta("", "oh}}</tool_call>", {0: CallDelta(None, " ")})),
     ):
         parser.push(piece)
         assert parser.take_output() == delta
     assert parser.num_calls == 1
+
+
+THOUGHT = "<|channel|>analysis<|message|>"
+AGAIN = "<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+ADDING = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("think", "<think>\nI see\n\n</think>\n\nYes.\n", ("I see", "Yes.\n", [])),
+        ("think", "\n<think></think> Yes", ("", "Yes", [])),
+        ("think", f"<think>a < b</think>{tagged(CALL)}", ("a < b", "", [ADD])),
+        ("think", " I <think> not", ("", " I <think> not", [])),
+        ("think", "<think>cut </thi", ("cut </thi", "", [])),
+        ("think", "\n<thi", ("", "\n<thi", [])),
+        ("harmony", f"{THOUGHT}I see{AGAIN}{FINAL}Yes<|return|>", ("I see", "Yes", [])),
+        ("harmony", f"{THOUGHT}a{AGAIN}{THOUGHT}b{AGAIN}{FINAL}c{AGAIN}{FINAL}d", ("a\nb", "c\nd", [])),
+        ("harmony", f'{THOUGHT}a{AGAIN}{ADDING}{{"a": 1}}<|call|>', ("a", "", [("add", '{"a": 1}')])),
+        ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}', ("", "", [("add", '{"a": 1}')])),
+        ("harmony", f"<|channel|>commentary<|message|>I add{AGAIN}{ADDING}{{}}", ("", "I add", [("add", "{}")])),
+        ("harmony", f"{ADDING}[1]<|call|>", ("", "[1]", [])),
+        ("harmony", f"{ADDING.replace('add', 'rm')}{{}}<|call|>", ("", "{}", [])),
+        ("harmony", '{"json": [1]}', ("", '{"json": [1]}', [])),
+        ("harmony", f"{FINAL}Yes<|end|> and more", ("", "Yes and more", [])),
+        ("harmony", f"{THOUGHT}a < b <|en", ("a < b <|en", "", [])),
+        ("harmony", f"{THOUGHT}a{AGAIN}<|chan", ("a", "", [])),
+        ("harmony", " <|", ("", " <|", [])),
+    ],
+)  # fmt: skip
+def test_reasoning_is_told_from_the_answer(kind: str, text: str, expected: Any) -> None:
+    for pieces in ([text], list(text)):
+        assert read_all(parser_of(kind, is_eager=False), pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "text", "expected"),
+    [
+        ("think", "<|assistant|><think>\n", "I see</think>Yes", ("I see", "Yes", [])),
+        ("think", "<think>\n\n</think>\n\n", "\n<think>Yes", ("", "<think>Yes", [])),
+        ("harmony", "<|start|>assistant", f"{FINAL}Yes", ("", "Yes", [])),
+        ("harmony", f"<|start|>assistant{THOUGHT}I s", f"ee{AGAIN}{FINAL}Yes", ("ee", "Yes", [])),
+    ],
+)
+def test_message_goes_on_where_the_prompt_ends(kind: str, prompt: str, text: str, expected: Any) -> None:
+    parser = parser_of(kind, is_eager=True)
+    parser.start(prompt)
+    assert read_all(parser, [text]) == expected
+
+
+def test_cut_call_in_a_channel_is_reported_as_far_as_it_goes() -> None:
+    for is_eager in (True, False):
+        parser = parser_of("harmony", is_eager=is_eager)
+        assert read_all(parser, [ADDING, '{"a": ', "1"], is_cut=True) == ("", "", [("add", '{"a": 1')])
 
 
 # Properties
@@ -124,20 +191,21 @@ WORDS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", ";", "\n", " ", "<tool", "text", "{", "}"),
     *(CALL, TURNED, WRONG_NAME, NO_OBJECT, BROKEN, NO_ARGUMENTS, tagged(CALL), CALL[:30], '"', "\\"),
     '{"name": "add", "parameters": {"n": ' + "1" * 500 + "}}",
+    *("<think>", "</think>", THOUGHT, AGAIN, FINAL, ADDING, "<|call|>", "<|start|>", "<|message|>", "to="),
     '{"name": "add", "note": "' + "x" * 4_090 + '<tool_call>", "arguments": {}}',
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=5), max_size=8).map("".join)
 
 
-@given(st.data(), st.sampled_from(sorted(FORMATS)), TEXTS, st.booleans(), st.booleans())
+@given(st.data(), st.sampled_from([*FORMATS, "think", "harmony"]), TEXTS, st.booleans(), st.booleans())
 @settings(max_examples=examples(400), deadline=None)
 def test_result_does_not_depend_on_how_text_is_split(
     data: st.DataObject, kind: str, text: str, is_eager: bool, is_cut: bool
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), label="cuts"))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = read(kind, [text], is_eager=is_eager, is_cut=is_cut)
-    assert read(kind, pieces, is_eager=is_eager, is_cut=is_cut) == whole
+    whole, split = (read_all(parser_of(kind, is_eager=is_eager), given, is_cut=is_cut) for given in ([text], pieces))
+    assert whole == split
 
 
 @given(st.sampled_from(sorted(FORMATS)), TEXTS)

@@ -1,7 +1,6 @@
 """Formats in which models write tool calls: incremental parsers, and detection by chat template. Pure.
 
-**Splitting does not matter**: any way of splitting the text gives the same content and the same calls. Text that may
-begin a call is held back; white space before a call is dropped.
+White space before a call is dropped.
 
 **Text that is not a call is content.** A call breaks where its JSON does, where its name is not offered, or where its
 arguments are not an object; all of its text is then content. An *eager* parser, for streams, reports a call as soon as
@@ -11,39 +10,23 @@ that do not break, and on a call cut off by the token limit, which both report a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
-from moonserve.gateway.generation.tool_call_reader import CallReader
-
-
-@dataclass(slots=True)
-class CallDelta:
-    """New part of one call."""
-
-    name: str | None = None  # name of its function, if the call begins here
-    arguments: str = ""  # next part; all parts together are one JSON object, as the model wrote it
+from moonserve.gateway.text.harmony import MARKS, HarmonyParser
+from moonserve.gateway.text.message_parser import SPACE, CallDelta, MessageParser, held_back
+from moonserve.gateway.text.tool_call_reader import CallReader
 
 
-@dataclass(slots=True)
-class ParsedDelta:
-    """Output that has become certain."""
-
-    content: str = ""  # text that belongs to no call
-    calls: dict[int, CallDelta] = field(default_factory=dict)  # by their index in the message
-
-
-SPACE = " \t\n\r"
-
-
-class ToolParser(ABC):
+class ToolParser(MessageParser):
     """Common part of the formats' parsers: handling of the current call. One parser reads one message."""
 
     arguments_keys: Collection[str] = ("arguments", "parameters")
 
     def __init__(self, names: Collection[str], *, is_eager: bool) -> None:
         """`names`: functions that are offered."""
+        super().__init__()
         self._names = names
         self._is_eager = is_eager
         self._undecided = ""  # text that is not yet decided
@@ -51,23 +34,15 @@ class ToolParser(ABC):
         self._raw = ""  # text of the current call, including its lead
         self._pending_arguments = ""  # arguments of the current call that are not yet reported
         self._is_emitted = False  # True if the current call has been reported
-        self._output = ParsedDelta()
-        self.num_calls = 0  # number of calls reported and ended
 
     def push(self, text: str) -> None:
         self._undecided += text
         self._run(is_final=False)
 
     def finish(self, *, is_cut: bool) -> None:
-        """Ends the message. `is_cut`: it was cut off by the token limit."""
         self._run(is_final=True)
         if (call := self._call) is not None:
             (self._end_call if is_cut and call.is_certain else self._give_up)(call)
-
-    def take_output(self) -> ParsedDelta:
-        """Returns the output that has become certain since the last time."""
-        output, self._output = self._output, ParsedDelta()
-        return output
 
     def _run(self, *, is_final: bool) -> None:
         may_continue = True
@@ -139,14 +114,6 @@ class ToolParser(ABC):
             self._emit_content(self._raw)
 
 
-def held_back(text: str, marker: str) -> int:
-    """Returns the number of characters at the end of `text` that may begin `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
-
-
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
@@ -167,7 +134,7 @@ class HermesParser(ToolParser):
             return True
         content = before
         if not is_final:
-            content = before[: len(before) - held_back(before, OPENING)].rstrip(SPACE)
+            content = before[: len(before) - held_back(before, [OPENING])].rstrip(SPACE)
         self._emit_content(content)
         self._undecided = before[len(content) :]
         return False
@@ -227,9 +194,9 @@ class Llama3JsonParser(ToolParser):
 class CallSyntax:
     """One format of calls that models are trained to write."""
 
-    parser: type[ToolParser]
-    arguments_key: str
-    between: str  # text between two calls
+    parser: Callable[..., MessageParser]  # of the functions that are offered, and `is_eager`
+    arguments_key: str = ""
+    between: str = ""  # text between two calls
     opening: str = ""  # tag before a call; may be a single token
     closing: str = ""
 
@@ -238,6 +205,8 @@ class CallSyntax:
         """Text between the tags and the call."""
         return "\n" if self.opening else ""
 
+
+HARMONY = CallSyntax(parser=HarmonyParser)
 
 FORMATS: Mapping[str, CallSyntax] = {
     "hermes": CallSyntax(
@@ -248,6 +217,7 @@ FORMATS: Mapping[str, CallSyntax] = {
         closing=CLOSING,
     ),
     "llama3_json": CallSyntax(parser=Llama3JsonParser, arguments_key="parameters", between="; "),
+    "harmony": HARMONY,
 }
 
 # Marks of formats that put something other than JSON between the tags of Hermes.
@@ -263,6 +233,8 @@ def detect(template: str | None) -> CallSyntax | None:
     """Returns the format that a chat template demonstrates; None if it shows no known format."""
     if template is None or any(mark in template for mark in _UNSUPPORTED_MARKS):
         return None
+    if all(mark in template for mark in MARKS):
+        return HARMONY
     if OPENING in template:
         return FORMATS["hermes"]
     if PYTHON_TAG in template or ('"name"' in template and '"parameters"' in template):
