@@ -278,7 +278,8 @@ class ParsedChatFormat(ChatFormat):
 
 
 def _delta_of(parsed: ParsedDelta) -> dict[str, Any]:
-    delta: dict[str, Any] = {"reasoning_content": parsed.reasoning} if parsed.reasoning else {}
+    names = ("reasoning_content", "reasoning") if parsed.reasoning else ()  # DeepSeek's and vLLM's
+    delta: dict[str, Any] = dict.fromkeys(names, parsed.reasoning)
     if parsed.content:
         delta["content"] = parsed.content
     if parsed.calls:

@@ -89,7 +89,7 @@ async def test_chats_tell_reasoning_from_the_answer(
         assert (message.content, message.reasoning_content) == ("Yes.", "I see.")
         assert 1 < whole.usage.completion_tokens_details.reasoning_tokens < whole.usage.completion_tokens
         deltas = [chunk.choices[0].delta async for chunk in await client.chat.completions.create(**ask, stream=True)]
-        for name, text in (("content", "Yes."), ("reasoning_content", "I see.")):
+        for name, text in (("content", "Yes."), ("reasoning_content", "I see."), ("reasoning", "I see.")):
             assert "".join(getattr(delta, name, None) or "" for delta in deltas) == text
         hidden = await client.chat.completions.create(**ask, extra_body={"include_reasoning": False})
         assert not hasattr(hidden.choices[0].message, "reasoning_content")
