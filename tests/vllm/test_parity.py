@@ -69,7 +69,7 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(name)
     model = write_model(name, folder / "model")
     reference = Reference(model, family.engine, [PROMPTS, *([prompt] for prompt in chosen(1))], MAX_TOKENS)
-    store = StoreNode(folder / "store")
+    store = StoreNode(folder / "store", dram=512 << 20)  # of less, a slow disk loses blocks for want of room
     first = VllmServer(model, folder / "first.log", {"join": store.join}, family.engine)
     second = VllmServer(model, folder / "second.log", {"join": store.join}, family.engine, **SECOND.get(name, {}))
     with reference, store, running(first, second):
