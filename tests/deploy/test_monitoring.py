@@ -21,14 +21,11 @@ DASHBOARD = MONITORING / "grafana" / "dashboards" / "moonserve.json"
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
 
 
-def dashboard_expressions() -> Iterator[str]:
+def expressions() -> Iterator[str]:
+    """Yields those of the dashboard, and the value that each alert compares: a comparison is empty until it fires."""
     for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
             yield target["expr"].replace("$__rate_interval", "1m")
-
-
-def alert_expressions() -> Iterator[str]:
-    """Yields the value that each alert compares: the comparison itself is empty while no alert fires."""
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
         compared = re.fullmatch(r"(?P<value>.+) [<>] [0-9.]+", rule["expr"])
@@ -69,8 +66,9 @@ def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path
     with running_cluster(demo_model_path(), tmp_path / "logs", "--ssd", disk) as cluster:
         config = configured(cluster, tmp_path)
         with running_prometheus(config, tmp_path) as prometheus, BackgroundLoad(cluster, 4096, streams=3, pause_s=0.1):
-            missing = [*dashboard_expressions(), *alert_expressions()]
-            cluster.wait_for("two scrapes", lambda: scrapes(prometheus) >= 2)
+            missing = [*expressions()]
+            scrapes = "count_over_time(up[1m])"
+            cluster.wait_for("two scrapes", lambda: min(prometheus.values(scrapes), default=0) >= 2)
             while missing:
                 expression = missing.pop()
                 cluster.wait_for(f"a value of {expression}", lambda e=expression: has_values(prometheus, e))
@@ -102,10 +100,6 @@ def configured(cluster: Cluster, folder: Path) -> Path:
     path = folder / "prometheus.yml"
     path.write_text(text)
     return path
-
-
-def scrapes(prometheus: Prometheus) -> float:
-    return min(prometheus.values("count_over_time(up[1m])"), default=0)
 
 
 def is_up(prometheus: Prometheus) -> bool:

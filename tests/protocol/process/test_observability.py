@@ -87,10 +87,6 @@ def writing(folder: Path, ratio: float = 1.0) -> Iterator[Tracer]:
         yield tracer
 
 
-def written(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "gateway-0.jsonl").read_text().splitlines()]
-
-
 def test_nothing_is_traced_without_a_destination() -> None:
     with tracing(TracingConfig(), "gateway-0", "gateway") as tracer:
         assert tracer.begin("request", INCOMING) is None
@@ -104,7 +100,7 @@ def test_spans_are_children_of_request_in_clients_trace(tmp_path: Path) -> None:
         part = tracer.span("prefill", root.traceparent, now - 2.0, now - 1.5, cached_tokens=3)
         tracer.span("queue", part, now - 2.0, now - 1.8)
         root.end("overloaded", request_id="r")
-    spans = {span["name"]: span for span in written(tmp_path)}
+    spans = {s["name"]: s for s in map(json.loads, (tmp_path / "gateway-0.jsonl").read_text().splitlines())}
     assert {span["context"]["trace_id"] for span in spans.values()} == {f"0x{TRACE}"}
     assert spans["request"]["parent_id"] == "0xb7ad6b7169203331"
     assert spans["prefill"]["parent_id"] == spans["request"]["context"]["span_id"]

@@ -101,7 +101,8 @@ def in_load_order(modules: Path) -> dict[str, bytes]:
     def add(name: str) -> None:
         if f"{name}.ko" in ordered or name not in files:  # no file: built into this kernel
             return
-        contents = _contents(files[name])
+        contents = files[name].read_bytes()
+        contents = lzma.decompress(contents) if files[name].suffix == ".xz" else contents
         depends = _DEPENDS.search(contents)
         for needed in filter(None, (depends[1] if depends else b"").decode().split(",")):
             add(needed.replace("-", "_"))
@@ -114,7 +115,3 @@ def in_load_order(modules: Path) -> dict[str, bytes]:
 
 def _name(path: Path) -> str:
     return path.name.split(".")[0].replace("-", "_")
-
-
-def _contents(path: Path) -> bytes:
-    return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()

@@ -76,7 +76,9 @@ def _command(results: Path) -> list[str]:
         *_share("cache", kept),
         *_nic(0),
         *_nic(1),
-        *_drain(),
+        # A port that accepts every packet. Without one, QEMU's hub would hold a sender's packets, and with them its
+        # queue pairs, until the rail that is down comes up, which no real network does.
+        *("-netdev", "user,id=drain,restrict=on,ipv6=off", "-netdev", "hubport,id=rail2,hubid=0,netdev=drain"),
     ]
 
 
@@ -95,12 +97,6 @@ def _nic(rail: int) -> list[str]:
     ]
 
 
-def _drain() -> list[str]:
-    """Adds a port that accepts every packet. Without one, QEMU's hub would hold a sender's packets, and with them its
-    queue pairs, until the rail that is down comes up, which no real network does."""
-    return [*("-netdev", "user,id=drain,restrict=on,ipv6=off"), *("-netdev", "hubport,id=rail2,hubid=0,netdev=drain")]
-
-
 def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moonserve" / "guest"
@@ -113,17 +109,13 @@ def why_unavailable() -> str | None:
     for program, package in _NEEDED.items():
         if not shutil.which(program, path=f"{os.environ['PATH']}:/sbin:/usr/sbin"):
             return f"{program} is not installed (package {package})"
-    if not _pyverbs_fits():
+    if not any(_PYVERBS.glob(f"device.cpython-{sys.version_info[0]}{sys.version_info[1]}-*.so")):
         return f"no pyverbs for Python {sys.version_info[0]}.{sys.version_info[1]} (package python3-pyverbs)"
     try:
         kernel.find(cache_folder())
     except GuestUnavailable as error:
         return str(error)
     return None
-
-
-def _pyverbs_fits() -> bool:
-    return any(_PYVERBS.glob(f"device.cpython-{sys.version_info[0]}{sys.version_info[1]}-*.so"))
 
 
 @contextmanager

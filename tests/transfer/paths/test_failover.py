@@ -60,11 +60,6 @@ def cooling_rails(engine: TransferEngine) -> dict[Hashable, _ErrorRecord]:
     return {rails: record for rails, record in records if record.cooldown_ends_at is not None}
 
 
-def end_cooldowns(engine: TransferEngine) -> None:
-    for record in cooling_rails(engine).values():
-        record.cooldown_ends_at = time.monotonic()
-
-
 @pytest.fixture
 def rails(make_engine: Make) -> Iterator[TwoRails]:
     with TwoRails(make_engine) as rails:
@@ -135,7 +130,8 @@ def test_a_failing_rail_cools_down_and_is_used_again_after_it_recovers(
         rails.write()  # a cooling rail is not even tried
     assert bad.endpoint not in dialled
     bad.reset = None
-    end_cooldowns(rails.near)
+    for record in cooling_rails(rails.near).values():
+        record.cooldown_ends_at = time.monotonic()
     for _ in range(100):
         rails.write(4 << 20)
         if not rails.cooling():
