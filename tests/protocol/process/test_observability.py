@@ -23,6 +23,7 @@ from moonserve.protocol.process.logs import request_extra, requests_extra
 from moonserve.protocol.process.metrics import FastCounter, FastHistogram
 from moonserve.protocol.process.progress_bars import LINE_EVERY_S, ProgressBars, duration
 from moonserve.protocol.process.tracing import Tracer, TracingConfig, tracing
+from tests.clock import Clock
 from tests.terminal import terminal
 
 log = logging.getLogger("some.module")
@@ -204,17 +205,8 @@ def test_fast_metrics_equal_prometheus_client(observed: list[tuple[float, int]])
             assert abs(a - b) <= 1e-9 * max(1.0, b)
 
 
-class Clock:
-    """A clock that stands still until it is set."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_progress_line_is_printed_every_few_seconds() -> None:
-    log, clock = StringIO(), Clock()
+    log, clock = StringIO(), Clock(0.0)
     with ProgressBars(log, clock=clock) as progress:
         for done in range(11):
             clock.now = done * LINE_EVERY_S / 2
@@ -227,7 +219,7 @@ def test_progress_line_is_printed_every_few_seconds() -> None:
 
 def test_short_task_prints_no_line_and_busy_task_its_name() -> None:
     log = StringIO()
-    with ProgressBars(log, clock=Clock()) as progress:
+    with ProgressBars(log, clock=Clock(0.0)) as progress:
         for done in range(100):
             progress.show("copying", done, 100, "")
         with progress.busy("measuring"):
@@ -235,7 +227,7 @@ def test_short_task_prints_no_line_and_busy_task_its_name() -> None:
 
 
 def test_progress_without_lines_prints_nothing() -> None:
-    log, clock = StringIO(), Clock()
+    log, clock = StringIO(), Clock(0.0)
     with ProgressBars(log, lines=False, clock=clock) as progress:
         clock.now = 2 * LINE_EVERY_S
         progress.show("copying", 1, 2, "")
