@@ -111,7 +111,11 @@ def known(cluster: Cluster) -> Known:
         bodies[f"{kind}, {temperature}"] = (path, {**body, **asked, **drawn})
     said = read_all(cluster, bodies)
     [stopped] = [name for name in bodies if name.startswith("a stop")]
-    bodies[stopped] = (TEXT, {**bodies[stopped][1], "stop": stop_in(said[stopped].text)})
+    text = said[stopped].text
+    pieces = ((place, text[place : place + 8]) for place in range(len(text) - 40, 0, -1))
+    place, last_new = next((place, piece) for place, piece in pieces if text.find(piece) == place)
+    assert place > len(text) // 2
+    bodies[stopped] = (TEXT, {**bodies[stopped][1], "stop": last_new})
     said[stopped] = read_one(cluster, *bodies[stopped])
     for name, one in said.items():
         assert one.reason in ("length", "stop", "tool_calls")
@@ -121,14 +125,6 @@ def known(cluster: Cluster) -> Known:
         if name.startswith("a schema"):
             assert len(json.loads(one.text)) >= NUM_ITEMS
     return Known(bodies, said)
-
-
-def stop_in(text: str) -> str:
-    """Returns the last piece of the text that does not occur earlier."""
-    pieces = ((place, text[place : place + 8]) for place in range(len(text) - 40, 0, -1))
-    place, found = next((place, piece) for place, piece in pieces if text.find(piece) == place)
-    assert place > len(text) // 2
-    return found
 
 
 def check_same(disturbed: Mapping[str, Said], known: Known) -> None:

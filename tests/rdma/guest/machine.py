@@ -11,8 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moonserve.protocol.process.native_libraries import shared_cache
@@ -118,29 +117,27 @@ def why_unavailable() -> str | None:
     return None
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Holds the lock for the only guest of this host. Waits for another run to end."""
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with (cache_folder() / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def run(job: str, results: Path, timeout_s: float, say: Callable[[str], None]) -> int:
     """Boots the guest, runs the shell command `job`, and returns its exit code (TIMED_OUT if it was killed).
 
     `say` is called with the job's output as it arrives. `results` is /run/job in the guest.
     """
     results.mkdir(parents=True, exist_ok=True)
-    with alone():
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one guest per host: waits for another run to end
         command = _command(results)
         _lay_out(job, results)
         timed_out = _boot(command, results / "qemu.log", timeout_s, say)
     if timed_out:
         say(f"guest: killed after {timeout_s:.0f} s\n")
         return TIMED_OUT
-    return _exit_code(results)
+    try:
+        return int((results / "exit_code").read_text())
+    except FileNotFoundError as error:
+        log = results / _KERNEL_LOG
+        last = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+        raise GuestFailed(f"the guest ended without an exit code; the kernel's last words:\n{last}") from error
 
 
 def _lay_out(job: str, results: Path) -> None:
@@ -194,12 +191,3 @@ def _boot(command: Sequence[str], complaints: Path, timeout_s: float, say: Calla
         finally:
             timer.cancel()
     return killed.is_set()
-
-
-def _exit_code(results: Path) -> int:
-    try:
-        return int((results / "exit_code").read_text())
-    except FileNotFoundError as error:
-        log = results / _KERNEL_LOG
-        last = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-        raise GuestFailed(f"the guest ended without an exit code; the kernel's last words:\n{last}") from error
