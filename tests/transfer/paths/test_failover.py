@@ -95,9 +95,13 @@ def test_the_other_rail_carries_the_slices_of_a_cut_or_silent_one(
     assert rails.count(incident) > 0
 
 
-def endpoints_dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the endpoint of each connection attempt. A rail whose connection failed is not used without one."""
-    dialled: list[str] = []
+def test_a_failing_rail_cools_down_and_is_used_again_after_it_recovers(
+    rails: TwoRails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bad rail fails at once, however busy the machine is, so that the good rail has the batch's whole time."""
+    for patience in ("paths.lane_queue._CONNECT_S", "tcp.session._SILENCE_S"):  # the good rail may be slow
+        monkeypatch.setattr(f"moonserve.transfer.{patience}", NEVER_S)
+    dialled: list[str] = []  # a rail whose connection failed is not used without a connection attempt
     connect = TcpTransport.connect
 
     def noted(transport: TcpTransport, dial: Dial) -> TcpSession:
@@ -105,16 +109,6 @@ def endpoints_dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return connect(transport, dial)
 
     monkeypatch.setattr(TcpTransport, "connect", noted)
-    return dialled
-
-
-def test_a_failing_rail_cools_down_and_is_used_again_after_it_recovers(
-    rails: TwoRails, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bad rail fails at once, however busy the machine is, so that the good rail has the batch's whole time."""
-    for patience in ("paths.lane_queue._CONNECT_S", "tcp.session._SILENCE_S"):  # the good rail may be slow
-        monkeypatch.setattr(f"moonserve.transfer.{patience}", NEVER_S)
-    dialled = endpoints_dialled(monkeypatch)
     rails.write()
     bad, _ = rails.bad_links
     bad.reset = LinkFault(Towards.TARGET, at=0, times=1_000_000)
