@@ -1,15 +1,16 @@
 """Work that continues in threads while a test does something else, until the end of a `with` block."""
 
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-import httpx2 as httpx
-
 
 class Background:
     """Runs each of `loops` in a thread until `stopping` is set. A failure in a loop fails the block."""
+
+    ends_within_s: float | None = None  # once `stopping` is set
 
     def __init__(self, loops: Iterable[Callable[[], None]]) -> None:
         self.stopping = threading.Event()
@@ -23,19 +24,20 @@ class Background:
         return self
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
         if error is None:
-            assert not self.failures, self.failures
+            assert not self.failures, "\n".join(self.failures)
 
     def stop(self) -> None:
         self.stopping.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(self.ends_within_s)
+            assert not thread.is_alive(), "a call has no end"
 
     def _run(self, loop: Callable[[], None]) -> None:
         try:
             loop()
-        except (AssertionError, httpx.HTTPError) as error:  # reported by the test's thread
-            self.failures.append(repr(error))
+        except Exception as error:  # reported by the test's thread
+            self.failures.append("".join(traceback.format_exception(error)))

@@ -76,13 +76,10 @@ class Page:
                 assert "error" not in said, f"{method}: {said['error']}"
                 result: dict[str, Any] = said["result"]
                 return result
-            self._note(said)
-
-    def _note(self, event: dict[str, Any]) -> None:
-        told = event.get("params", {})
-        is_error = told.get("entry", {}).get("level") == "error" or told.get("type") == "error"
-        if is_error or event.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(told))
+            told = said.get("params", {})  # of an event
+            is_error = told.get("entry", {}).get("level") == "error" or told.get("type") == "error"
+            if is_error or said.get("method") == "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(told))
 
 
 @contextlib.asynccontextmanager

@@ -83,27 +83,20 @@ _HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place = _place(item)
-        if (place.startswith(SLOW) and not place.startswith(FAST)) or _needs_program(item):
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        needs_program = not PROGRAMS.isdisjoint((*getattr(item, "fixturenames", ()), *map(str, params.values())))
+        if (place.startswith(SLOW) and not place.startswith(FAST)) or needs_program:
             item.add_marker(pytest.mark.slow)
         if place.startswith("vllm/"):
             item.add_marker(pytest.mark.vllm)
-        if is_hypothesis_test(getattr(item, "obj", None)) or _counts_examples(item):
+        counts_examples = getattr(getattr(item, "module", None), "examples", None) is examples
+        if is_hypothesis_test(getattr(item, "obj", None)) or counts_examples:
             item.add_marker(pytest.mark.examples)
     items.sort(key=_rank)
 
 
-def _needs_program(item: pytest.Item) -> bool:
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    return not PROGRAMS.isdisjoint((*getattr(item, "fixturenames", ()), *map(str, params.values())))
-
-
 def _place(item: pytest.Item) -> str:
     return item.path.relative_to(_HERE).as_posix()
-
-
-def _counts_examples(item: pytest.Item) -> bool:
-    """True if the test's module takes its number of examples from `tests.thoroughness`."""
-    return getattr(getattr(item, "module", None), "examples", None) is examples
 
 
 def _rank(item: pytest.Item) -> int:

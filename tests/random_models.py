@@ -66,22 +66,17 @@ def make_model(
     torch.manual_seed(seed)
     try:
         model: transformers.PreTrainedModel = model_class(config).eval()
-        _randomize_vectors(model)
+        for name, parameter in model.named_parameters():
+            # The initial 0 and 1 of biases and norms would hide a loader that forgets them.
+            if name.endswith("bias"):
+                parameter.data.normal_(std=0.2)
+            elif parameter.ndim == 1:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
     finally:
         torch.random.set_rng_state(state)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path)
     return model
-
-
-def _randomize_vectors(model: transformers.PreTrainedModel) -> None:
-    """Randomizes biases and norms, whose initial 0 and 1 would hide a loader that forgets them."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.2)
-            elif parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
 def write_tokenizer(path: Path) -> None:

@@ -56,7 +56,11 @@ def main() -> int:
             asyncio.run(clients.run(options.minutes * 60))
         finally:
             striking.relieve()
-        left += what_is_left(cluster)
+        try:
+            cluster.wait_until_all_is_free()
+        except AssertionError:
+            left += cluster.in_use()
+        left += [f"traceback in {name}" for name in cluster.tracebacks()]
     finally:
         left += end(cluster, shm_before)
     tally = clients.tally
@@ -67,16 +71,6 @@ def main() -> int:
         return 0
     print(*tally.complaints, f"logs: {folder / 'logs'}", sep="\n", file=sys.stderr)
     return 1
-
-
-def what_is_left(cluster: Cluster) -> list[str]:
-    """Returns the resources that are held, and the tracebacks in logs, after the cluster has become quiet."""
-    left: list[str] = []
-    try:
-        cluster.wait_until_all_is_free()
-    except AssertionError:
-        left += cluster.in_use()
-    return left + [f"traceback in {name}" for name in cluster.tracebacks()]
 
 
 def end(cluster: Cluster, shm_before: set[str]) -> list[str]:

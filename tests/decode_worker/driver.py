@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -178,7 +179,9 @@ class Driver:
         for action in done:
             self._perform(action)
         self.state.validate()
-        self.check_windows()
+        for block in itertools.chain(*self.open_windows.values()):  # is neither free, nor shared, nor a sequence's
+            assert self.pool.references_of(block) == 1
+            assert self.pool.key_of(block) is None
         return done
 
     def _perform(self, action: Action) -> None:
@@ -223,13 +226,6 @@ class Driver:
         """Returns True if the step before samples the token with which this slice begins."""
         before = self.steps[-1].slices if self.steps else ()
         return any(each.samples and (each.request_id, each.end) == (piece.request_id, piece.start) for each in before)
-
-    def check_windows(self) -> None:
-        """Checks that no window is open for a block that is free, shared or in use by a sequence."""
-        for blocks in self.open_windows.values():
-            for block in blocks:
-                assert self.pool.references_of(block) == 1
-                assert self.pool.key_of(block) is None
 
     # -- events
 

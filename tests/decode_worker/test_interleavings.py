@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.admission_and_preemption import Prospect
@@ -249,21 +250,17 @@ class AheadAndDraftingDecodeWorker(AheadDecodeWorker):
     speculation = ALWAYS
 
 
-MACHINES = (
-    DecodeWorker,
-    ForeseeingDecodeWorker,
-    KeepingDecodeWorker,
-    AheadDecodeWorker,
-    DraftingDecodeWorker,
-    AheadAndDraftingDecodeWorker,
+@pytest.mark.parametrize(
+    "machine",
+    [
+        DecodeWorker,
+        ForeseeingDecodeWorker,
+        KeepingDecodeWorker,
+        AheadDecodeWorker,
+        DraftingDecodeWorker,
+        AheadAndDraftingDecodeWorker,
+    ],
 )
-for machine in MACHINES:
-    machine.TestCase.settings = settings(
-        max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
-    )
-TestDecodeWorker = DecodeWorker.TestCase
-TestForeseeingDecodeWorker = ForeseeingDecodeWorker.TestCase
-TestKeepingDecodeWorker = KeepingDecodeWorker.TestCase
-TestAheadDecodeWorker = AheadDecodeWorker.TestCase
-TestDraftingDecodeWorker = DraftingDecodeWorker.TestCase
-TestAheadAndDraftingDecodeWorker = AheadAndDraftingDecodeWorker.TestCase
+def test_tokens_are_right_in_any_order_of_events(machine: type[DecodeWorker]) -> None:
+    limits = settings(max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True)
+    run_state_machine_as_test(machine, settings=limits)

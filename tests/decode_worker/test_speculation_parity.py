@@ -102,18 +102,13 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     )
 
 
-def with_stops(wishes: dict[str, SamplingParams], said: dict[str, list[Token]]) -> dict[str, SamplingParams]:
-    """Adds a wish whose stop token is one that the greedy output has only far behind."""
-    greedy = [token.token_id for token in said["greedy 0"]]
-    stop = next(token for token in reversed(greedy[:-5]) if greedy.index(token) > 10)
-    stopping = replace(GREEDY, stop_token_ids=frozenset({stop}), max_tokens=60)
-    return {**wishes, "stopped": stopping, "not before 30": replace(stopping, min_tokens=30)}
-
-
 def test_tokens_logprobs_and_ends_are_those_without_drafts(engine: Engine) -> None:
     """Also if sequences are preempted and their output is computed again. The prompts share a prefix with no one."""
-    greedy, _ = outputs(engine, {"greedy": GREEDY}, None)
-    wishes = with_stops(WISHES, greedy)
+    said, _ = outputs(engine, {"greedy": GREEDY}, None)
+    greedy = [token.token_id for token in said["greedy 0"]]
+    stop = next(token for token in reversed(greedy[:-5]) if greedy.index(token) > 10)  # only far behind
+    stopping = replace(GREEDY, stop_token_ids=frozenset({stop}), max_tokens=60)
+    wishes = {**WISHES, "stopped": stopping, "not before 30": replace(stopping, min_tokens=30)}
     plain, reference = outputs(engine, wishes, None)
     assert plain["stopped 0"][-1].finish_reason is FinishReason.STOP
     drafts = replace(ALWAYS, num_tokens=6, lookup_min=1, max_rows=1_000)

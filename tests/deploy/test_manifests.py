@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,6 @@ MANIFESTS: list[dict[str, Any]] = [
 ]
 
 
-def of_kind(kind: str) -> Any:
-    [found] = [document for document in MANIFESTS if document["kind"] == kind]
-    return deepcopy(found)
-
-
 def schema_of(shape: Any) -> dict[str, Any]:
     """Returns the JSON Schema of an object's fields in kuberay.yaml."""
     if isinstance(shape, str):
@@ -61,7 +55,8 @@ def test_manifests_match_the_api_schema_and_clusters_parse() -> None:
 
 def test_pods_have_the_resources_that_the_cluster_requests() -> None:
     """Each pod group has the resources of its workers, and as many pods as there can be workers."""
-    ray, cluster = of_kind("RayCluster")["spec"], load_cluster(KUBERNETES / "cluster.yaml")
+    [ray] = [document["spec"] for document in MANIFESTS if document["kind"] == "RayCluster"]
+    cluster = load_cluster(KUBERNETES / "cluster.yaml")
     groups = {group["groupName"]: group for group in ray["workerGroupSpecs"]}
     assert f"ray=={ray['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
     for name, share, most in (

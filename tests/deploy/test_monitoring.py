@@ -21,14 +21,11 @@ DASHBOARD = MONITORING / "grafana" / "dashboards" / "moonserve.json"
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
 
 
-def dashboard_expressions() -> Iterator[str]:
+def expressions() -> Iterator[str]:
+    """Yields those of the dashboard, and the value that each alert compares: a comparison is empty until it fires."""
     for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
             yield target["expr"].replace("$__rate_interval", "1m")
-
-
-def alert_expressions() -> Iterator[str]:
-    """Yields the value that each alert compares: the comparison itself is empty while no alert fires."""
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
         compared = re.fullmatch(r"(?P<value>.+) [<>] [0-9.]+", rule["expr"])
@@ -69,23 +66,20 @@ def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path
     with running_cluster(demo_model_path(), tmp_path / "logs", "--ssd", disk) as cluster:
         config = configured(cluster, tmp_path)
         with running_prometheus(config, tmp_path) as prometheus, BackgroundLoad(cluster, 4096, streams=3, pause_s=0.1):
-            missing = [*dashboard_expressions(), *alert_expressions()]
-            cluster.wait_for("two scrapes", lambda: scrapes(prometheus) >= 2)
+            missing = [*expressions()]
+            scrapes = "count_over_time(up[1m])"
+            cluster.wait_for("two scrapes", lambda: min(prometheus.values(scrapes), default=0) >= 2)
             while missing:
                 expression = missing.pop()
                 cluster.wait_for(f"a value of {expression}", lambda e=expression: has_values(prometheus, e))
             cluster.wait_for("a scrape that was answered in time", lambda: is_up(prometheus))
             rules = prometheus.ask("rules")["groups"][0]["rules"]
             assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, rules
-            assert not undescribed(cluster), "docs/metrics.md does not have them"
-
-
-def undescribed(cluster: Cluster) -> set[str]:
-    """Returns a live cluster's metrics that docs/metrics.md lacks, without the `_created` time of each series."""
-    with cluster.client() as client:
-        told = re.findall(r"^# TYPE (\S+)", client.get("/metrics/cluster").text, re.MULTILINE)
-    page = (MONITORING.parents[1] / "docs" / "metrics.md").read_text()
-    return {name for name in told if not name.endswith("_created") and f"`{name}`" not in page}
+            with cluster.client() as client:
+                told = re.findall(r"^# TYPE (\S+)", client.get("/metrics/cluster").text, re.MULTILINE)
+            page = (MONITORING.parents[1] / "docs" / "metrics.md").read_text()  # has no `_created` time of a series
+            missing = [name for name in told if not name.endswith("_created") and f"`{name}`" not in page]
+            assert not missing, "docs/metrics.md does not have them"
 
 
 def configured(cluster: Cluster, folder: Path) -> Path:
@@ -102,10 +96,6 @@ def configured(cluster: Cluster, folder: Path) -> Path:
     path = folder / "prometheus.yml"
     path.write_text(text)
     return path
-
-
-def scrapes(prometheus: Prometheus) -> float:
-    return min(prometheus.values("count_over_time(up[1m])"), default=0)
 
 
 def is_up(prometheus: Prometheus) -> bool:

@@ -6,7 +6,6 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -51,12 +50,8 @@ def modules_of(requirements: Iterable[str], *, deep: bool) -> set[str]:
             found.add(name)
             with suppress(metadata.PackageNotFoundError):  # of another system
                 left += [each for each in metadata.requires(name) or () if deep and "extra ==" not in each]
-    return {module for module, owners in owners_of_modules().items() if found & owners}
-
-
-@cache
-def owners_of_modules() -> dict[str, set[str]]:
-    return {module: set(map(canonical, owners)) for module, owners in metadata.packages_distributions().items()}
+    owners_of_modules = metadata.packages_distributions()
+    return {module for module, owners in owners_of_modules.items() if not found.isdisjoint(map(canonical, owners))}
 
 
 def test_other_engines_processes_and_the_base_verbs_import_only_the_base_requirements() -> None:

@@ -64,20 +64,17 @@ class PageRun:
             self._cluster = self._clusters(step.command, self._folder)
             expect(step.shown, self._as_shown(self._cluster.output))
         elif fence.language == "python":
-            self._printed = self._as_shown(self._execute(fence))
+            code = "\n" * fence.line + fence.text.replace(
+                SHOWN_ADDRESS, self._address
+            )  # tracebacks have the page's lines
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(code, f"{self._name}.md", "exec"), self._names)
+            self._printed = self._as_shown(printed.getvalue())
         elif fence.language == "bash":
             self._printed = self._shell(fence.text)
         else:
             for step in steps_of(fence.text):
-                printed = self._shell(step.command)
-                expect(step.shown or "…", printed)
-
-    def _execute(self, fence: Fence) -> str:
-        """Runs Python code and returns its output. Line numbers are the page's, for tracebacks."""
-        code = "\n" * fence.line + fence.text.replace(SHOWN_ADDRESS, self._address)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile(code, f"{self._name}.md", "exec"), self._names)
-        return printed.getvalue()
+                expect(step.shown or "…", self._shell(step.command))
 
     def _shell(self, command: str) -> str:
         """Runs a command and returns its stdout and stderr. Raises AssertionError if the exit code is not 0."""

@@ -16,6 +16,7 @@ import httpx2 as httpx
 import psutil
 from google.protobuf.message import Message
 
+from benchmarks.faults.flipped_bytes import flip_bytes
 from moonserve.deploy.launcher.local_cluster import LocalCluster
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -172,15 +173,7 @@ class Cluster(LocalCluster):
     def flip_byte(self, prompt: Sequence[int], block: int, block_size: int) -> None:
         """Flips a bit in the middle of a prompt's block in the memory of store-0."""
         offset, length = self.places(self.keys_of(prompt, block_size))[block]
-        pid = self.pids()["store-0"]
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        (start,) = re.findall(r"^([0-9a-f]+)-\S+ rw-s .*/memfd:moonserve:objects", maps, re.MULTILINE)
-        with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-            place = int(start, 16) + offset + length // 2
-            memory.seek(place)
-            (byte,) = memory.read(1)
-            memory.seek(place)
-            memory.write(bytes([byte ^ 0x40]))
+        flip_bytes(self.pids()["store-0"], [offset + length // 2], self.store().capacity_bytes)
 
     # Resources in use
 

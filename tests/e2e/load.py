@@ -132,9 +132,11 @@ class Regulars(Background):
         self._cluster.wait_for("answers", lambda: len(self.begun_and_done) > self._num_prompts or self.failures)
         return self
 
-    def answered_since(self, began: float) -> list[float]:
-        """Returns the end times of answers whose requests started after `began`."""
-        return [done for begun, done in self.begun_and_done if begun > began]
+    def wait_for_answers(self, began: float) -> None:
+        """Waits for more answers than there are clients, to requests that started after `began`."""
+        self._cluster.wait_for(
+            "new answers", lambda: sum(begun > began for begun, _ in self.begun_and_done) > self._num_prompts
+        )
 
     def _ask(self, prompt: list[int]) -> list[int]:
         return tokens_of(self._cluster.greedy(prompt, self._num_tokens))

@@ -1,7 +1,6 @@
 """Reference output of transformers, or of a single engine, with which tests compare a cluster's answers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks.harness.generate import generate
 from moonserve.engine.engine import Engine
 from moonserve.engine.model.config import load_model_config
 from moonserve.protocol.request import SamplingParams
-from tests.engine.kernels.calls import kernels_folder
+from tests.engine.kernels.calls import kernels_folder, threads
 
 LOGPROB_TOLERANCE = 1e-4
 # Two float32 implementations cannot agree on the greater of two logits that are closer than this.
@@ -40,20 +39,10 @@ def load_reference(path: Path) -> PreTrainedModel:
     return model.eval()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: sums have one order, and the other cores are left to the cluster."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def continuations(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Continuation]:
     """Returns greedy continuations, each generated alone."""
-    with one_thread(), torch.inference_mode():
+    # With one thread, sums have one order, and the other cores are left to the cluster.
+    with threads(1), torch.inference_mode():
         return [_continuation(model, prompt, num_tokens) for prompt in prompts]
 
 

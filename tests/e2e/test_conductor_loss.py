@@ -81,11 +81,6 @@ def busy(cluster: Cluster) -> Regulars:
     return Regulars(cluster, prompts, 4, num_streamed=1500)
 
 
-def wait_for_placements(cluster: Cluster, clients: Regulars, began: float) -> None:
-    """Waits until requests that started after `began` are answered."""
-    cluster.wait_for("new requests to be placed", lambda: len(clients.answered_since(began)) > NUM_CLIENTS)
-
-
 def test_a_killed_leader_costs_no_request_and_a_standby_returns(cluster: Cluster) -> None:
     """The killed leader restarts before its claim ends and lets the standby go first
     (tests/conductor/test_leader_election_state.py). On a very busy machine it may still lead again."""
@@ -96,7 +91,7 @@ def test_a_killed_leader_costs_no_request_and_a_standby_returns(cluster: Cluster
     with busy(cluster) as clients:
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
-        wait_for_placements(cluster, clients, began)
+        clients.wait_for_answers(began)
     name, later = leading(cluster)
     [standby] = set(NAMES) - {name}
     assert later > epoch
@@ -114,10 +109,14 @@ def test_a_stopped_leader_refuses_calls_when_it_continues(cluster: Cluster) -> N
         stop(pid)
         began = time.monotonic()
         try:
-            wait_for_placements(cluster, clients, began)
+            clients.wait_for_answers(began)
         finally:
             os.kill(pid, signal.SIGCONT)
-        refusal = place_at(cluster, old)
+        request = conductor_pb2.PlaceRequest(request_id="misled", num_prompt_tokens=10, max_tokens=1)
+        with pytest.raises(grpc.RpcError) as caught:
+            cluster.rpc_at(cluster.conductor_address(old), conductor_pb2_grpc.ConductorStub, "Place", request)
+        trailing = dict(caught.value.trailing_metadata())
+        refusal = failure_from_wire(common_pb2.Failure.FromString(trailing[FAILURE_HEADER]))
         assert isinstance(refusal, NotLeader)
         assert refusal.ids in ({}, {"leader": cluster.conductor_address(new)})
         cluster.wait_for("the stopped one as standby", lambda: follows(cluster, old, new))
@@ -133,16 +132,6 @@ def num_handed_off(cluster: Cluster) -> int:
     return cluster.counters("prefill-0").get("handed_off_requests", 0)
 
 
-def place_at(cluster: Cluster, name: str) -> Exception:
-    """Requests a placement directly at one conductor and returns the failure."""
-    request = conductor_pb2.PlaceRequest(request_id="misled", num_prompt_tokens=10, max_tokens=1)
-    address = cluster.conductor_address(name)
-    with pytest.raises(grpc.RpcError) as caught:
-        cluster.rpc_at(address, conductor_pb2_grpc.ConductorStub, "Place", request)
-    trailing = dict(caught.value.trailing_metadata())
-    return failure_from_wire(common_pb2.Failure.FromString(trailing[FAILURE_HEADER]))
-
-
 def test_without_a_registry_streams_continue_and_new_requests_wait(cluster: Cluster, redis: RedisServer) -> None:
     """Without the registry no conductor can hold the claim, so none leads. Afterwards one leads again."""
     _, epoch = leading(cluster)
@@ -151,5 +140,5 @@ def test_without_a_registry_streams_continue_and_new_requests_wait(cluster: Clus
         cluster.wait_for("nobody leading", lambda: not leaders(cluster))
         began = time.monotonic()
         redis.start()
-        wait_for_placements(cluster, clients, began)
+        clients.wait_for_answers(began)
     assert leading(cluster)[1] > epoch

@@ -11,7 +11,7 @@ import pytest
 from moonserve.deploy.admin.kvctl import main as kvctl
 from moonserve.engine.kv_cache.elastic_budget import Ledger
 from tests.e2e.cluster import Cluster, prompt_of
-from tests.e2e.reference import Continuation, continuations, load_reference, num_ties
+from tests.e2e.reference import continuations, load_reference, num_ties
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -43,28 +43,19 @@ def test_changing_memory_limits_under_load_changes_no_token(
     prompts = [prompt_of(number, 200) for number in range(NUM_PROMPTS)]
     expected = continuations(load_reference(cluster.model), prompts, NUM_TOKENS)
     for _ in range(ATTEMPTS):
-        before = cluster.status("decode-0").load.num_preemptions
-        ties = take_while_limits_change(cluster, prompts, expected, capsys)
-        assert ties <= 1
+        before, over = cluster.status("decode-0").load.num_preemptions, threading.Event()
+        shares = closing(Ledger(cluster.log_dir / "kv-memory", budget=1))
+        with ThreadPoolExecutor(len(prompts)) as pool, shares as ledger:
+            asked = [pool.submit(cluster.greedy, prompt, NUM_TOKENS, logprobs=0) for prompt in prompts]
+            ceilings = iter(["256KiB", "2MiB", "512KiB", "16MiB"] * 1_000)
+            while not all(each.done() for each in asked):
+                shown = limits(cluster, capsys, "limit", "decode-0", next(ceilings))
+                assert shown["decode-0"]["floor_bytes"] <= shown["decode-0"]["ceiling_bytes"]
+                assert sum(row.held for row in ledger.rows()) <= BUDGET
+                over.wait(0.02)
+            limits(cluster, capsys, "limit", "decode-0", "16MiB")
+        assert sum(num_ties(a.result(), e) for a, e in zip(asked, expected, strict=True)) <= 1
         if cluster.status("decode-0").load.num_preemptions > before:
             break
     else:
         raise AssertionError("no limit ever came in the middle of a sequence")
-
-
-def take_while_limits_change(
-    cluster: Cluster, prompts: list[list[int]], expected: list[Continuation], capsys: pytest.CaptureFixture[str]
-) -> int:
-    """Returns the number of answers that differ at a tie. Fails if an answer differs otherwise."""
-    over = threading.Event()
-    shares = closing(Ledger(cluster.log_dir / "kv-memory", budget=1))
-    with ThreadPoolExecutor(len(prompts)) as pool, shares as ledger:
-        asked = [pool.submit(cluster.greedy, prompt, NUM_TOKENS, logprobs=0) for prompt in prompts]
-        ceilings = iter(["256KiB", "2MiB", "512KiB", "16MiB"] * 1_000)
-        while not all(each.done() for each in asked):
-            shown = limits(cluster, capsys, "limit", "decode-0", next(ceilings))
-            assert shown["decode-0"]["floor_bytes"] <= shown["decode-0"]["ceiling_bytes"]
-            assert sum(row.held for row in ledger.rows()) <= BUDGET
-            over.wait(0.02)
-        limits(cluster, capsys, "limit", "decode-0", "16MiB")
-        return sum(num_ties(a.result(), e) for a, e in zip(asked, expected, strict=True))

@@ -54,10 +54,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def wanted(cluster: Cluster) -> list[int]:
     """Correct tokens, computed while only /dev/shm was full."""
-    return known_tokens(cluster)
-
-
-def known_tokens(cluster: Cluster) -> list[int]:
     return tokens_of(cluster.greedy(KNOWN, 8))
 
 
@@ -118,6 +114,6 @@ def test_a_full_disk_under_the_logs_costs_only_log_lines(cluster: Cluster, wante
     """A full log disk costs only log lines, also for a process that starts meanwhile."""
     with full(cluster.log_dir):
         epoch = cluster.kill("store-0")
-        assert known_tokens(cluster) == wanted
+        assert tokens_of(cluster.greedy(KNOWN, 8)) == wanted
         cluster.wait_for("its successor", lambda: cluster.epoch("store-0") > epoch)
-        assert known_tokens(cluster) == wanted
+        assert tokens_of(cluster.greedy(KNOWN, 8)) == wanted

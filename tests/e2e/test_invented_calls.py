@@ -76,17 +76,13 @@ class Target:
                     next(iter(reply), None)
                     reply.cancel()
             except grpc.RpcError as error:
-                self._require_reason(method, request, error)
+                if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+                    told = dict(error.trailing_metadata() or ()).get(FAILURE_HEADER)
+                    what = f"{self.name} {method.name}({str(request)[:2000]}): {error.details()}"
+                    assert isinstance(told, bytes), what
+                    assert common_pb2.Failure.FromString(told).code != "internal", what
                 return error.code()
         return grpc.StatusCode.OK
-
-    def _require_reason(self, method: MethodDescriptor, request: Message, error: Any) -> None:
-        if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-            return
-        told = dict(error.trailing_metadata() or ()).get(FAILURE_HEADER)
-        what = f"{self.name} {method.name}({str(request)[:2000]}): {error.details()}"
-        assert isinstance(told, bytes), what
-        assert common_pb2.Failure.FromString(told).code != "internal", what
 
 
 _MAX_DEPTH = 4
@@ -132,14 +128,14 @@ def messages(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Messag
 
 
 def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
-    one = _scalar(field) if field.message_type is None else messages(field.message_type, depth + 1)
+    one: st.SearchStrategy[Any]
+    if field.message_type is not None:
+        one = messages(field.message_type, depth + 1)
+    elif field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        one = _BYTES if field.type == FieldDescriptor.TYPE_BYTES else _WORDS
+    else:
+        one = _SCALARS[field.cpp_type]
     return st.lists(one, max_size=3) if field.is_repeated else one
-
-
-def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
-    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        return _BYTES if field.type == FieldDescriptor.TYPE_BYTES else _WORDS
-    return _SCALARS[field.cpp_type]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +155,12 @@ def test_invented_call_is_refused_with_matching_error(cluster: Cluster, addresse
     for service in sorted(OURS[name]):
         target = Target(name, addresses[name], cluster.token, SERVICES[service])
         _lie_to(target)
-    _put_right(cluster, addresses)
+    # A peer with the token may drain workers and change policies and limits.
+    serves: Message = worker_pb2.SetDrainingRequest(draining=False)
+    for drained in ("prefill-0", "decode-0"):
+        cluster.rpc_at(addresses[drained], worker_pb2_grpc.DrainingStub, "SetDraining", serves)
+    serves = kvstore_pb2.StoreSetDrainingRequest()
+    cluster.rpc_at(addresses["store-0"], kvstore_pb2_grpc.KvStoreStub, "SetDraining", serves)
     cluster.wait_for("the same tokens again", lambda: _answer(cluster) == right)
     grown = {k: v - before[k] for k, v in _memory(cluster).items() if k in before}
     assert grown.keys() == before.keys(), "a process has ended"
@@ -190,17 +191,6 @@ def _lie_to(target: Target) -> None:
         target.call(*call)
 
     lie()
-
-
-def _put_right(cluster: Cluster, addresses: dict[str, str]) -> None:
-    """Ends draining, because a peer with the token may drain workers and change policies and limits."""
-    worker = worker_pb2.SetDrainingRequest(draining=False)
-    for name, stub, request in (
-        ("store-0", kvstore_pb2_grpc.KvStoreStub, kvstore_pb2.StoreSetDrainingRequest()),
-        ("prefill-0", worker_pb2_grpc.DrainingStub, worker),
-        ("decode-0", worker_pb2_grpc.DrainingStub, worker),
-    ):
-        cluster.rpc_at(addresses[name], stub, "SetDraining", request)
 
 
 def _answer(cluster: Cluster) -> str | None:

@@ -35,15 +35,10 @@ def assert_nothing_left(cluster: Cluster, pids: list[int], shm_before: set[str])
 def left_in_shm(before: set[str]) -> set[str]:
     """Returns new segments that no process maps: processes of other tests map theirs."""
     new = set(os.listdir("/dev/shm")) - before
-    return new - mapped_from_shm() if new else new
-
-
-def mapped_from_shm() -> set[str]:
-    found: set[str] = set()
-    for process in psutil.process_iter():
+    for process in psutil.process_iter() if new else ():
         with contextlib.suppress(psutil.Error):
-            found.update(Path(each.path).name for each in process.memory_maps())
-    return found
+            new.difference_update(Path(each.path).name for each in process.memory_maps())
+    return new
 
 
 def test_serve_is_ready_when_it_says_so_and_ctrl_c_stops_everything(tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ def test_every_socket_of_a_cluster_listens_on_loopback_only(site: Site) -> None:
     ports = {address.port for _, address in listening}
     assert site.cluster.port in ports
     assert len(ports) >= 8, "conductor, gateway, and several of each worker and store"
-    assert not [each for each in listening if not _is_loopback(each[1].ip)]
+    for name, address in listening:
+        ip = ipaddress.ip_address(address.ip)
+        assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, name  # gRPC binds IPv4 mapped into IPv6
 
 
 def ask(cluster: Cluster, key: str, **body: Any) -> dict[str, Any]:
@@ -177,9 +179,3 @@ def _provoked(site: Site) -> dict[str, str]:
     site.redis.start()
     cluster.wait_for("it serves again", cluster.is_ready)
     return shown
-
-
-def _is_loopback(text: str) -> bool:
-    """True for a loopback address, also for IPv4 mapped into IPv6, as gRPC binds it."""
-    ip = ipaddress.ip_address(text)
-    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback

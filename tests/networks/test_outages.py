@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from benchmarks.networks.cluster import DECODE, FRONT, HostsCluster, hosts_cluster
-from benchmarks.networks.hosts import Link
+from benchmarks.networks.hosts import Link, missing_requirement
 from benchmarks.networks.outages import Outage, degraded, known_answers, run_outage
 from tests.thoroughness import seconds
 
@@ -21,6 +21,8 @@ ONE_WAY = Outage(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsCluster]:
+    if (reason := missing_requirement()) is not None:
+        pytest.skip(reason)
     with hosts_cluster(tmp_path_factory.mktemp("hosts") / "logs") as cluster:
         yield cluster
         assert cluster.alive()

@@ -44,10 +44,6 @@ class Group(Placed):
 
     leader: subprocess.Popen[bytes]
 
-    async def until_running(self) -> None:
-        """Waits until a request is running."""
-        await answered(self.status, lambda status: status.load.num_running)
-
     def followers(self) -> list[int]:
         """Returns the process ids of the followers."""
         pid = self.leader.pid
@@ -165,7 +161,7 @@ async def test_lost_stage_fails_requests_in_flight_and_ends_the_group(model_path
         [follower] = made.followers()
         stop(follower)
         await made.submit("r", random_prompt(100), max_tokens=MAX_TOKENS)
-        await made.until_running()
+        await answered(made.status, lambda status: status.load.num_running)
         os.kill(follower, signal.SIGKILL)
         failure = await made.ears.failure("r")
         assert error_classes()[failure.code].retryable

@@ -50,15 +50,11 @@ reading = partial(cluster, profile=PROFILE, layered_loads="always")
 """Starts a worker that reads every prefix layer by layer."""
 
 
-async def until_counted(c: Cluster, name: str) -> None:
-    await answered(c.status, lambda status: status.counters.get(name))
-
-
 async def held_in_an_early_step(c: Cluster, *sources: PrefixSource) -> None:
     """Submits PROMPT and returns when its first layer has arrived and its step waits for the second."""
     c.stores.turns.close()
     await c.submit("r", PROMPT, sources=sources, max_tokens=5)
-    await until_counted(c, "early_steps")
+    await answered(c.status, lambda status: status.counters.get("early_steps"))
     await asyncio.wait_for(c.stores.turns.reached.wait(), PATIENCE_S)
 
 

@@ -142,7 +142,7 @@ class Call(_Exchange):
         server = network.server_at(self._address)
         if server is None or network.is_cut(self._caller, server.life):
             if wait_for_ready:
-                self._loop.call_later(REDIAL_S, self._retry)
+                self._loop.call_later(REDIAL_S, lambda: self._answer.done() or self._begin(True))
                 return
             if server is None:
                 self._refused()
@@ -165,10 +165,6 @@ class Call(_Exchange):
         self._send(server, connection)
         if not is_lost and network.rng.random() < network.weather.duplication:
             self._send(server, self._connect(server), after_s=network.rng.uniform(0.0, 2.0))
-
-    def _retry(self) -> None:
-        if not self._answer.done():
-            self._begin(True)
 
     def _serve(self, server: Server, connection: Connection) -> None:
         super()._serve(server, connection)

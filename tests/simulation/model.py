@@ -125,7 +125,9 @@ class Engine:
             raise RuntimeError("the device fell off the bus")
         lost, self._lost = self._lost, set()
         sampled = [
-            _garbage(piece) if piece.token_from_previous_step and piece.request_id in lost else self._sample(piece)
+            Sampled(request_id=piece.request_id, token_id=VOCABULARY)  # garbage
+            if piece.token_from_previous_step and piece.request_id in lost
+            else self._sample(piece)
             for piece in slices
         ]
         self._last = {each.request_id: each.token_id for each in sampled if each is not None}
@@ -164,7 +166,3 @@ def _runs(piece: Slice, start: int, end: int) -> Iterator[tuple[slice, slice]]:
         at = piece.block_table[start // _SIZE] * _PIECE + start % _SIZE * _TOKEN
         yield slice(at, at + (stop - start) * _TOKEN), slice(start * _TOKEN, stop * _TOKEN)
         start = stop
-
-
-def _garbage(piece: Slice) -> Sampled:
-    return Sampled(request_id=piece.request_id, token_id=VOCABULARY)

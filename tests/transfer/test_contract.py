@@ -138,24 +138,20 @@ def test_a_refused_transfer_leaves_the_session_usable(pair: Pair) -> None:
     assert all(not stats.incidents["breaks"] for stats in pair.near.stats)  # type: ignore[index]
 
 
-def unsound(pair: Pair) -> list[Any]:
-    """Returns transfers that are invalid without asking the peer."""
-    read, write, end = pair.read(0, 0, 10), pair.write(0, 0, 10), pair.local.nbytes
-    rows: list[Any] = [[(0, end - 5, 6)], [(-1, 0, 5)], [[1 << 70, 0, 1]], [["x", "y", "z"]]]
-    rows += ["abc", None, np.zeros(3, np.int64), np.zeros((2, 2), np.int64)]
-    return [
-        pair.read(end, 0, 1),
-        pair.read(-1, 0, 1),
-        replace(write, window_id=-1),
-        *(replace(read, remote=RemoteSegment(pair.far.address, segment_id)) for segment_id in (-1, 1 << 64)),
-        *(ScatterTransfer(Op.READ, pair.local, pair.remote, each) for each in rows),
-    ]
-
-
 def test_each_transfer_of_a_batch_has_its_own_error(pair: Pair) -> None:
     closed = pair.far.open_window(pair.memory, [(0, 100)])
     pair.far.close_window(closed)
-    wrong = unsound(pair)
+    end = pair.local.nbytes
+    rows: list[Any] = [[(0, end - 5, 6)], [(-1, 0, 5)], [[1 << 70, 0, 1]], [["x", "y", "z"]]]
+    rows += ["abc", None, np.zeros(3, np.int64), np.zeros((2, 2), np.int64)]
+    segments = (RemoteSegment(pair.far.address, segment_id) for segment_id in (-1, 1 << 64))
+    wrong: list[Any] = [  # without asking the peer
+        pair.read(end, 0, 1),
+        pair.read(-1, 0, 1),
+        replace(pair.write(0, 0, 10), window_id=-1),
+        *(replace(pair.read(0, 0, 10), remote=segment) for segment in segments),
+        *(ScatterTransfer(Op.READ, pair.local, pair.remote, each) for each in rows),
+    ]
     batch = pair.near.submit(
         [pair.write(0, 0, 9), pair.write(0, 0, 9, closed), *wrong, pair.read(0, 0, 9)], deadline_s=PATIENCE_S
     )

@@ -72,8 +72,10 @@ def test_a_socket_that_connects_to_itself_is_a_lost_peer(pair: Pair, monkeypatch
     in about ten thousand deaths; here the port is forced."""
     address = parse_address(pair.far.address)
     (rail,) = address.rails["tcp"]
-    with held_port() as port:
-        host, number = port.getsockname()
+    with socket.socket() as held:  # its port has no listener and is not given to any other socket
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        host, number = held.getsockname()
         dead = replace(address, rails={"tcp": (replace(rail, endpoint=f"{host}:{number}"),)})
 
         def leave_by_it(sock: socket.socket, _: Rail) -> None:
@@ -84,14 +86,6 @@ def test_a_socket_that_connects_to_itself_is_a_lost_peer(pair: Pair, monkeypatch
         read = Transfer(Op.READ, pair.local, 0, RemoteSegment(str(dead), 1), 0, 10)
         with pytest.raises(PeerLost, match="itself"):
             pair.run(read, deadline_s=NEVER_S)
-
-
-def held_port() -> socket.socket:
-    """Binds a port, so that it has no listener and is not given to any other socket."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
 
 
 def test_forget_and_close_fail_batches_immediately(make_engine: Make, peer: PeerInProcess) -> None:

@@ -8,6 +8,7 @@ from moonserve.protocol.errors import InvalidRequest
 from moonserve.transfer import Op, TransferEngine
 from moonserve.transfer.metrics import TransferCollector, copy_bytes_per_s
 from moonserve.transfer.paths.traffic_stats import MEASURED_FROM, BandwidthMeter, BandwidthTotals
+from tests.clock import Clock
 from tests.transfer.conftest import Pair
 from tests.transfer.fault_injection import FaultInjector, Outcome
 
@@ -72,13 +73,6 @@ def test_usage_shows_segments_windows_and_connections(pair: Pair) -> None:
     pair.far.close_window(pair.window_id)
     pair.near.forget(pair.far.address)
     assert far.of("open_windows") == 0
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def under_way(meter: BandwidthMeter, clock: Clock, *moves: tuple[Op, int], seconds: float = 0.5) -> BandwidthTotals:

@@ -27,13 +27,6 @@ def place(cluster: Cluster, name: str, tokens: int = 60) -> Placement:
     return cluster.place(name, keys=chain(name, tokens // 10), tokens=tokens, max_tokens=100)
 
 
-def read(cluster: Cluster, name: str, elapsed_s: float) -> None:
-    """Reports the first token after 0.1 s of compute, without queue or transfer time."""
-    cluster.now += elapsed_s
-    terms = {"queue_s": 0.0, "transfer_s": 0.0, "prefill_s": 0.1}
-    cluster.report(name, RequestPhase.FIRST_TOKEN, elapsed_s, 1, **terms)
-
-
 def test_short_prompts_behind_a_long_one_go_to_decode_workers_in_turn() -> None:
     """A prompt counts at its decode worker until its first token. The record has all candidates and their terms."""
     cluster = busy()
@@ -54,7 +47,9 @@ def test_short_prompts_behind_a_long_one_go_to_decode_workers_in_turn() -> None:
 def test_reports_remove_the_load_and_update_the_overhead(late_s: float, more_s: float) -> None:
     cluster = busy()
     place(cluster, "a")
-    read(cluster, "a", 0.1 + late_s)
+    cluster.now += 0.1 + late_s
+    terms = {"queue_s": 0.0, "transfer_s": 0.0, "prefill_s": 0.1}
+    cluster.report("a", RequestPhase.FIRST_TOKEN, 0.1 + late_s, 1, **terms)
     again = place(cluster, "b")
     assert again.is_local_prefill
     assert again.predicted_ttft_s == NEAR(ALONE_S + more_s, rel=0.01)

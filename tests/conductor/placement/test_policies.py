@@ -25,7 +25,6 @@ from moonserve.conductor.placement.prefix_lookup import MIN_FORK
 from moonserve.conductor.prediction.instance_table import PrefillTable, RowRef
 from moonserve.conductor.prediction.queue_time import PrefillQueue
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.request import InstanceId, Placement, RequestId, RequestPhase
 from tests.conductor.cluster import Cluster, chain
 from tests.thoroughness import examples
@@ -245,7 +244,11 @@ def test_a_session_leaves_an_overloaded_instance_and_comes_back() -> None:
 def test_without_session_id_the_first_distinguishing_block_identifies_the_conversation() -> None:
     cluster = of(4, "session-affinity")
     system = SHARED[:3]
-    announce(cluster, "s0", [system + chain(f"c{i}", 4) for i in range(MIN_FORK + 1)])
+    # As instances do, the store reports blocks with their parents.
+    chains = [system + chain(f"c{i}", 4) for i in range(MIN_FORK + 1)]
+    pairs = tuple(pair for keys in chains for pair in zip(keys[1:], keys, strict=False))
+    changes = BlockChanges(first_seq=1, next_seq=1 + len(pairs), added=pairs)
+    cluster.send(Heartbeat(instance_id=InstanceId("s0"), epoch=1, load=Load(), changes=changes))
     homes = set()
     for i in range(20):
         first = system + chain(f"new{i}", 2)
@@ -254,13 +257,6 @@ def test_without_session_id_the_first_distinguishing_block_identifies_the_conver
         assert len(chosen) == 1
         homes |= chosen
     assert len(homes) == 4, "what they have in common does not tie them"
-
-
-def announce(cluster: Cluster, name: str, chains: list[tuple[BlockKey, ...]]) -> None:
-    """Reports the blocks of `chains` with their parents, as instances do."""
-    pairs = [pair for keys in chains for pair in zip(keys[1:], keys, strict=False)]
-    changes = BlockChanges(first_seq=1, next_seq=1 + len(pairs), added=tuple(pairs))
-    cluster.send(Heartbeat(instance_id=InstanceId(name), epoch=1, load=Load(), changes=changes))
 
 
 # ---- `moonserve`

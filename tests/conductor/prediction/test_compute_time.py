@@ -222,14 +222,6 @@ def test_robust_duration_ignores_outliers(usual: float, wild: list[float]) -> No
 # ---- overtaking
 
 
-def observed(*seen: tuple[float, float]) -> Overtaking:
-    overtaking = Overtaking()
-    for lead_s, surplus in seen:
-        overtaking.observe(lead_s, surplus)
-        overtaking.validate()
-    return overtaking
-
-
 @pytest.mark.parametrize(
     ("seen", "lead_s", "deviations", "expected"),
     [
@@ -248,7 +240,11 @@ def observed(*seen: tuple[float, float]) -> Overtaking:
 def test_forecast_error_repeats_earlier_ones(
     seen: list[tuple[float, float]], lead_s: float, deviations: float, expected: float
 ) -> None:
-    assert observed(*seen).expected(lead_s, deviations) == expected
+    overtaking = Overtaking()
+    for each in seen:
+        overtaking.observe(*each)
+        overtaking.validate()
+    assert overtaking.expected(lead_s, deviations) == expected
 
 
 # ---- accuracy

@@ -140,10 +140,6 @@ def test_worker_reports_its_step_size(told: int, waits_s: float) -> None:
     assert instance.queue.wait_for(cluster.now, 0.0) == (NEAR(waits_s), 1)
 
 
-def is_placed(cluster: Cluster, name: str) -> bool:
-    return isinstance(cluster.ask(name), Placed)
-
-
 def slow_first_tokens(cluster: Cluster, number: int, *, elapsed_s: float, prefill_s: float) -> None:
     cluster.now += elapsed_s
     times = {"queue_s": 0.0, "transfer_s": 0.0, "prefill_s": prefill_s}
@@ -174,12 +170,12 @@ def test_unconfirmed_estimate_that_causes_rejections_decays_within_seconds(
     teach: Callable[[Cluster, int], None],
 ) -> None:
     cluster, number = fading(), 0
-    while is_placed(cluster, "probe"):
+    while isinstance(cluster.ask("probe"), Placed):
         cluster.report("probe", RequestPhase.CANCELLED)
         teach(cluster, number := number + 1)
         assert number < 60, "nobody was refused"
     began = cluster.now
-    while not is_placed(cluster, "again"):  # once a second, like a rejected client that retries
+    while not isinstance(cluster.ask("again"), Placed):  # once a second, like a rejected client that retries
         cluster.now += 1.0
         cluster.send(Tick())
         assert cluster.now < began + 120.0, "refused for good"

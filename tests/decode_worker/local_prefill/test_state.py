@@ -58,16 +58,12 @@ class LocalPrefillDriver(Driver):
             if report is not None:
                 assert token.index == 0, "a report comes with the first token"
                 self.reports[token.request_id] = report
-                self._check_scores(report)
+                if (num_tokens := self._scored.get(report.request_id)) is None:
+                    assert report.prompt_logprobs is None
+                else:
+                    assert is_whole(report.prompt_logprobs, num_tokens)
+                    assert report.cached_tokens == 0
         return done
-
-    def _check_scores(self, report: PrefillReport) -> None:
-        """Checks that all prompt tokens are scored if requested, and that no cached prefix was used for it."""
-        if (num_tokens := self._scored.get(report.request_id)) is None:
-            assert report.prompt_logprobs is None
-        else:
-            assert is_whole(report.prompt_logprobs, num_tokens)
-            assert report.cached_tokens == 0
 
     def _perform(self, action: Any) -> None:
         match action:

@@ -4,7 +4,7 @@ import errno
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,6 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TOKEN = "token of the peer's cluster"
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture
-def peer() -> Iterator[TransferEngine]:
-    with TransferEngine(cluster_token=TOKEN, name="peer") as engine:
-        engine.allocate(4096, readable=True)
-        yield engine
 
 
 @pytest.fixture
@@ -103,13 +96,15 @@ def test_a_rail_of_another_machine_fails(doctor: Doctor) -> None:
     ],
 )
 def test_a_peer_is_reached_on_each_endpoint_and_accepts_only_its_token(
-    doctor: Doctor, peer: TransferEngine, monkeypatch: pytest.MonkeyPatch,
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch,
     token: str | None, code: int, subject: str, key: str, words: str,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("MOONSERVE_CLUSTER_TOKEN", raising=False)
     if token is not None:
         monkeypatch.setenv("MOONSERVE_CLUSTER_TOKEN", token)
-    found, report = doctor("--peer", peer.address)
+    with TransferEngine(cluster_token=TOKEN, name="peer") as peer:
+        peer.allocate(4096, readable=True)
+        found, report = doctor("--peer", peer.address)
     assert found == code
     assert "on this host" in finding(report, "peer", "shm")["text"]
     assert " on lo " in finding(report, "peer", "tcp lo")["text"]

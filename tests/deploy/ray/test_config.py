@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moonserve.__main__ import main
-from moonserve.deploy.launcher.process_specs import HostOptions, ProcessKind, ProcessSpec
+from moonserve.deploy.launcher.process_specs import HostOptions, ProcessKind
 from moonserve.deploy.ray.command import INSTALL, connect
 from moonserve.deploy.ray.config import parse_cluster
 from moonserve.deploy.ray.processes import PlannedProcess, addresses_of, process_spec, serve_config
@@ -133,14 +133,6 @@ EVERYWHERE = "10.0.0.1:7200,10.0.0.1:7201,10.0.0.2:7200,10.0.0.2:7201"
 REDIS = "redis://10.0.0.9:6379/0"
 
 
-def spec(kind: ProcessKind, number: int = 0, **more: object) -> ProcessSpec:
-    config = parse_cluster({**DOCUMENT, **more})
-    addresses = addresses_of(config, HOSTS, HOSTS[0])
-    site = HostOptions(conductor=addresses.conductors, model_path="/model", host="10.0.0.2", drain_s=config.drain_s)
-    serve = serve_config(config, addresses)
-    return process_spec(config, PlannedProcess(kind, number), serve, site, "store-1")
-
-
 @pytest.mark.parametrize(
     ("kind", "number", "more", "expected"),
     [
@@ -162,7 +154,11 @@ def test_processes_accept_the_flags_that_actors_pass(
     kind: ProcessKind, number: int, more: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     """Each process's own configuration class accepts the flags and yields the expected values."""
-    made = spec(kind, number, **more)
+    document = parse_cluster({**DOCUMENT, **more})
+    addresses = addresses_of(document, HOSTS, HOSTS[0])
+    site = HostOptions(conductor=addresses.conductors, model_path="/model", host="10.0.0.2", drain_s=document.drain_s)
+    serve = serve_config(document, addresses)
+    made = process_spec(document, PlannedProcess(kind, number), serve, site, "store-1")
     config = parsed(made)
     assert {name: getattr(config, name) for name in expected} == expected
     assert not any("k1" in flag for flag in made.flags)

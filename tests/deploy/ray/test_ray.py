@@ -64,14 +64,6 @@ def ray_cluster(num_hosts: int) -> Iterator[Any]:
         cluster.shutdown()
 
 
-def kill_raylet(cluster: Any, node_id: str) -> None:
-    """Kills a raylet with SIGKILL and reaps it: Ray's workers check for its process, which a zombie still is."""
-    [node] = [each for each in cluster.worker_nodes if each.node_id == node_id]
-    [raylet] = node.all_processes["raylet"]
-    raylet.process.kill()
-    raylet.process.wait()
-
-
 def document(log_dir: Path) -> dict[str, Any]:
     """Returns a configuration with two workers of each role for the demo model, two conductors and two gateways."""
     return {
@@ -229,7 +221,9 @@ def test_processes_of_a_killed_raylet_start_elsewhere(hosts: Any, cluster: Deplo
     moving = {n for n, p in before.items() if p["node_id"] == lost_node} - {"store-1", "store-2"}
     with checking(cluster, expected), hung(actor):
         with hung(zombie):
-            kill_raylet(hosts, lost_node)
+            [raylet] = next(n for n in hosts.worker_nodes if n.node_id == lost_node).all_processes["raylet"]
+            raylet.process.kill()
+            raylet.process.wait()  # Ray's workers check for its process, which a zombie still is
             cluster.wait(lambda s: all(p["node_id"] != lost_node for p in s["processes"]))
             status = cluster.settled()
         until(lambda: has_ended(zombie))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from moonserve.engine.kernels.selector import make_attention
 from moonserve.engine.kv_cache.tensors import QUANTISATIONS, TORCH_DTYPES, KvTensors, dequantise
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import KvLayout
-from tests.engine.kernels.calls import kernels_folder
+from tests.engine.kernels.calls import kernels_folder, threads
 from tests.thoroughness import examples
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -207,16 +206,6 @@ OTHERS: list[dict[str, Any]] = [
 
 def make(name: str, case: Case, cache_folder: Path | None = None) -> Attention:
     return make_attention(name, case.geometry, case.pool, cache_folder or kernels_folder())
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def check(case: Case) -> None:

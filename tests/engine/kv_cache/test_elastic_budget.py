@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from moonserve.engine.kv_cache.elastic_budget import EMPTY_TTL_S, WANTED_TTL_S, Budget, Ledger, WorkerShare
 from moonserve.engine.kv_cache.elastic_service import SharedPageSupply
 from moonserve.protocol.errors import ConfigError
+from tests.clock import Clock
 from tests.kvstore.faults.mounts import mounted
 from tests.thoroughness import examples
 
@@ -73,13 +74,6 @@ def says(process: subprocess.Popen[str]) -> str:
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -119,12 +119,6 @@ async def read(
     return events
 
 
-def choice_of(run: Run) -> int:
-    """Returns the number of the choice. The first choice has the request's id; the others append their number."""
-    _, _, number = run.message.request_id.partition(".")
-    return int(number or 0)
-
-
 async def check_every_break(
     cluster: ScriptedCluster, path: str, body: dict[str, Any], **options: object
 ) -> list[Event]:
@@ -135,8 +129,9 @@ async def check_every_break(
 
     async def in_turn(run: Run) -> None:
         token = run.prefill_done()
+        _, _, choice = run.message.request_id.partition(".")  # the first choice has the request's id
         while token.finish_reason is None:
-            await read_by_client[choice_of(run)].acquire()
+            await read_by_client[int(choice or 0)].acquire()
             token = run.token(token.index + 1)
             run.decoded(token)
 

@@ -25,10 +25,6 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-def prompts(cluster: ScriptedCluster, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(unpack_tokens(each.token_ids)[: each.num_prompt_tokens]) for each in cluster.submissions]
-
-
 async def test_response_has_its_output_and_logprobs(client: openai.AsyncOpenAI) -> None:
     response = await client.responses.create(
         model="demo", input="hi", max_output_tokens=3, top_logprobs=2, include=["message.output_text.logprobs"]
@@ -71,7 +67,8 @@ async def test_response_continues_an_earlier_one(
     """The prompt is the conversation: earlier input and output, then the new instructions and the new input."""
     first = await client.responses.create(model="demo", input="one", instructions="be brief", max_output_tokens=3)
     await client.responses.create(model="demo", input="two", previous_response_id=first.id, max_output_tokens=1)
-    before, after = prompts(cluster, tokenizer)
+    asked = cluster.submissions
+    before, after = (tokenizer.decode(unpack_tokens(each.token_ids)[: each.num_prompt_tokens]) for each in asked)
     assert "be brief" in before
     assert "be brief" not in after
     assert after.index("one") < after.index(TEXT.strip()) < after.index("two")

@@ -26,11 +26,6 @@ NUM_ROUNDS = 400
 VALUE = os.urandom(64 * 1024)
 
 
-def value_of(byte: int) -> bytes:
-    """Returns a value of equal bytes, in which a torn read shows."""
-    return bytes([byte]) * BLOCK
-
-
 def write(store: KvStore, seed: int) -> None:
     choice = random.Random(seed)
     for _ in range(NUM_ROUNDS):
@@ -39,7 +34,7 @@ def write(store: KvStore, seed: int) -> None:
             store.remove(name)
         else:
             try:
-                store.put(name, value_of(choice.randrange(256)))
+                store.put(name, bytes([choice.randrange(256)]) * BLOCK)  # equal bytes: a torn read shows
             except InvalidRequest:  # the key already has another value
                 continue
 

@@ -21,12 +21,9 @@ PARENT_OF = {1: 0, 2: 1, 3: 2, 4: 2, 5: 0, 6: 5, 7: 3}  # two branches below 2, 
 KEYS = [key(number) for number in range(8)]
 
 
-def parent_of(number: int) -> BlockKey:
-    return key(PARENT_OF[number]) if number in PARENT_OF else NO_PARENT
-
-
 def added(*numbers: int) -> Changes:
-    return Changes(added=pack_keys([key(n) for n in numbers]), parents=pack_keys([parent_of(n) for n in numbers]))
+    parents = [key(PARENT_OF[n]) if n in PARENT_OF else NO_PARENT for n in numbers]
+    return Changes(added=pack_keys([key(n) for n in numbers]), parents=pack_keys(parents))
 
 
 def removed(*numbers: int) -> Changes:

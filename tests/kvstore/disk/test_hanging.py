@@ -9,6 +9,7 @@ import pytest
 
 from moonserve.kvstore.disk.base import Health
 from moonserve.kvstore.disk.io.segment_file import FileCalls
+from tests.clock import Clock
 from tests.kvstore.disk import tiers
 from tests.kvstore.faults.mounts import frozen, mounted_ext4
 
@@ -17,7 +18,7 @@ LIMIT_S = tiers.SMALL.time_limit_s
 
 @pytest.mark.parametrize("kind", ["write", "sync"])
 async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path, kind: str) -> None:
-    clock = tiers.Clock()
+    clock = Clock()
     calls, options = tiers.faulty(kind, clock=clock, sleep=tiers.for_ever)
     async with tiers.opened(tmp_path, options) as stand:
         assert await stand.put([tiers.written(1)]) == [True]
@@ -44,7 +45,7 @@ async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path
 
 
 async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(tmp_path: Path) -> None:
-    clock = tiers.Clock()
+    clock = Clock()
     calls, options = tiers.faulty("read", clock=clock, sleep=tiers.for_ever)
     async with tiers.opened(tmp_path, options) as stand:
         await stand.put([tiers.written(1)])
@@ -64,7 +65,7 @@ async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it
 
 async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: Path) -> None:
     """Sixty reads of 1 s each leave a disk's health good, since each call returns in time."""
-    clock = tiers.Clock()
+    clock = Clock()
 
     class Slow(FileCalls):
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -83,7 +84,7 @@ async def test_a_job_of_many_calls_is_never_overdue_while_they_return(tmp_path: 
 
 
 async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_back_later(tmp_path: Path) -> None:
-    clock = tiers.Clock()
+    clock = Clock()
     async with tiers.opened(tmp_path, dataclasses.replace(tiers.SMALL, clock=clock, sleep=tiers.for_ever)) as stand:
         ring = stand.tier._ring
         if ring is None:
@@ -106,7 +107,7 @@ async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_
 
 async def test_a_file_system_that_is_frozen_costs_the_disk_and_no_request(tmp_path: Path) -> None:
     """On a really frozen file system, where writes block in the kernel, a write fails and the disk recovers later."""
-    clock = tiers.Clock()
+    clock = Clock()
     with mounted_ext4(tmp_path / "disk") as disk:
         async with tiers.opened(disk, dataclasses.replace(tiers.SMALL, clock=clock, sleep=tiers.for_ever)) as stand:
             assert await stand.put([tiers.written(1)]) == [True]

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,25 +41,21 @@ async def test_pins_outlast_compaction_of_their_objects_and_of_themselves(tmp_pa
         await stand.put(pinned)
         await stand.tier.repin([change(write.object, 10 + n, Pin.HARD) for n, write in enumerate(pinned)])
         before = {stand.owner.places[write.object] for write in pinned}
-        await churn_until(stand, lambda: not before & {stand.owner.places[write.object] for write in pinned})
+        # Writes and releases objects at random in a full folder until all pinned ones have moved.
+        rng, number = random.Random(1), 100
+        fillers: list[DiskObject] = []
+        while before & {stand.owner.places[write.object] for write in pinned}:
+            number += 1
+            filler = written(number, 5_000, generation=number)
+            room = stand.tier.live_limit - stand.tier.usage().live
+            if fillers and room < 2 * stand.tier.space(5_000):
+                stand.release(fillers.pop(rng.randrange(len(fillers))))
+            if (await stand.put([filler]))[0]:
+                fillers.append(filler.object)
+            assert number < 5_000
     async with opened(tmp_path) as stand:
         pins = found_pins(stand)
         assert [pins[write.object.key] for write in pinned] == [Pin.HARD] * 3
-
-
-async def churn_until(stand: Stand, holds: Callable[[], bool]) -> None:
-    """Writes and releases objects at random in a full folder until `holds` is true."""
-    rng, number = random.Random(1), 100
-    fillers: list[DiskObject] = []
-    while not holds():
-        number += 1
-        filler = written(number, 5_000, generation=number)
-        room = stand.tier.live_limit - stand.tier.usage().live
-        if fillers and room < 2 * stand.tier.space(5_000):
-            stand.release(fillers.pop(rng.randrange(len(fillers))))
-        if (await stand.put([filler]))[0]:
-            fillers.append(filler.object)
-        assert number < 5_000
 
 
 @settings(max_examples=examples(15), deadline=None)

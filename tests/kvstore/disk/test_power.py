@@ -106,7 +106,8 @@ class Disk(FileCalls):
         with self._lock:  # records renames in the order in which they happen
             inode = source.stat().st_ino
             super().rename(source, target)
-            self.events.append(lambda: self._renamed(inode, source.name, target.name))
+            self.events.append(lambda: self._names.setdefault(inode, source.name))
+            self.events.append(lambda: self._renames.append((inode, target.name)))
 
     def sync_folder(self, path: Path) -> None:
         num_changed: list[int] = []
@@ -126,10 +127,6 @@ class Disk(FileCalls):
     def _file(self, fd: int) -> File:
         stat = os.fstat(fd)
         return self._files.setdefault(stat.st_ino, File(bytearray(stat.st_size)))
-
-    def _renamed(self, inode: int, before: str, after: str) -> None:
-        self._names.setdefault(inode, before)
-        self._renames.append((inode, after))
 
     def _synced(self, num_changed: int) -> None:
         self._num_durable = max(self._num_durable, num_changed)
@@ -165,7 +162,9 @@ class Owner:
             assert await self._stand.tier.flush()
             self._certain(held)
         if self._held and self._rng.random() < 0.3:
-            await self._pin(self._rng.choice(self._held))
+            about = self._rng.choice(self._held)
+            await self._stand.tier.repin([dataclasses.replace(about, generation=next(self._numbers), pin=Pin.HARD)])
+            self._disk.events.append(lambda: self.pinned.add(about.key))
 
     def _certain(self, objects: Iterable[DiskObject]) -> None:
         numbers = {about.generation for about in objects}
@@ -189,11 +188,6 @@ class Owner:
         if await self._stand.tier.forget(objects):
             numbers = {about.generation for about in objects}
             self._disk.events.append(lambda: self.forgotten.update(numbers))
-
-    async def _pin(self, about: DiskObject) -> None:
-        changed = dataclasses.replace(about, generation=next(self._numbers), pin=Pin.HARD)
-        await self._stand.tier.repin([changed])
-        self._disk.events.append(lambda: self.pinned.add(about.key))
 
     async def check(self, folder: Path) -> None:
         async with opened(folder, dataclasses.replace(SMALL, ring=False)) as stand:

@@ -150,15 +150,6 @@ async def found_in(folder: Path, *how: Any, **options: Any) -> set[DiskObject]:
         return set(stand.owner.places)
 
 
-class Clock:
-    """A clock that moves only when a test sets `now`."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def for_ever(seconds: float) -> None:
     await asyncio.Event().wait()
 

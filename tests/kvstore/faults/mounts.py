@@ -1,10 +1,10 @@
 """Makes disks full, frozen, read-only, unmounted, or damaged without the node's knowledge. Mounting needs root."""
 
 import contextlib
+import itertools
 import random
 import subprocess
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -84,13 +84,8 @@ def fill_up(folder: Path) -> Path:
     with path.open("wb", buffering=0) as file:
         for nbytes in (64 * 1024, 1):
             with pytest.raises(OSError, match="No space left"):
-                _fill(file, nbytes)
+                file.writelines(itertools.repeat(bytes(nbytes)))
     return path
-
-
-def _fill(file: FileIO, nbytes: int) -> None:
-    while True:
-        file.write(bytes(nbytes))
 
 
 def segments(folder: Path) -> list[Path]:

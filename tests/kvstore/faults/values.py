@@ -6,13 +6,13 @@ Names are never used twice: a removed object must not come back, whatever happen
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 
 from moonserve.kvstore.client import KvStore
 from moonserve.protocol.errors import DeadlineExceeded, Overloaded, PeerLost, StaleLease
+from tests.background import Background
 from tests.patience import PATIENCE_S, until
 
 BLAMELESS = (PeerLost, DeadlineExceeded, Overloaded, StaleLease)
@@ -39,12 +39,14 @@ def put_many(store: KvStore, seed: str, count: int, nbytes: int) -> list[bytes]:
     return names
 
 
-class Load:
+class Load(Background):
     """Puts, reads, verifies and removes objects in a thread of its own while the `with` block lasts.
 
     It keeps about `kept` objects of less than `nbytes` each, and reads only objects that it has stored and not removed.
     It rests `pause_s` before each step, so that a wait under load leaves the processor to the process waited for.
     """
+
+    ends_within_s = 2 * PATIENCE_S
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Load:
         timeout_s: float = 30.0,
         pause_s: float = 0.002,
     ) -> None:
+        super().__init__([self._go_on])
         self.stored: list[bytes] = []
         self.removed: set[bytes] = set()
         self.uncertain: set[bytes] = set()
@@ -72,30 +75,12 @@ class Load:
         self._pause_s = pause_s
         self._number = 0
         self._unfinished: bytes | None = None
-        self._ending = threading.Event()
-        self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"load {seed}")
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._ending.set()
-        self._thread.join(2 * PATIENCE_S)
-        assert not self._thread.is_alive(), "a call has no end"
-        if kind is None:
-            self.check()
-
-    def check(self) -> None:
-        if self._broken is not None:
-            raise AssertionError("a call failed as none may, or gave wrong bytes") from self._broken
 
     def go_on(self, count: int = 20, *, what: str = "put") -> None:
         """Waits until `count` more calls of this kind have succeeded."""
         wanted = self.done[what] + count
-        until(lambda: self.done[what] >= wanted or self._broken)
-        self.check()
+        until(lambda: self.done[what] >= wanted or self.failures)
+        assert not self.failures, "\n".join(self.failures)
 
     def go_on_for(self, duration_s: float) -> None:
         """Waits for `duration_s`, during which puts and gets must keep succeeding."""
@@ -104,18 +89,12 @@ class Load:
             for what in ("put", "get"):
                 self.go_on(1, what=what)
 
-    def _run(self) -> None:
-        try:
-            while not self._ending.wait(self._pause_s):
-                self._step()
-        except BaseException as error:
-            self._broken = error
-
-    def _step(self) -> None:
-        if len(self.stored) > self._kept:
-            self._attempt("remove", self._remove)
-        self._attempt("put", self._put)
-        self._attempt("get", self._get)
+    def _go_on(self) -> None:
+        while not self.stopping.wait(self._pause_s):
+            if len(self.stored) > self._kept:
+                self._attempt("remove", self._remove)
+            self._attempt("put", self._put)
+            self._attempt("get", self._get)
 
     def _attempt(self, what: str, call: Callable[[], None]) -> None:
         try:
@@ -127,17 +106,14 @@ class Load:
 
     def _put(self) -> None:
         """Puts a new value, or retries the last one if it failed: it may have been stored nevertheless."""
-        name = self._unfinished or self._fresh()
-        self._unfinished = name
+        if (name := self._unfinished) is None:
+            self._number += 1
+            name = self._unfinished = name_of(self._seed, self._number, self._rng.randrange(self._nbytes))
         self.uncertain.add(name)
         self._store.put(name, value_of(name), timeout_s=self._timeout_s)
         self._unfinished = None
         self.uncertain.discard(name)
         self.stored.append(name)
-
-    def _fresh(self) -> bytes:
-        self._number += 1
-        return name_of(self._seed, self._number, self._rng.randrange(self._nbytes))
 
     def _get(self) -> None:
         if not self.stored:

@@ -70,13 +70,11 @@ class Mutator:
         else:
             self._index.remove(key)
             self._give_back(entry.offset)
-        if self._num_keys < MAX_KEYS and self._random.random() < 0.02 and self._is_read():
+        is_read = WHERE.unpack_from(self._memory, READ_AT) == (self._where,)
+        if self._num_keys < MAX_KEYS and self._random.random() < 0.02 and is_read:
             self._index.insert(key_of(self._num_keys), Entry(0, 1, 0, 1, None))
             self._num_keys += 1
         self._publish()
-
-    def _is_read(self) -> bool:
-        return WHERE.unpack_from(self._memory, READ_AT) == (self._where,)
 
     def _allocate(self, nbytes: int) -> memoryview:
         self._where, self._end = self._end, self._end + nbytes

@@ -1,7 +1,6 @@
 """Compares the native indexes, the rank heap and the holder kernel with models of Python containers."""
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 
@@ -187,16 +186,13 @@ def test_an_index_grows_early_when_entries_would_run_over_its_end() -> None:
     sizes = [geometry.num_slots]
     while sizes[-1] * index_layout.MAX_LOAD < index_layout.NUM_TAIL + 40:
         sizes.append(index_layout.next_num_slots(sizes[-1]))
-    crowd = list(islice(keys_at_the_end(geometry.seed, sizes[-1]), index_layout.NUM_TAIL + 10))
+    at_the_end = (key for key in map(key_of, count()) if home(key, geometry.seed, sizes[-1]) == sizes[-1] - 1)
+    crowd = list(islice(at_the_end, index_layout.NUM_TAIL + 10))
     for record, key in enumerate(crowd):
         index.insert(key, entry_with(record))
     assert index.geometry.num_slots > sizes[-1]
     assert index.records_of(crowd) == list(range(len(crowd)))
     index.validate()
-
-
-def keys_at_the_end(seed: int, num_slots: int) -> Iterator[BlockKey]:
-    return (key for key in map(key_of, count()) if home(key, seed, num_slots) == num_slots - 1)
 
 
 def home(key: BlockKey, seed: int, num_slots: int) -> int:

@@ -48,11 +48,6 @@ class Target:
         request = kvstore_pb2.StoreCopyRequest(source=endpoint_to_wire(self.source), keys=[key(0)])
         return await self.service.Copy(request, NOBODY)
 
-    async def reserve(self) -> kvstore_pb2.StoreReserveReply:
-        request = kvstore_pb2.StoreReserveRequest(reservation_id="other", ttl_s=10.0, wait_s=NEVER_S)
-        request.wishes.add(key=key(0), length=SIZE)
-        return await self.service.Reserve(request, NOBODY)
-
 
 @asynccontextmanager
 async def target_beside(source: Node) -> AsyncIterator[Target]:
@@ -107,7 +102,9 @@ async def test_a_writer_that_waits_for_a_copy_of_its_key_is_answered_when_that_h
         waiting: list[asyncio.Task[kvstore_pb2.StoreReserveReply]] = []
 
         async def another_writes() -> None:
-            waiting.append(asyncio.create_task(target.reserve()))
+            request = kvstore_pb2.StoreReserveRequest(reservation_id="other", ttl_s=10.0, wait_s=NEVER_S)
+            request.wishes.add(key=key(0), length=SIZE)
+            waiting.append(asyncio.create_task(target.service.Reserve(request, NOBODY)))
             await asyncio.sleep(0)  # it now waits
 
         after(monkeypatch, target, "read_leased", another_writes)

@@ -269,33 +269,27 @@ class Ignorant(CatchUp):
         self.rounds += 1
 
 
-async def test_objects_found_after_an_unknown_absence_are_dropped(tmp_path: Path) -> None:
+async def test_objects_found_after_an_unknown_absence_are_dropped(folder: Path) -> None:
     """Objects found after an absence with unknown removals are dropped, even if all could have stayed before it."""
-    async with node_on(tmp_path) as node:
-        node.put(1)
-        await node.mover.flush(10.0)
-    async with life_in(tmp_path) as life:
+    async with life_in(folder) as life:
         node, channels = life.node, Channels(TOKEN)
         again = Ignorant("store-0", EmbeddedRegistry(), life.remembering, node.state, channels)
         again._may_stay = True
         again._decided.set()
         await again.before_rejoin(60.0)
-        node.put(2)
+        node.put(4)
         await node.mover.recover(life.disk, ignore, again)
-        assert node.present(range(3)) == [2]
+        assert node.present(range(5)) == [4]
         await again.close()
 
 
 async def test_a_node_that_begins_empty_saves_no_contact_before_its_disk_is_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that starts empty records no presence until its disk has forgotten all, lest its next life restore it."""
     monkeypatch.setattr(catch_up, "PULL_EVERY_S", 0.01)
-    async with node_on(tmp_path) as node:
-        node.put(1)
-        await node.mover.flush(10.0)
-    async with life_in(tmp_path) as life:
-        registry, channels, noted = EmbeddedRegistry(), Channels(TOKEN), tmp_path / LAST_CONTACT_FILE_NAME
+    async with life_in(folder) as life:
+        registry, channels, noted = EmbeddedRegistry(), Channels(TOKEN), folder / LAST_CONTACT_FILE_NAME
         again = Ignorant("store-0", registry, life.remembering, life.node.state, channels)
         endpoint = Endpoint(instance_id="store-0", epoch=0, rpc_address="", transfer_address="", host="")
         seat = RegistryLease(registry, Member(endpoint=endpoint, role="store", owner="owner"))
@@ -303,6 +297,6 @@ async def test_a_node_that_begins_empty_saves_no_contact_before_its_disk_is_empt
             await came_true(lambda: again.rounds >= 3)
             assert not noted.exists()
             await life.node.mover.recover(life.disk, ignore, again)
-            assert life.node.present(range(3)) == []
+            assert life.node.present(range(4)) == []
             await came_true(noted.exists)
         await again.close()

@@ -22,7 +22,8 @@ from moonserve.kvstore.state.objects import Lease, PutRequest, Watermarks
 from moonserve.kvstore.state.state import StoreState
 from moonserve.protocol.kv_blocks import BlockKey, checksum
 from moonserve.transfer import Segment
-from tests.kvstore.disk.tiers import Clock, FaultyCalls, for_ever, stuck, until_it_hangs
+from tests.clock import Clock
+from tests.kvstore.disk.tiers import FaultyCalls, for_ever, stuck, until_it_hangs
 from tests.kvstore.node.nodes import key
 from tests.kvstore.state.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S

@@ -306,13 +306,10 @@ class TwoTiers(TwoTiersInTruth):
             self.next_generation = self.state.catalog.latest_generation + 1
             self.start()
         elif not self.disk_is_lost:
-            self.lose_the_disk()
-
-    def lose_the_disk(self) -> None:
-        with self.no_eviction():
-            self.state.forget_disk()
-        self.disk_is_lost = True
-        self.truth = {k: known for k, known in self.truth.items() if k in self.law.tiers}
+            with self.no_eviction():
+                self.state.forget_disk()
+            self.disk_is_lost = True
+            self.truth = {k: known for k, known in self.truth.items() if k in self.law.tiers}
 
     @precondition(lambda self: self.unknown)
     @rule(data=st.data())

@@ -29,13 +29,9 @@ def pipe_with(*entries: StartReport) -> int:
     return read_fd
 
 
-async def all_reports(fd: int) -> list[StartReport]:
-    return [report async for report in child_process.read_reports(fd)]
-
-
-@given(st.lists(REPORTS, max_size=5))
-def test_written_reports_are_read(entries: list[StartReport]) -> None:
-    assert asyncio.run(all_reports(pipe_with(*entries))) == entries
+@given(entries=st.lists(REPORTS, max_size=5))
+async def test_written_reports_are_read(entries: list[StartReport]) -> None:
+    assert [report async for report in child_process.read_reports(pipe_with(*entries))] == entries
 
 
 async def test_wait_until_ready_returns_facts_and_closes_descriptor() -> None:

@@ -23,6 +23,7 @@ from moonserve.protocol.process.logs import request_extra, requests_extra
 from moonserve.protocol.process.metrics import FastCounter, FastHistogram
 from moonserve.protocol.process.progress_bars import LINE_EVERY_S, ProgressBars, duration
 from moonserve.protocol.process.tracing import Tracer, TracingConfig, tracing
+from tests.clock import Clock
 from tests.terminal import terminal
 
 log = logging.getLogger("some.module")
@@ -87,10 +88,6 @@ def writing(folder: Path, ratio: float = 1.0) -> Iterator[Tracer]:
         yield tracer
 
 
-def written(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "gateway-0.jsonl").read_text().splitlines()]
-
-
 def test_nothing_is_traced_without_a_destination() -> None:
     with tracing(TracingConfig(), "gateway-0", "gateway") as tracer:
         assert tracer.begin("request", INCOMING) is None
@@ -104,7 +101,7 @@ def test_spans_are_children_of_request_in_clients_trace(tmp_path: Path) -> None:
         part = tracer.span("prefill", root.traceparent, now - 2.0, now - 1.5, cached_tokens=3)
         tracer.span("queue", part, now - 2.0, now - 1.8)
         root.end("overloaded", request_id="r")
-    spans = {span["name"]: span for span in written(tmp_path)}
+    spans = {s["name"]: s for s in map(json.loads, (tmp_path / "gateway-0.jsonl").read_text().splitlines())}
     assert {span["context"]["trace_id"] for span in spans.values()} == {f"0x{TRACE}"}
     assert spans["request"]["parent_id"] == "0xb7ad6b7169203331"
     assert spans["prefill"]["parent_id"] == spans["request"]["context"]["span_id"]
@@ -208,17 +205,8 @@ def test_fast_metrics_equal_prometheus_client(observed: list[tuple[float, int]])
             assert abs(a - b) <= 1e-9 * max(1.0, b)
 
 
-class Clock:
-    """A clock that stands still until it is set."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_progress_line_is_printed_every_few_seconds() -> None:
-    log, clock = StringIO(), Clock()
+    log, clock = StringIO(), Clock(0.0)
     with ProgressBars(log, clock=clock) as progress:
         for done in range(11):
             clock.now = done * LINE_EVERY_S / 2
@@ -231,7 +219,7 @@ def test_progress_line_is_printed_every_few_seconds() -> None:
 
 def test_short_task_prints_no_line_and_busy_task_its_name() -> None:
     log = StringIO()
-    with ProgressBars(log, clock=Clock()) as progress:
+    with ProgressBars(log, clock=Clock(0.0)) as progress:
         for done in range(100):
             progress.show("copying", done, 100, "")
         with progress.busy("measuring"):
@@ -239,7 +227,7 @@ def test_short_task_prints_no_line_and_busy_task_its_name() -> None:
 
 
 def test_progress_without_lines_prints_nothing() -> None:
-    log, clock = StringIO(), Clock()
+    log, clock = StringIO(), Clock(0.0)
     with ProgressBars(log, lines=False, clock=clock) as progress:
         clock.now = 2 * LINE_EVERY_S
         progress.show("copying", 1, 2, "")

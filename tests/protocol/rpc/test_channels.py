@@ -153,8 +153,7 @@ class Clock:
         self.limits: list[float] = []
         self.takes_s = {"_dial": 0.0, "_send": 0.0}
         time = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
-        for module in (socket_client_sync, socket_client_sync):
-            monkeypatch.setattr(module, "time", time)
+        monkeypatch.setattr(socket_client_sync, "time", time)
         for name in ("_dial", "_send", "_limit_to"):
             monkeypatch.setattr(SyncConnection, name, self._watched(name))
 

@@ -59,29 +59,21 @@ def fetch(cache: Path) -> Kernel:
         pass
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        _run(["apt-get", "download", "-qq", _package()], folder)
+        named = re.search(r"Depends: (linux-image-\S+)", _run(["apt-cache", "depends", "linux-image-amd64"], "/"))
+        if named is None:
+            raise GuestUnavailable("no package linux-image-amd64: run apt-get update on Debian")
+        _run(["apt-get", "download", "-qq", named[1]], folder)
         (package,) = Path(folder).glob("*.deb")
         _run(["dpkg-deb", "-x", str(package), "unpacked"], folder)
-        _drop_unneeded(Path(folder) / "unpacked")
+        # The guest loads about thirty modules, and the package has 400 MB of them.
+        (modules,) = Path(folder).glob("unpacked/lib/modules/*/kernel")
+        needed = in_load_order(modules)
+        for path in modules.rglob("*.ko*"):
+            if f"{_name(path)}.ko" not in needed:
+                path.unlink()
         shutil.rmtree(cache / "kernel", ignore_errors=True)
         (Path(folder) / "unpacked").rename(cache / "kernel")
     return find(cache)
-
-
-def _drop_unneeded(unpacked: Path) -> None:
-    """Deletes the modules that the guest does not load: it needs about thirty, and the package has 400 MB of them."""
-    (modules,) = unpacked.glob("lib/modules/*/kernel")
-    needed = in_load_order(modules)
-    for path in modules.rglob("*.ko*"):
-        if f"{_name(path)}.ko" not in needed:
-            path.unlink()
-
-
-def _package() -> str:
-    shown = _run(["apt-cache", "depends", "linux-image-amd64"], "/")
-    if found := re.search(r"Depends: (linux-image-\S+)", shown):
-        return found[1]
-    raise GuestUnavailable("no package linux-image-amd64: run apt-get update on Debian")
 
 
 def _run(command: list[str], folder: str) -> str:
@@ -101,7 +93,8 @@ def in_load_order(modules: Path) -> dict[str, bytes]:
     def add(name: str) -> None:
         if f"{name}.ko" in ordered or name not in files:  # no file: built into this kernel
             return
-        contents = _contents(files[name])
+        contents = files[name].read_bytes()
+        contents = lzma.decompress(contents) if files[name].suffix == ".xz" else contents
         depends = _DEPENDS.search(contents)
         for needed in filter(None, (depends[1] if depends else b"").decode().split(",")):
             add(needed.replace("-", "_"))
@@ -114,7 +107,3 @@ def in_load_order(modules: Path) -> dict[str, bytes]:
 
 def _name(path: Path) -> str:
     return path.name.split(".")[0].replace("-", "_")
-
-
-def _contents(path: Path) -> bytes:
-    return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()

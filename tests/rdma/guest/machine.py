@@ -11,8 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moonserve.protocol.process.native_libraries import shared_cache
@@ -76,7 +75,9 @@ def _command(results: Path) -> list[str]:
         *_share("cache", kept),
         *_nic(0),
         *_nic(1),
-        *_drain(),
+        # A port that accepts every packet. Without one, QEMU's hub would hold a sender's packets, and with them its
+        # queue pairs, until the rail that is down comes up, which no real network does.
+        *("-netdev", "user,id=drain,restrict=on,ipv6=off", "-netdev", "hubport,id=rail2,hubid=0,netdev=drain"),
     ]
 
 
@@ -95,12 +96,6 @@ def _nic(rail: int) -> list[str]:
     ]
 
 
-def _drain() -> list[str]:
-    """Adds a port that accepts every packet. Without one, QEMU's hub would hold a sender's packets, and with them its
-    queue pairs, until the rail that is down comes up, which no real network does."""
-    return [*("-netdev", "user,id=drain,restrict=on,ipv6=off"), *("-netdev", "hubport,id=rail2,hubid=0,netdev=drain")]
-
-
 def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moonserve" / "guest"
@@ -113,7 +108,7 @@ def why_unavailable() -> str | None:
     for program, package in _NEEDED.items():
         if not shutil.which(program, path=f"{os.environ['PATH']}:/sbin:/usr/sbin"):
             return f"{program} is not installed (package {package})"
-    if not _pyverbs_fits():
+    if not any(_PYVERBS.glob(f"device.cpython-{sys.version_info[0]}{sys.version_info[1]}-*.so")):
         return f"no pyverbs for Python {sys.version_info[0]}.{sys.version_info[1]} (package python3-pyverbs)"
     try:
         kernel.find(cache_folder())
@@ -122,33 +117,27 @@ def why_unavailable() -> str | None:
     return None
 
 
-def _pyverbs_fits() -> bool:
-    return any(_PYVERBS.glob(f"device.cpython-{sys.version_info[0]}{sys.version_info[1]}-*.so"))
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Holds the lock for the only guest of this host. Waits for another run to end."""
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with (cache_folder() / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def run(job: str, results: Path, timeout_s: float, say: Callable[[str], None]) -> int:
     """Boots the guest, runs the shell command `job`, and returns its exit code (TIMED_OUT if it was killed).
 
     `say` is called with the job's output as it arrives. `results` is /run/job in the guest.
     """
     results.mkdir(parents=True, exist_ok=True)
-    with alone():
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one guest per host: waits for another run to end
         command = _command(results)
         _lay_out(job, results)
         timed_out = _boot(command, results / "qemu.log", timeout_s, say)
     if timed_out:
         say(f"guest: killed after {timeout_s:.0f} s\n")
         return TIMED_OUT
-    return _exit_code(results)
+    try:
+        return int((results / "exit_code").read_text())
+    except FileNotFoundError as error:
+        log = results / _KERNEL_LOG
+        last = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+        raise GuestFailed(f"the guest ended without an exit code; the kernel's last words:\n{last}") from error
 
 
 def _lay_out(job: str, results: Path) -> None:
@@ -202,12 +191,3 @@ def _boot(command: Sequence[str], complaints: Path, timeout_s: float, say: Calla
         finally:
             timer.cancel()
     return killed.is_set()
-
-
-def _exit_code(results: Path) -> int:
-    try:
-        return int((results / "exit_code").read_text())
-    except FileNotFoundError as error:
-        log = results / _KERNEL_LOG
-        last = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-        raise GuestFailed(f"the guest ended without an exit code; the kernel's last words:\n{last}") from error

@@ -39,18 +39,14 @@ class Remote:
         self.segment, self.window_id = self.process.lend(8 * LARGE)
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Remote]:
+def remote() -> Iterator[Remote]:
     remote = Remote()
     yield remote
     remote.process.end()
 
 
-@pytest.fixture
-def doomed() -> Iterator[Remote]:
-    remote = Remote()
-    yield remote
-    remote.process.end()
+shared = pytest.fixture(remote, scope="module", name="shared")
+doomed = pytest.fixture(remote, name="doomed")
 
 
 @pytest.fixture

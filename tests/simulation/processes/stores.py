@@ -79,7 +79,7 @@ class Store(Node, Member):
     async def start(self) -> None:
         self.make_transfer()
         memory = self.transfer.allocate(self.world.terms.store_blocks * ALIGNMENT)
-        self.blocks = BlockLog(self._inventory)
+        self.blocks = BlockLog(lambda: [(o.key, o.parent or NO_PARENT) for o in self.state.catalog.objects()])
         events = EventLog(self.blocks)
         catalog = Catalog(
             memory.nbytes,
@@ -92,9 +92,6 @@ class Store(Node, Member):
         )
         nobody_maps_it = None
         self.make_service(catalog, memory, events, nobody_maps_it, prove_every=1)
-
-    def _inventory(self) -> list[Any]:
-        return [(stored.key, stored.parent or NO_PARENT) for stored in self.state.catalog.objects()]
 
 
 class PoolDirectory(Process):

@@ -60,11 +60,6 @@ def cooling_rails(engine: TransferEngine) -> dict[Hashable, _ErrorRecord]:
     return {rails: record for rails, record in records if record.cooldown_ends_at is not None}
 
 
-def end_cooldowns(engine: TransferEngine) -> None:
-    for record in cooling_rails(engine).values():
-        record.cooldown_ends_at = time.monotonic()
-
-
 @pytest.fixture
 def rails(make_engine: Make) -> Iterator[TwoRails]:
     with TwoRails(make_engine) as rails:
@@ -100,9 +95,13 @@ def test_the_other_rail_carries_the_slices_of_a_cut_or_silent_one(
     assert rails.count(incident) > 0
 
 
-def endpoints_dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the endpoint of each connection attempt. A rail whose connection failed is not used without one."""
-    dialled: list[str] = []
+def test_a_failing_rail_cools_down_and_is_used_again_after_it_recovers(
+    rails: TwoRails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bad rail fails at once, however busy the machine is, so that the good rail has the batch's whole time."""
+    for patience in ("paths.lane_queue._CONNECT_S", "tcp.session._SILENCE_S"):  # the good rail may be slow
+        monkeypatch.setattr(f"moonserve.transfer.{patience}", NEVER_S)
+    dialled: list[str] = []  # a rail whose connection failed is not used without a connection attempt
     connect = TcpTransport.connect
 
     def noted(transport: TcpTransport, dial: Dial) -> TcpSession:
@@ -110,16 +109,6 @@ def endpoints_dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return connect(transport, dial)
 
     monkeypatch.setattr(TcpTransport, "connect", noted)
-    return dialled
-
-
-def test_a_failing_rail_cools_down_and_is_used_again_after_it_recovers(
-    rails: TwoRails, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bad rail fails at once, however busy the machine is, so that the good rail has the batch's whole time."""
-    for patience in ("paths.lane_queue._CONNECT_S", "tcp.session._SILENCE_S"):  # the good rail may be slow
-        monkeypatch.setattr(f"moonserve.transfer.{patience}", NEVER_S)
-    dialled = endpoints_dialled(monkeypatch)
     rails.write()
     bad, _ = rails.bad_links
     bad.reset = LinkFault(Towards.TARGET, at=0, times=1_000_000)
@@ -135,7 +124,8 @@ def test_a_failing_rail_cools_down_and_is_used_again_after_it_recovers(
         rails.write()  # a cooling rail is not even tried
     assert bad.endpoint not in dialled
     bad.reset = None
-    end_cooldowns(rails.near)
+    for record in cooling_rails(rails.near).values():
+        record.cooldown_ends_at = time.monotonic()
     for _ in range(100):
         rails.write(4 << 20)
         if not rails.cooling():

@@ -149,8 +149,10 @@ class Storm:
         assert self.local.num_users == 0
 
 
-@pytest.fixture
-def short_cooldowns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_every_batch_ends_once_in_time_with_the_right_bytes(
+    seed: int, injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rule = CooldownRule(first_cooldown_s=0.1, max_cooldown_s=0.4, same_incident_s=0.005)
     monkeypatch.setattr("moonserve.transfer.paths.failover.RailHealth", lambda: RailHealth(rule))
     monkeypatch.setattr("moonserve.transfer.paths.lane.IDLE_S", 0.05)
@@ -158,11 +160,6 @@ def short_cooldowns(monkeypatch: pytest.MonkeyPatch) -> None:
     for patience in ("paths.lane_queue._CONNECT_S", "paths.lane._FENCE_S", "tcp.target._FENCE_S"):
         monkeypatch.setattr(f"moonserve.transfer.{patience}", NEVER_S)
     monkeypatch.setattr("moonserve.transfer.tcp.session._SILENCE_S", NEVER_S)
-
-
-@pytest.mark.usefixtures("short_cooldowns")
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_every_batch_ends_once_in_time_with_the_right_bytes(seed: int, injector: FaultInjector) -> None:
     before = set(threading.enumerate())  # includes threads that keep running, for example gRPC's
     storm = Storm(seed, injector)
     # A place is reused only after its previous batch has ended, since the source of a batch must not change.

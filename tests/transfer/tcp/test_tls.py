@@ -27,22 +27,12 @@ def read(near: TransferEngine, far: TransferEngine, address: str | None = None) 
     near.run([Transfer(Op.READ, local, 0, remote, 0, 10)], deadline_s=NEVER_S)
 
 
-@pytest.fixture
-def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets engines start with files that their peers will refuse."""
-    monkeypatch.setattr("moonserve.protocol.process.tls._self_test", lambda *files: {})
-
-
-@pytest.fixture(scope="session")
-def stranger(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Files:
-    """Files signed by another authority, which is also the one they trust."""
-    return Authority(tmp_path_factory.mktemp("strangers"), "strangers").sign("stranger")
-
-
-@pytest.mark.usefixtures("unrehearsed")
 def test_a_certificate_of_another_authority_or_expired_is_refused_by_both_ends(
-    make_engine: Make, files: Files, stranger: Files, authority: Authority
+    make_engine: Make, files: Files, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Engines start with files that their peers will refuse.
+    monkeypatch.setattr("moonserve.protocol.process.tls._self_test", lambda *files: {})
+    stranger = Authority(tmp_path, "strangers").sign("stranger")
     ours = make_engine()
     refused, refuses = "peer's TLS certificate is refused", "refuses this process's TLS certificate"
     for shown, by_us, by_them in (

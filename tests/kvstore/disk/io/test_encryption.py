@@ -21,15 +21,10 @@ def with_key(tmp_path: Path, content: bytes = KEY) -> DiskOptions:
     return dataclasses.replace(SMALL, key_file=key_file)
 
 
-def text() -> DiskWrite:
-    write = written(1, 9_000)
-    content = (b"attack at dawn. " * 600)[:9_000]
-    about = dataclasses.replace(write.object, checksum=xxh3_64_intdigest(content))
-    return DiskWrite(object=about, memory=memoryview(content))
-
-
 async def test_objects_come_back_and_lie_encrypted_on_disk(tmp_path: Path) -> None:
-    options, write, folder = with_key(tmp_path), text(), tmp_path / "tier"
+    options, folder, content = with_key(tmp_path), tmp_path / "tier", (b"attack at dawn. " * 600)[:9_000]
+    about = dataclasses.replace(written(1, 9_000).object, checksum=xxh3_64_intdigest(content))
+    write = DiskWrite(object=about, memory=memoryview(content))
     async with opened(folder, options) as stand:
         assert await stand.put([write]) == [True]
         assert await stand.holds(write)

@@ -60,12 +60,6 @@ def run_of(fd: int, page: int, buffers: Sequence[bytearray]) -> IoRun:
     return IoRun(fd, page, [memoryview(each) for each in buffers], sum(map(len, buffers)))
 
 
-def cut(num_pages: int) -> list[bytearray]:
-    """Returns memory for `num_pages` pages, in pieces of one and three pages."""
-    sizes = [1] * (num_pages % 3) + [3] * (num_pages // 3)
-    return [bytearray(size * PAGE) for size in sizes]
-
-
 async def ended(ring: Ring, doing: DiskOperation, runs: Sequence[IoRun]) -> Flight:
     """Starts runs and returns their flight once the kernel no longer uses the memory."""
     told: list[Flight] = []
@@ -89,7 +83,8 @@ def test_the_ring_reads_the_same_bytes_as_system_calls(file: int, batches: list[
     """Concurrent batches into several buffers read the file's bytes. A run beyond the file's end counts as failed."""
 
     async def read(ring: Ring, batch: list[tuple[int, int]]) -> list[bytes | None]:
-        memories = [cut(num_pages) for _, num_pages in batch]
+        sizes = [[1] * (num_pages % 3) + [3] * (num_pages // 3) for _, num_pages in batch]  # of pieces, in pages
+        memories = [[bytearray(size * PAGE) for size in each] for each in sizes]
         runs = [run_of(file, page, m) for (page, _), m in zip(batch, memories, strict=True)]
         flight = await ended(ring, DiskOperation.READ, runs)
         return [b"".join(m) if flight.is_whole(index) else None for index, m in enumerate(memories)]

@@ -13,13 +13,10 @@ from moonserve.kvstore.state import eviction
 from moonserve.kvstore.state.eviction.base import EvictionPolicy
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import BlockKey
+from tests.kvstore.state.tiered import key as key_of
 from tests.thoroughness import examples
 
 RECORDS = list(range(8))
-
-
-def key_of(record: Record) -> BlockKey:
-    return BlockKey(record.to_bytes(16, "little"))
 
 
 def make_with(name: str, records: Iterable[Record]) -> EvictionPolicy:
