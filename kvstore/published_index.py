@@ -38,7 +38,7 @@ from moonserve.kvstore.index_layout import (
 )
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey, pack_keys
-from moonserve.protocol.process.native_libraries import C_FLAGS, load_library, shared_cache
+from moonserve.protocol.process.native_libraries import C_FLAGS, c_fields, load_library, shared_cache
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.transfer.memory.data_plane import address_of
 
@@ -54,11 +54,8 @@ class IndexTable(ctypes.Structure):
     """An index whose bounds were checked (`IndexTable` of published_index.c)."""
 
     _fields_ = (
-        ("header", _pointer),
-        ("slots", _pointer),
-        ("num_slots", _uint64),
-        ("num_all", _uint64),
-        ("seed", _uint64),
+        *c_fields(_pointer, "header slots"),
+        *c_fields(_uint64, "num_slots num_all seed"),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonserve.conductor.prediction.instance_table import DecodeTable, Flags, Floats, Ints, Words
-from moonserve.protocol.process.native_libraries import C_FLAGS, load_library, shared_cache
+from moonserve.protocol.process.native_libraries import C_FLAGS, c_fields, load_library, shared_cache
 
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _Place = ctypes.c_char * 0
@@ -137,15 +137,8 @@ class QueueRecord(ctypes.Structure):
     """Struct `Queue` of prefills.c: one instance's queue. The `PrefillQueue` that fills it owns what it points to."""
 
     _fields_ = (
-        ("places", _POINTER),
-        ("sums", _POINTER),
-        ("count", _REAL),
-        ("is_running", _REAL),
-        ("running_place", _REAL),
-        ("running_s", _REAL),
-        ("began_at", _REAL),
-        ("step_s", _REAL),
-        ("surplus_s", _REAL),
+        *c_fields(_POINTER, "places sums"),
+        *c_fields(_REAL, "count is_running running_place running_s began_at step_s surplus_s"),
     )
 
 

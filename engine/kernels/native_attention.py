@@ -25,7 +25,7 @@ import torch
 from moonserve.engine.kernels import Geometry, Span, singles_first
 from moonserve.engine.kernels.native_library import FLAGS, ThreadPool, load_kernels
 from moonserve.engine.kv_cache.tensors import KvTensors
-from moonserve.protocol.process.native_libraries import CompilerError
+from moonserve.protocol.process.native_libraries import CompilerError, c_fields
 
 _SOURCE = Path(__file__).parent / "native" / "attention" / "attention.cpp"
 _QUANTISED = _SOURCE.with_name("quantised_attention.cpp")
@@ -48,15 +48,8 @@ class _Call(ctypes.Structure):
     """C structure `Plan` of plan.h."""
 
     _fields_ = (
-        ("block_size", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("slot_stride", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("thread_pool", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("pieces", ctypes.c_void_p),
+        *c_fields(ctypes.c_int64, "block_size heads kv_heads head_dim slot_stride window"),
+        *c_fields(ctypes.c_void_p, "thread_pool tables pieces"),
         ("num_pieces", ctypes.c_int64),
         ("singles", ctypes.c_void_p),
         ("num_singles", ctypes.c_int64),

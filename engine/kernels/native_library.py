@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moonserve.engine.kernels.shared_cores import SharedCores
-from moonserve.protocol.process.native_libraries import CompilerError, load_library
+from moonserve.protocol.process.native_libraries import CompilerError, c_fields, load_library
 
 # Only multiplications and additions may be fused, so that results do not depend on how a loop is cut. -ffast-math would
 # reorder sums, and would make every thread of the process flush denormals once a library is loaded.
@@ -52,20 +52,10 @@ class CMatrix(ctypes.Structure):
     """C structure `Matrix` of matrix_product.h."""
 
     _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("words", ctypes.c_int64),
-        ("num_panels", ctypes.c_int64),
-        ("exponents", ctypes.c_void_p),
-        ("outliers", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("mins", ctypes.c_void_p),
-        ("bits", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("is_float", ctypes.c_int64),
+        *c_fields(ctypes.c_void_p, "panels bias"),
+        *c_fields(ctypes.c_int64, "words num_panels"),
+        *c_fields(ctypes.c_void_p, "exponents outliers starts scales zeros mins"),
+        *c_fields(ctypes.c_int64, "bits group inputs is_float"),
     )
 
 
@@ -79,15 +69,9 @@ class CLayer(ctypes.Structure):
     """C structure `Layer` of layers.cpp."""
 
     _fields_ = (
-        ("qkv", CMatrix),
-        ("o", CMatrix),
-        ("router", CMatrix),
+        *c_fields(CMatrix, "qkv o router"),
         ("mlps", ctypes.POINTER(CMlp)),
-        ("input_norm", ctypes.c_void_p),
-        ("qk_norm", ctypes.c_void_p),
-        ("post_norm", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
+        *c_fields(ctypes.c_void_p, "input_norm qk_norm post_norm keys values"),
     )
 
 
@@ -95,32 +79,13 @@ class CModel(ctypes.Structure):
     """C structure `Model` of layers.cpp."""
 
     _fields_ = (
-        ("hidden_size", ctypes.c_int64),
-        ("inner_size", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("experts_per_token", ctypes.c_int64),
-        ("normalised", ctypes.c_int64),
-        ("alpha", ctypes.c_double),
-        ("limit", ctypes.c_double),
-        ("layer_products", ctypes.c_int64),
-        ("slot_stride", ctypes.c_int64),
-        ("pool_format", ctypes.c_int64),
+        *c_fields(ctypes.c_int64, "hidden_size inner_size heads kv_heads head_dim vocab_size experts"),
+        *c_fields(ctypes.c_int64, "experts_per_token normalised"),
+        *c_fields(ctypes.c_double, "alpha limit"),
+        *c_fields(ctypes.c_int64, "layer_products slot_stride pool_format"),
         ("layers", ctypes.POINTER(CLayer)),
         ("lm_head", CMatrix),
-        ("final_norm", ctypes.c_void_p),
-        ("embedding", ctypes.c_void_p),
-        ("thread_pool", ctypes.c_void_p),
-        ("normed", ctypes.c_void_p),
-        ("inner", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("gathered", ctypes.c_void_p),
-        ("mixed", ctypes.c_void_p),
-        ("shares", ctypes.c_void_p),
-        ("chosen", ctypes.c_void_p),
+        *c_fields(ctypes.c_void_p, "final_norm embedding thread_pool normed inner codes gathered mixed shares chosen"),
         ("epsilon", ctypes.c_float),
     )
 
@@ -130,12 +95,7 @@ class CStep(ctypes.Structure):
 
     _fields_ = (
         ("tokens", ctypes.c_int64),
-        ("positions", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("cosines", ctypes.c_void_p),
-        ("sines", ctypes.c_void_p),
-        ("hidden", ctypes.c_void_p),
-        ("heads", ctypes.c_void_p),
+        *c_fields(ctypes.c_void_p, "positions slots cosines sines hidden heads"),
     )
 
 

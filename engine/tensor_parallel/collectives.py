@@ -18,6 +18,7 @@ import torch
 
 from moonserve.engine.kernels.native_library import load_kernels
 from moonserve.protocol.errors import PeerLost
+from moonserve.protocol.process.native_libraries import c_fields
 
 # Longer than any step on a machine that can serve. Bounds the time that a stopped rank holds up the others.
 RANK_TIMEOUT_S = 60.0
@@ -35,10 +36,8 @@ class _CRanks(ctypes.Structure):
 
     _fields_ = (
         ("memory", ctypes.c_void_p),
-        ("slot_bytes", ctypes.c_int64),
-        ("timeout_ns", ctypes.c_int64),
-        ("rank", ctypes.c_int32),
-        ("size", ctypes.c_int32),
+        *c_fields(ctypes.c_int64, "slot_bytes timeout_ns"),
+        *c_fields(ctypes.c_int32, "rank size"),
         ("rounds", ctypes.c_uint32),
         ("num_sockets", ctypes.c_int32),
         ("sockets", ctypes.c_int32 * MAX_RANKS),

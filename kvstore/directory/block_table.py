@@ -24,6 +24,7 @@ import numpy.typing as npt
 from moonserve.kvstore.index_layout import NO_RECORD, check_keys
 from moonserve.kvstore.published_index import load_with_and_without_gil
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey, iter_keys
+from moonserve.protocol.process.native_libraries import c_fields
 from moonserve.transfer.memory.data_plane import address_of
 
 SLOTS_SOURCE = Path(__file__).parents[1] / "native" / "block_table.c"
@@ -58,9 +59,7 @@ class _IndexState(ctypes.Structure):
 
     _fields_ = (
         ("places", ctypes.c_void_p),
-        ("num_places", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
+        *c_fields(ctypes.c_uint64, "num_places seed count"),
     )
     num_places: int
     count: int

@@ -33,7 +33,7 @@ from moonserve.kvstore.index_layout import IndexMoved
 from moonserve.kvstore.node.inline_puts import InlinePuts
 from moonserve.kvstore.published_index import Function, KeyIndex, MappedReader, bind_function
 from moonserve.protocol.errors import DeadlineExceeded, Overloaded, PeerLost
-from moonserve.protocol.process.native_libraries import C_FLAGS, load_library, shared_cache
+from moonserve.protocol.process.native_libraries import C_FLAGS, c_fields, load_library, shared_cache
 from moonserve.transfer import Segment
 from moonserve.transfer.memory.data_plane import address_of
 
@@ -62,18 +62,9 @@ class _State(ctypes.Structure):
     """State shared with C (`GetServer` of inline_gets.c)."""
 
     _fields_ = (
-        ("locate", _pointer),
-        ("mapping", _pointer),
-        ("request", _pointer),
-        ("answer", _pointer),
-        ("pieces", _pointer),
-        ("most_keys", _uint64),
-        ("most_bytes", _uint64),
-        ("most_ns", _int64),
-        ("idle_ns", _int64),
-        ("spin_ns", _int64),
-        ("filled", _int64),
-        ("active_at_ns", _int64),
+        *c_fields(_pointer, "locate mapping request answer pieces"),
+        *c_fields(_uint64, "most_keys most_bytes"),
+        *c_fields(_int64, "most_ns idle_ns spin_ns filled active_at_ns"),
         ("rest", ctypes.c_int32),
     )
 

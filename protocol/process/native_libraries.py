@@ -21,8 +21,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.machine import cache_folder, processor
@@ -132,3 +133,8 @@ def _compiler(language: str) -> str:
         f"no {language} compiler ({names[0]}, {names[1]} or {names[2]}) is installed: install one, or a wheel of "
         "moonserve, which contains the compiled libraries"
     )
+
+
+def c_fields(kind: type[Any], names: str) -> Iterator[tuple[str, type[Any]]]:
+    """Yields entries for `_fields_` of a C structure: consecutive fields of one type. `names`: separated by spaces."""
+    return ((name, kind) for name in names.split())

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.process.native_libraries import C_FLAGS, CompilerError, load_library, shared_cache
+from moonserve.protocol.process.native_libraries import C_FLAGS, CompilerError, c_fields, load_library, shared_cache
 from moonserve.transfer.memory.scatter import Rows
 
 if TYPE_CHECKING:
@@ -63,10 +63,7 @@ class Queue(ctypes.Structure):
 
     _fields_ = (
         ("vectors", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("index", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("moved", ctypes.c_int64),
+        *c_fields(ctypes.c_int64, "count index offset moved"),
     )
     count: int
     index: int
@@ -112,10 +109,8 @@ class Hashing(ctypes.Structure):
     """Values that are hashed as they arrive. `Hashing` of data_plane.c."""
 
     _fields_ = (
-        ("lengths", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("index", ctypes.c_int64),
+        *c_fields(ctypes.c_void_p, "lengths sums"),
+        *c_fields(ctypes.c_int64, "count index"),
         ("hash", ctypes.c_uint64 * 17),
     )
     count: int
@@ -126,13 +121,9 @@ class FlowState(ctypes.Structure):
     """Progress of both directions of one socket. `Flow` of data_plane.c."""
 
     _fields_ = (
-        ("out", Queue),
-        ("into", Queue),
-        ("wanted", ctypes.c_int64),
-        ("active_at_ns", ctypes.c_int64),
-        ("error", ctypes.c_int32),
-        ("descriptor", ctypes.c_int32),
-        ("rest", ctypes.c_int32),
+        *c_fields(Queue, "out into"),
+        *c_fields(ctypes.c_int64, "wanted active_at_ns"),
+        *c_fields(ctypes.c_int32, "error descriptor rest"),
         ("hashing", Hashing),
     )
     wanted: int

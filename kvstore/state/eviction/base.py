@@ -21,6 +21,7 @@ import numpy.typing as npt
 from moonserve.kvstore.index_layout import MAX_RECORDS, NO_RECORD, Record, RecordArray
 from moonserve.kvstore.published_index import bind_function, load_with_and_without_gil
 from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.process.native_libraries import c_fields
 from moonserve.transfer.memory.data_plane import address_of
 
 HEAP_SOURCE = Path(__file__).parents[2] / "native" / "rank_heap.c"
@@ -36,13 +37,8 @@ class HeapState(ctypes.Structure):
     """A heap and its columns (`Heap` of rank_heap.c)."""
 
     _fields_ = (
-        ("records", _pointer),
-        ("positions", _pointer),
-        ("secondaries", _pointer),
-        ("primaries", _pointer),
-        ("count", _uint64),
-        ("room", _uint64),
-        ("num_records", _uint64),
+        *c_fields(_pointer, "records positions secondaries primaries"),
+        *c_fields(_uint64, "count room num_records"),
     )
     count: int
     room: int
