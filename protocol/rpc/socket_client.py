@@ -22,6 +22,8 @@ from moonserve.protocol.rpc.wire import failure_from_bytes
 _TICK_S = 0.002
 # Limit of unsent bytes for a peer that does not read: two messages of maximal size.
 _MAX_UNSENT_BYTES = 2 * MAX_MESSAGE_BYTES
+Serializer = Callable[[Any], bytes]
+Deserializer = Callable[[bytes], Any]
 
 
 class _Call(NamedTuple):
@@ -248,11 +250,7 @@ class AsyncChannel(SocketChannel):
         self._closed = False
 
     def unary_unary(
-        self,
-        path: str,
-        request_serializer: Callable[[Any], bytes],
-        response_deserializer: Callable[[bytes], Any],
-        **_of_grpc: object,
+        self, path: str, request_serializer: Serializer, response_deserializer: Deserializer, **_of_grpc: object
     ) -> Callable[..., Awaitable[Any]]:
         """Makes a method for the constructor of a generated stub."""
 

@@ -18,7 +18,7 @@ from moonserve.protocol.process.tls import IN_HANDSHAKE, Certificates, require_a
 from moonserve.protocol.rpc import frames, handshake, socket_addresses
 from moonserve.protocol.rpc.frames import MalformedFrame, Status
 from moonserve.protocol.rpc.handshake import Initiator
-from moonserve.protocol.rpc.socket_client import SocketChannel
+from moonserve.protocol.rpc.socket_client import Deserializer, Serializer, SocketChannel
 from moonserve.protocol.rpc.wire import failure_from_bytes
 
 # Replies to frequent calls are far smaller; a larger one costs another receive.
@@ -282,11 +282,7 @@ class SyncChannel(SocketChannel):
         self.close()
 
     def unary_unary(
-        self,
-        path: str,
-        request_serializer: Callable[[Any], bytes],
-        response_deserializer: Callable[[bytes], Any],
-        **_of_grpc: object,
+        self, path: str, request_serializer: Serializer, response_deserializer: Deserializer, **_of_grpc: object
     ) -> Callable[..., Any]:
         """Makes a method for the constructor of a generated stub. Callers must pass `timeout`."""
 

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
 from moonserve.protocol.process.machine import host_identity
 from moonserve.protocol.process.tls import Certificates
-from moonserve.protocol.rpc.socket_client import AsyncChannel, AsyncConnection, exchange
+from moonserve.protocol.rpc.socket_client import AsyncChannel, AsyncConnection, Deserializer, Serializer, exchange
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,7 @@ class RoutedChannel:
         self.stream_stream = grpc_channel.stream_stream
 
     def unary_unary(
-        self,
-        path: str,
-        request_serializer: Callable[[Any], bytes],
-        response_deserializer: Callable[[bytes], Any],
-        **options: Any,
+        self, path: str, request_serializer: Serializer, response_deserializer: Deserializer, **options: Any
     ) -> Callable[..., Awaitable[Any]]:
         over_grpc = self._grpc.unary_unary(path, request_serializer, response_deserializer, **options)
 
@@ -90,11 +86,7 @@ class RoutedChannel:
         return call
 
     def unary_stream(
-        self,
-        path: str,
-        request_serializer: Callable[[Any], bytes],
-        response_deserializer: Callable[[bytes], Any],
-        **options: Any,
+        self, path: str, request_serializer: Serializer, response_deserializer: Deserializer, **options: Any
     ) -> Callable[..., RoutedStream]:
         over_grpc = self._grpc.unary_stream(path, request_serializer, response_deserializer, **options)
 
