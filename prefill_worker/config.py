@@ -63,14 +63,8 @@ class PrefillConfig(RoleConfig, TransferTimeoutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least_1(
-            self,
-            "max_num_batched_tokens",
-            "prepare_ahead",
-            "max_put_blocks",
-            "max_pending_puts",
-            "pipeline_parallel_size",
-        )
+        counts = ("max_num_batched_tokens", "prepare_ahead", "max_put_blocks", "max_pending_puts")
+        require_at_least_1(self, *counts, "pipeline_parallel_size")
         self._require_group()
         self.transfer_timeout()
         if self.max_prefetch_blocks is not None and self.max_prefetch_blocks < 0:

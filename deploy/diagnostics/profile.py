@@ -125,14 +125,8 @@ class ProfileConfig(FormatConfig):
     def __post_init__(self) -> None:
         require_at_least_1(
             self,
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_threads",
-            "prefill_workers",
-            "decode_workers",
-            "load_prompt_tokens",
-            "load_answer_tokens",
+            *("block_size", "max_num_seqs", "max_num_batched_tokens", "num_threads"),
+            *("prefill_workers", "decode_workers", "load_prompt_tokens", "load_answer_tokens"),
         )
         if self.serving and self.clock != "wall":
             raise ConfigError("--serving measures as a client: it needs --clock wall")

@@ -198,14 +198,8 @@ class ServeConfig(
         require_share(self.gpu_memory_utilization)
         require_at_least_1(
             self,
-            "conductors",
-            "gateways",
-            "prefill_workers",
-            "pipeline_parallel_size",
-            "tensor_parallel_size",
-            "decode_workers",
-            "block_size",
-            "max_num_batched_tokens",
+            *("conductors", "gateways", "prefill_workers", "pipeline_parallel_size", "tensor_parallel_size"),
+            *("decode_workers", "block_size", "max_num_batched_tokens"),
         )
         ConductorConfig(leader_ttl_s=self.leader_ttl_s).claim_terms()
         parse_weights(self.tenant_weights)
