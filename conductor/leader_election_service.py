@@ -65,9 +65,7 @@ LEAVE_TIMEOUT_S = 0.5
 
 def boot_clock() -> float:
     """Returns seconds since boot, including suspend, because a claim also expires while the machine is suspended."""
-    if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Candidate:

@@ -174,8 +174,7 @@ class Engine:
         config = config.of_layers(own.layers)
         part, heads = (config, None) if shard is None else (shard.shard_config(config), shard.kv_heads)
         own_layout = layout.of_layers(config.num_layers)
-        inside = None if is_staged else memory
-        pool = KvTensors(own_layout, num_blocks, inside, place, heads, dtype)
+        pool = KvTensors(own_layout, num_blocks, None if is_staged else memory, place, heads, dtype)
         layers = make_kernels(
             kernels,
             part,

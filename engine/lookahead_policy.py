@@ -111,9 +111,7 @@ class BlockForecast:
     def steps_to_end(self) -> float:
         """Expected number of steps until one of the requests has ended."""
         at = int(np.searchsorted(self.ends, 1.0))
-        if at >= len(self.ends):
-            return float(HORIZONS[-1])
-        return float(HORIZONS[at] / self.ends[at])
+        return float(HORIZONS[-1]) if at >= len(self.ends) else float(HORIZONS[at] / self.ends[at])
 
 
 def forecast_blocks(

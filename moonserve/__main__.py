@@ -126,9 +126,7 @@ def _run(arguments: list[str]) -> int:
         return worker(rest)
     if verb == "traces":
         return traces(rest)
-    if verb in SERVERS:
-        return _serve(verb, rest)
-    return _run_verb("moonserve", VERBS, verb, rest)
+    return _serve(verb, rest) if verb in SERVERS else _run_verb("moonserve", VERBS, verb, rest)
 
 
 def _is_for_vllm(arguments: list[str]) -> bool:

@@ -149,8 +149,7 @@ async def serve(config: FollowerConfig, lifecycle: Lifecycle) -> None:
             replica,
             segment,
         ):
-            servicer = make_servicer(config, replica, transfer, segment)
-            await _run(config, servicer, lifecycle)
+            await _run(config, make_servicer(config, replica, transfer, segment), lifecycle)
 
 
 async def _run(config: FollowerConfig, servicer: StageServicer, lifecycle: Lifecycle) -> None:
@@ -199,8 +198,7 @@ def stage_properties(replica: Replica) -> pipeline_pb2.StageJoinReply:
 
 def row_bytes(replica: Replica) -> int:
     """Returns the size of one token's hidden states."""
-    engine = replica.thread.engine
-    return engine.config.hidden_size * DTYPE_BYTES[replica.plan.dtype]
+    return replica.thread.engine.config.hidden_size * DTYPE_BYTES[replica.plan.dtype]
 
 
 def stage_memory(replica: Replica, segment: Segment) -> KvMemory:

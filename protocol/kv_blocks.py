@@ -132,9 +132,7 @@ class KvLayout:
     @property
     def head_bytes(self) -> int:
         """Bytes of one head of a token's K (or V) in one layer."""
-        if self.is_quantised:
-            return self.head_dim + SCALE_BYTES
-        return self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.head_dim + SCALE_BYTES if self.is_quantised else self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:

@@ -226,8 +226,7 @@ class OutputLengths:
 
     def expected(self, *, max_tokens: int, prompt_tokens: int, tenant: str = "") -> float:
         """Returns E[output tokens] of a new request."""
-        curve = self.curve(prompt_tokens=prompt_tokens, tenant=tenant)
-        return curve.mean(max_tokens)
+        return self.curve(prompt_tokens=prompt_tokens, tenant=tenant).mean(max_tokens)
 
     def remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
         """Returns E[remaining tokens] of requests with `generated` tokens, elementwise, from the curve of all."""

@@ -183,9 +183,7 @@ def finish_reason(sampling: SamplingParams, index: int, token_id: int) -> Finish
     may_stop = index >= sampling.min_tokens or bool(sampling.grammar)
     if token_id in sampling.stop_token_ids and may_stop:
         return FinishReason.STOP
-    if index + 1 >= sampling.max_tokens:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if index + 1 >= sampling.max_tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -228,8 +228,7 @@ def rejections(subjects: Sequence[NumberedResult]) -> Section:
             panel.hist(columns, bins=MAX_BINS, range=(0, end_s), stacked=True, label=reasons)
             legend(figure, least=1)
 
-        note = f"{len(errors):,} in all"
-        return draw_image(subject.title, draw, size_in=(4.2, 3.0), note=note)
+        return draw_image(subject.title, draw, size_in=(4.2, 3.0), note=f"{len(errors):,} in all")
 
     return Section(
         title="Rejections and failures",

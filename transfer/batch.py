@@ -222,8 +222,7 @@ class _SliceOwners:
             return self._indices
         first = bisect_right(self._ends, self._done)
         self._done += nbytes
-        last = bisect_left(self._ends, self._done)
-        return self._indices[first : last + 1]
+        return self._indices[first : bisect_left(self._ends, self._done) + 1]
 
 
 def _out_of_bounds(transfer: Transfer) -> InvalidRequest:
@@ -360,9 +359,7 @@ class Job:
 
     def end_error(self, overdue: str, peer: str) -> MoonserveError:
         """Returns the error of a part that will not be started: Cancelled, or PeerLost with the message `overdue`."""
-        if self.cancelled:
-            return Cancelled("the batch was cancelled")
-        return PeerLost(overdue, peer=peer)
+        return Cancelled("the batch was cancelled") if self.cancelled else PeerLost(overdue, peer=peer)
 
     def settle(self, part: Part, error: MoonserveError | None) -> None:
         """Records the final outcome of a part."""

@@ -93,9 +93,7 @@ def reject_tbt(
 
 def reject_claimed(until: float | None, now: float) -> Rejection | None:
     """Rejects in favour of a claim. `until`: latest end of claims of tenants with less in flight; None = no claim."""
-    if until is None:
-        return None
-    return Rejection(reason=TENANT_SHARE, retry_after_s=_at_least(until - now))
+    return None if until is None else Rejection(reason=TENANT_SHARE, retry_after_s=_at_least(until - now))
 
 
 def _least_steps_s(decodes: DecodeTable, outlook: DecodeForecast, newcomer: NewSequence, since: float) -> Floats:

@@ -141,9 +141,7 @@ class Overtaking:
 
 
 def _bin_of(lead_s: float) -> int:
-    if lead_s <= SHORTEST_LEAD_S:
-        return 0
-    return min(int(math.log2(lead_s / SHORTEST_LEAD_S)) + 1, _NUM_BINS - 1)
+    return 0 if lead_s <= SHORTEST_LEAD_S else min(int(math.log2(lead_s / SHORTEST_LEAD_S)) + 1, _NUM_BINS - 1)
 
 
 class LearnedEstimates:

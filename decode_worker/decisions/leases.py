@@ -174,8 +174,7 @@ class LeaseTable:
         Releasing an accepted commit has no effect."""
         lease = self._leases.get(lease_id)
         if lease_id in self._queue:
-            error = StaleLease("lease was released", lease=lease_id)
-            self._refuse_queued(lease_id, error, out)
+            self._refuse_queued(lease_id, StaleLease("lease was released", lease=lease_id), out)
         if lease is None:
             self._remember(lease_id, Ending.RELEASED, now)
         elif lease.phase is not LeasePhase.SEALING:
@@ -288,8 +287,7 @@ class LeaseTable:
         """Ends all reservations and leases of a request. Returns False if there were none."""
         queued = [key for key, event in self._queue.items() if event.request_id == request_id]
         for lease_id in queued:
-            error = Cancelled("the request was cancelled", request=request_id)
-            self._refuse_queued(lease_id, error, out)
+            self._refuse_queued(lease_id, Cancelled("the request was cancelled", request=request_id), out)
         ending = [lease for lease in self._unended() if lease.holder == request_id]
         for lease in ending:
             self._end(lease, Ending.CANCELLED, now, out)

@@ -191,8 +191,7 @@ class StepComposer:
         if (budget := self._limits.budget) is not None:
             context = sum(len(sequence.token_ids) for sequence in decoding)
             prompts = ((sequence.slice.start, sequence.num_missing) for sequence in behind)
-            slowed = budget.slowed(self._pace.factor)
-            return slowed.chunks(len(decoding), context, prompts, left)
+            return budget.slowed(self._pace.factor).chunks(len(decoding), context, prompts, left)
         chunks: list[int] = []
         for sequence in behind:
             if left > 0:

@@ -250,8 +250,7 @@ class LocalPrefillState(DecodeState):
         num_tokens = len(request.token_ids)
         usable = (num_tokens - 1) // self._limits.block_size  # the last token is always computed
         keys = () if request.scores_prompt else request.block_keys[:usable]
-        num_blocks = self._limits.blocks_for(num_tokens)
-        blocks = self._admission.admit(prompt.prospect, keys, num_blocks)
+        blocks = self._admission.admit(prompt.prospect, keys, self._limits.blocks_for(num_tokens))
         if blocks is None:
             return False
         found, fresh = blocks

@@ -21,8 +21,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
 
     def body(arguments: Namespace) -> int:
         path = f"/v1/requests/{quote(arguments.id, safe='')}/explain"
-        key = environ.get(KEY_ENV, "")
-        explanation = fetch(arguments.url, path, key, timeout_s=_TIMEOUT_S)
+        explanation = fetch(arguments.url, path, environ.get(KEY_ENV, ""), timeout_s=_TIMEOUT_S)
         output = Output("explain", as_json=arguments.json)
         output.record(**explanation)
         show(explanation, output)

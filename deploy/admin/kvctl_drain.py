@@ -153,8 +153,7 @@ class _Drain:
                 f"{self._seen:,} of {count(len(found.alone), 'object')}, "
                 f"{size(self._seen_bytes)} of {size(found.num_bytes)}"
             )
-            name = f"drain {self._leaving.name}"
-            progress.show(name, self._seen_bytes, found.num_bytes, text)
+            progress.show(f"drain {self._leaving.name}", self._seen_bytes, found.num_bytes, text)
 
     async def _place(self, batch: Batch) -> Sequence[StoredObject]:
         """Copies a batch to its target or else to other nodes. Returns the objects that no node accepted."""

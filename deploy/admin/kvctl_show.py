@@ -154,9 +154,7 @@ def _state(stats: Stats) -> str:
     """Returns the most urgent state for an operator."""
     if stats.draining:
         return "draining"
-    if stats.disk_limit_bytes and stats.recovered < 1:
-        return f"recovered {stats.recovered:.0%}"
-    return "ok"
+    return f"recovered {stats.recovered:.0%}" if stats.disk_limit_bytes and stats.recovered < 1 else "ok"
 
 
 def _memory(stats: Stats) -> str:

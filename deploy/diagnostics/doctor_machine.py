@@ -76,8 +76,7 @@ def _compiled() -> Finding:
     except ConfigError as error:
         remedy = "install one (Debian: apt-get install gcc libc6-dev) and start again"
         return Finding("software", "C compiler", error.message, remedy, fails=True)
-    text = compiler or "none, but compiled code is there"
-    return Finding("software", "C compiler", text)
+    return Finding("software", "C compiler", compiler or "none, but compiled code is there")
 
 
 def _features(cpuinfo: str) -> Finding:

@@ -235,9 +235,7 @@ def gateway_spec(config: ServeConfig, site: HostOptions, instance_id: str, liste
     if listener is not None:
         flags = (*spec.flags, "--listen-fd", str(listener))
         return replace(spec, flags=flags, fds=(listener,), overlaps=True)
-    if config.gateways > 1:
-        return replace(spec, flags=(*spec.flags, "--reuse-port"), overlaps=True)
-    return spec
+    return replace(spec, flags=(*spec.flags, "--reuse-port"), overlaps=True) if config.gateways > 1 else spec
 
 
 def store_spec(config: ServeConfig, site: HostOptions, instance_id: str) -> ProcessSpec:

@@ -158,8 +158,7 @@ def find(name: str | None) -> Deployment:
     if not names or (name is not None and name not in names):
         known = f"; there is {', '.join(names)}" if names else ""
         raise NotDeployed(f"no cluster {name or ''} is deployed on this Ray cluster{known}")
-    chosen = name or names[0]
-    return Deployment(ray.get_actor(CONTROLLER, namespace=f"{NAMESPACE_PREFIX}{chosen}"))
+    return Deployment(ray.get_actor(CONTROLLER, namespace=f"{NAMESPACE_PREFIX}{name or names[0]}"))
 
 
 def leftovers(name: str) -> list[str]:

@@ -147,9 +147,7 @@ class ControllerState:
         if process.silent_since is None:
             process.silent_since = now
         patience_s = FIRST_ANSWER_S if process.report is None else ACTOR_PATIENCE_S
-        if now - process.silent_since < patience_s:
-            return []
-        return self._give_up(process, "actor is silent")
+        return [] if now - process.silent_since < patience_s else self._give_up(process, "actor is silent")
 
     def _give_up(self, process: Process, reason: str) -> list[Action]:
         self._drop(process)
@@ -209,8 +207,7 @@ class ControllerState:
         self._generation += 1
         name, generation = unit.name(self.config), self._generation
         self.processes[name] = Process(unit, name, host.node_id, generation)
-        home = self._home(host)
-        return Start(unit=unit, name=name, generation=generation, host=host, home=home)
+        return Start(unit=unit, name=name, generation=generation, host=host, home=self._home(host))
 
     def _may_start(self, kind: ProcessKind) -> bool:
         """Returns True if the processes that this kind needs at its start are ready."""

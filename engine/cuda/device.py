@@ -54,9 +54,7 @@ def why_not_cuda() -> str | None:
     if capability < LEAST_CAPABILITY:
         found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         return f"the GPU has compute capability {found}, and at least {least} is required"
-    if find_spec("triton") is None:
-        return f"Triton is not installed: {INSTALL}"
-    return None
+    return f"Triton is not installed: {INSTALL}" if find_spec("triton") is None else None
 
 
 def list_gpus() -> list[tuple[str, int, int]]:

@@ -31,9 +31,7 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 def with_graphs(model: Model, config: ModelConfig, pool: KvTensors) -> ForwardPass:
     """Returns the model with CUDA graphs if its pool is on a CUDA device, otherwise the model itself."""
-    if pool.device.type != "cuda":
-        return model
-    return GraphedModel(model, config, pool, CudaCapture(pool.device))
+    return model if pool.device.type != "cuda" else GraphedModel(model, config, pool, CudaCapture(pool.device))
 
 
 class GraphedModel:

@@ -13,9 +13,7 @@ from moonserve.protocol.errors import ConfigError
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a tensor to `device` without waiting for the copy. It goes through pinned memory: from other memory, the
     caller would wait for all work submitted before."""
-    if tensor.device.type == device.type:
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if tensor.device.type == device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Event(Protocol):

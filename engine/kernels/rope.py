@@ -70,9 +70,7 @@ def frequencies(config: RopeConfig, head_dim: int, positions: torch.Tensor) -> t
         return plain / config.factor
     if config.rope_type == "llama3":
         return _llama3(config, plain)
-    if config.rope_type == "yarn":
-        return _yarn(config, head_dim)
-    return plain
+    return _yarn(config, head_dim) if config.rope_type == "yarn" else plain
 
 
 def _exponents(head_dim: int) -> torch.Tensor:

@@ -166,8 +166,7 @@ class TorchPagedAttention:
 
     def plan(self, spans: Sequence[Span], window: int | None) -> _Plan:
         singles = [span for span in spans if span.end - span.start == 1]
-        chunks = plan_chunks(self._chunks, spans, window)
-        return _Plan(self._plan_groups(singles, window), chunks)
+        return _Plan(self._plan_groups(singles, window), plan_chunks(self._chunks, spans, window))
 
     def _plan_groups(self, singles: Sequence[Span], window: int | None) -> list[_Group]:
         counts = [self._num_blocks(span, window) for span in singles]

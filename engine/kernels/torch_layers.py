@@ -134,9 +134,7 @@ class TorchKernels:
         return _Pass(self._embed(step), cos, sin, step.slots)
 
     def _embed(self, step: Step) -> torch.Tensor:
-        if step.hidden is not None:
-            return step.hidden.clone()
-        return F.embedding(step.token_ids, self._embedding)
+        return step.hidden.clone() if step.hidden is not None else F.embedding(step.token_ids, self._embedding)
 
     def project(self, layer: int, work: _Pass) -> Heads:
         own = self._layers[layer]
@@ -188,5 +186,4 @@ class TorchKernels:
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Computes RMSNorm in float32, rounded to the compute dtype before the weight is applied, like transformers."""
-        shape = (hidden.shape[-1],)
-        return F.rms_norm(hidden, shape, None, self._epsilon) * weight
+        return F.rms_norm(hidden, (hidden.shape[-1],), None, self._epsilon) * weight

@@ -278,9 +278,7 @@ _ROWS_AT_ONCE = 32  # bounds the memory of normalized logits
 
 def num_scored(piece: Slice) -> int:
     """Returns how many leading rows of a slice score a token of its prompt."""
-    if piece.scores is None:
-        return 0
-    return max(0, min(piece.end, piece.num_prompt_tokens - 1) - piece.start)
+    return 0 if piece.scores is None else max(0, min(piece.end, piece.num_prompt_tokens - 1) - piece.start)
 
 
 def score_prompts(logits: torch.Tensor, slices: Sequence[Slice]) -> torch.Tensor:

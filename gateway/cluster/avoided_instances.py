@@ -76,6 +76,4 @@ def suspects(reporter: str, error: MoonserveError, placement: Placement) -> set[
     named = {prefill, decode} & set(error.ids.values())
     if named:
         return named
-    if reporter == prefill and isinstance(error, PeerLost):
-        return {decode}
-    return {reporter}
+    return {decode} if reporter == prefill and isinstance(error, PeerLost) else {reporter}

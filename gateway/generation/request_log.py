@@ -66,6 +66,4 @@ def _log_fields(state: RequestState) -> dict[str, Any]:
 
 def _workers_text(state: RequestState) -> str:
     placement = state.placement
-    if placement is None:
-        return ""
-    return f"; {placement.prefill.instance_id}, then {placement.decode.instance_id}"
+    return "" if placement is None else f"; {placement.prefill.instance_id}, then {placement.decode.instance_id}"

@@ -114,8 +114,7 @@ class Gateway:
         """Starts the generations of a request. Raises NoWorker if the gateway is stopping."""
         if self._refuses:
             raise NoWorker("this gateway is shutting down")
-        root = self._context.tracer.begin("request", request.traceparent)
-        answer = Answer(request, root)
+        answer = Answer(request, self._context.tracer.begin("request", request.traceparent))
         answer.generations = [self._generation(request, choice, answer) for choice in request.choices]
         self._start(request, answer.generations)
         return answer
@@ -189,8 +188,7 @@ class Gateway:
         ]
         for report in reports:
             if (generation := self._routes.get(report.request_id)) is not None:
-                event = Reported(attempt=generation.state.attempt, report=report)
-                self._deliver(generation, event)
+                self._deliver(generation, Reported(attempt=generation.state.attempt, report=report))
         for number, (generation, arrived) in enumerate(self._group_tokens(batch), start=1):
             self._deliver(generation, arrived)
             if number % _MAX_BATCH == 0:

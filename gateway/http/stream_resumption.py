@@ -77,9 +77,7 @@ def parse_event_id(text: str) -> EventId:
 
 def seeded(body: B, last: EventId | None) -> B:
     """Returns the body with the seed that the gateway drew for the interrupted stream."""
-    if last is None or body.seed is not None:
-        return body
-    return body.model_copy(update={"seed": last.seed})
+    return body if last is None or body.seed is not None else body.model_copy(update={"seed": last.seed})
 
 
 def with_known_tokens(choices: Sequence[Choice], last: EventId | None, fingerprint: str) -> tuple[Choice, ...]:

@@ -114,8 +114,7 @@ class WholeReply(ClusterReply):
             return
         whole = self._render(sorted(join_pieces(pieces), key=lambda piece: piece.index))
         body = json.dumps(whole, separators=(",", ":")).encode()
-        length = {"content-length": str(len(body))}
-        await self._start(send, 200, b"application/json", length)
+        await self._start(send, 200, b"application/json", {"content-length": str(len(body))})
         await self._send(send, body, more=False)
 
 

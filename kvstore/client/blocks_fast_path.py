@@ -111,8 +111,7 @@ class BlocksFastPath:
         if node.attachment is not None:
             return node.attachment.lean_address
         deadline = Deadline(timeout_s)
-        attached = await self._ask(node, deadline, lambda: node.attached(deadline))
-        return attached.lean_address
+        return (await self._ask(node, deadline, lambda: node.attached(deadline))).lean_address
 
     async def lost(self, store: Endpoint, error: MoonserveError) -> None:
         """Marks the node as not answering; it is not used until it answers again."""

@@ -70,8 +70,7 @@ class ClusterView:
         """Returns all nodes for each chain head, home first. Raises NoWorker if there is no node."""
         if not self.nodes:
             raise NoWorker("the cluster has no store node")
-        ranks = self.placement.ranked(heads)
-        return [[self.nodes[place] for place in places] for places in ranks]
+        return [[self.nodes[place] for place in places] for places in self.placement.ranked(heads)]
 
     def by_id(self, node_id: str) -> StoreNode | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)

@@ -265,8 +265,7 @@ class KvStore:
         deadline = Deadline(timeout_s, sum(lengths))
         terms = _terms(pin, tenant)
         for part in portions(lengths):
-            there = slots.at(range(part.start, part.stop))
-            self._puts.put(items[part], there, terms, deadline)
+            self._puts.put(items[part], slots.at(range(part.start, part.stop)), terms, deadline)
 
     def batch_put_gathered(
         self,

@@ -123,8 +123,7 @@ class StoreLease:
 
     def _copies(self, lease: NodeLease, deadline: Deadline) -> list[memoryview]:
         lengths = [entry.length for entry in lease.entries]
-        scratch = self._resources.scratch.borrow(sum(lengths) or 1)
-        local = self._memory.enter_context(scratch)
+        local = self._memory.enter_context(self._resources.scratch.borrow(sum(lengths) or 1))
         runs, views, at = [], [], 0
         for entry in lease.entries:
             runs.append((entry.offset, at, entry.length))

@@ -163,9 +163,7 @@ class Directory:
     def holders(self, key: BlockKey) -> list[InstanceId]:
         """Returns the instances that hold a block."""
         slot = self.table.find(key)
-        if slot == NO_RECORD:
-            return []
-        return [self._instance_of[bit] for bit in bits_of(self._held(slot))]
+        return [] if slot == NO_RECORD else [self._instance_of[bit] for bit in bits_of(self._held(slot))]
 
     def is_held(self, slot: int) -> bool:
         """Returns True if any instance holds the block in this row."""

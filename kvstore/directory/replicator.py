@@ -122,8 +122,7 @@ class Replicator:
         async def ask(piece: Sequence[BlockKey]) -> Sequence[bool]:
             request = kvstore_pb2.StoreExistsRequest(keys=piece)
             exists = self._stub(node).Exists
-            reply = await self._channels.call(exists, request, timeout_s=EXISTS_TIMEOUT_S)
-            return reply.present
+            return (await self._channels.call(exists, request, timeout_s=EXISTS_TIMEOUT_S)).present
 
         return await self._keys_with_answer(node, keys, ask)
 
@@ -174,8 +173,7 @@ class Replicator:
         async def ask(piece: Sequence[BlockKey]) -> Sequence[int]:
             request = kvstore_pb2.StoreGetPinsRequest(keys=piece)
             pins = self._stub(node).GetPins
-            reply = await self._channels.call(pins, request, timeout_s=REMOVE_TIMEOUT_S)
-            return reply.pins
+            return (await self._channels.call(pins, request, timeout_s=REMOVE_TIMEOUT_S)).pins
 
         return await self._keys_with_answer(node, keys, ask)
 

@@ -124,8 +124,7 @@ class StoreService(DurableCalls):
     ) -> kvstore_pb2.StoreReserveReply:
         self._admit_writer()
         give_up_at = self._clock() + request.wait_s
-        puts = wire.put_requests_from_wire(request)
-        needed = self._state.bytes_to_write(puts)
+        needed = self._state.bytes_to_write(wire.put_requests_from_wire(request))
         if self._state.should_wait_for_memory(needed):
             await self.mover.wait_for_memory(needed, ROOM_WAIT_S)
         reservation = self._reserve(request)

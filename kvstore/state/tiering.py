@@ -168,8 +168,7 @@ class TierMoves:
     def in_flight(self) -> list[StoredObject]:
         """Returns the objects that moves and checks hold, one entry per hold."""
         stored = [store.object for store in self._stores.values()]
-        loaded = [load.object for load in self._loads.values()]
-        return [*self._checks, *stored, *loaded]
+        return [*self._checks, *stored, *(load.object for load in self._loads.values())]
 
     def validate(self) -> None:
         """Raises AssertionError unless the counters of bytes in flight are right."""

@@ -209,8 +209,7 @@ class PrefixLoads:
         if read.failed:
             says_nothing = read.seconds <= speed.seconds(read.num_bytes)
         if not says_nothing:
-            learned = speed.after(read.num_bytes, read.seconds)
-            self._speeds.measured(read.store, learned, now)
+            self._speeds.measured(read.store, speed.after(read.num_bytes, read.seconds), now)
 
     def read_stats(self) -> Mapping[str, StoreReadStats]:
         """Returns the statistics by store id, for metrics."""

@@ -170,9 +170,7 @@ class Sequence:
     def usable_keys(self, block_size: int) -> tuple[BlockKey, ...]:
         """Returns the keys of the blocks that need not be computed. The last token is always computed for its logits; a
         prompt that is scored is computed whole."""
-        if self.scores is not None:
-            return ()
-        return self.request.block_keys[: (self.num_tokens - 1) // block_size]
+        return () if self.scores is not None else self.request.block_keys[: (self.num_tokens - 1) // block_size]
 
     def source_runs(self, first: int, block_size: int) -> list[tuple[Endpoint, int, int]]:
         """Returns (store, start, end) of the usable blocks that the sources hold, contiguous from `first` on."""

@@ -118,8 +118,7 @@ class Steps:
         """Starts an early step. It has no other members, so no loaded sequence waits for another's blocks."""
         end, max_wait_s = self._early.begin(sequence, now)
         assert sequence.early is not None, "it has begun"
-        num_tokens = end - sequence.early.start
-        plan = plan_slice(sequence, num_tokens, self._shared.limits.block_size)
+        plan = plan_slice(sequence, end - sequence.early.start, self._shared.limits.block_size)
         self._begin((sequence,), (plan,), max_wait_s, now)
 
     def settle(self, now: float) -> None:

@@ -99,8 +99,7 @@ class ConductorClient:
         leader = self._leader or await self._find()
         if leader is None:
             raise NotLeader(f"none of the conductors {', '.join(self._addresses)} leads")
-        chosen = method(self._stub(leader.address))
-        call = self._channels.call(chosen, request, timeout_s=timeout_s)
+        call = self._channels.call(method(self._stub(leader.address)), request, timeout_s=timeout_s)
         try:
             async with background_task(call) as answer:
                 await self._until_answered(answer, leader)

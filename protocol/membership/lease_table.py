@@ -42,8 +42,7 @@ class LeaseTable:
             raise held_error(holder.member.endpoint.rpc_address, member, holder.expires_at - self._now)
         last = self._ended.pop(member.instance_id, 0) if holder is None else holder.member.endpoint.epoch
         # The member's epoch may come from an earlier table.
-        epoch = max(self._first_epoch, last + 1, member.endpoint.epoch + 1)
-        joined = with_epoch(member, epoch)
+        joined = with_epoch(member, max(self._first_epoch, last + 1, member.endpoint.epoch + 1))
         self._leases[member.instance_id] = _Lease(joined, self._now + ttl_s)
         self.version += 1
         return joined

@@ -92,9 +92,7 @@ def _report(line: bytes) -> StartReport:
     entry: dict[str, Any] = json.loads(line)
     if "ready" in entry:
         return StartReady(entry["ready"])
-    if "failed" in entry:
-        return StartFailed(entry["failed"])
-    return StartProgress(entry["stage"], entry["fraction"])
+    return StartFailed(entry["failed"]) if "failed" in entry else StartProgress(entry["stage"], entry["fraction"])
 
 
 async def wait_for_first_exit(processes: Iterable[Process]) -> None:

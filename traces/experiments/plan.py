@@ -84,8 +84,7 @@ class PlanReport:
         """Returns the command line that reproduces the plan's figures."""
         flags = to_flags(options_of(cluster, self.options))
         at = flags.index("--trace")
-        rest = flags[:at] + flags[at + 2 :]
-        return shlex.join(["moonserve", "simulate", flags[at + 1], *rest])
+        return shlex.join(["moonserve", "simulate", flags[at + 1], *(flags[:at] + flags[at + 2 :])])
 
     def serve(self, cluster: CandidateCluster) -> str:
         """Returns the command line that serves this division and policy. The user fills in MODEL and the cache

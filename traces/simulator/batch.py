@@ -112,8 +112,7 @@ class Batch:
         runs, segments = list(sequence.runs), self._done
         if sequence.run_from is not None:
             assert self._segment is not None
-            partial = self._segment._replace(num_steps=self._steps_done(now))
-            segments = [*self._done, partial]
+            segments = [*self._done, self._segment._replace(num_steps=self._steps_done(now))]
             runs.append(TokenRun(sequence.run_waited_s, sequence.run_from, len(segments)))
         return gaps_of(runs, segments, self._spread)
 

@@ -143,9 +143,7 @@ def parse_distribution(text: str, flag: str) -> Distribution:
         if kind == "lognormal":
             mean, sigma = map(float, rest.split(":"))
             return LogNormal(_above_0(mean), _not_below_0(sigma))
-        if kind == "empirical":
-            return Empirical(_values(Path(rest)))
-        return Constant(_not_below_0(float(text)))
+        return Empirical(_values(Path(rest))) if kind == "empirical" else Constant(_not_below_0(float(text)))
     except ValueError as error:
         raise ConfigError(
             f"{flag}: {text!r} is no distribution ({error}); write a number, "

@@ -265,8 +265,7 @@ def address_of(buffer: ReadableBuffer | np.ndarray[Any, Any]) -> int:
     try:
         return ctypes.addressof(_Place.from_buffer(memory))
     except TypeError:  # read-only
-        array = np.frombuffer(memory, np.uint8)
-        return int(array.__array_interface__["data"][0])
+        return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def vectors(*pieces: tuple[int, int]) -> IoVectors:

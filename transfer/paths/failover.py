@@ -275,8 +275,7 @@ class Peer:
                     refused.append((part, error or nowhere))
             for lane, chosen in groups.items():
                 self._context.endpoints.used(lane)
-                nbytes = sum(part.nbytes for part in chosen)
-                lane.stats.submitted(nbytes)
+                lane.stats.submitted(sum(part.nbytes for part in chosen))
                 lane.put(Group(job, chosen))
         if failed_on is not None and groups and failed_on not in groups:
             failed_on.stats.count(Incident.FAILOVER)

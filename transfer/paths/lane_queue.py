@@ -40,9 +40,7 @@ class Group:
 def attempt_ends_at(part: Part, now: float) -> float:
     """Returns when an attempt ends: after half of the remaining time if another path can be tried, else at the
     deadline."""
-    if not part.has_alternative:
-        return part.deadline_at
-    return now + (part.deadline_at - now) / 2
+    return now + (part.deadline_at - now) / 2 if part.has_alternative else part.deadline_at
 
 
 class GroupQueue(deque[Group]):

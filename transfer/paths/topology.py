@@ -94,9 +94,7 @@ def _numa_distance(machine: Machine, node: int, device: Device) -> Distance | No
 
 
 def _between(machine: Machine, node: int | None, other: int | None) -> int | None:
-    if node is None or other is None:
-        return None
-    return machine.numa_distances.get(node, {}).get(other)
+    return None if node is None or other is None else machine.numa_distances.get(node, {}).get(other)
 
 
 def _gpu_distance(machine: Machine, gpu: Device, device: Device) -> Distance | None:

@@ -127,8 +127,7 @@ class RdmaSession(StreamSession):
         if part.op is Op.WRITE and part.window_id is None:
             slices.settle(part, InvalidRequest("a WRITE needs a window"))
             return
-        local_key = self._rail.memory.own(part.local).local_key
-        flight = _Flight(part, self._next_queue, local_key)
+        flight = _Flight(part, self._next_queue, self._rail.memory.own(part.local).local_key)
         self._next_queue = (self._next_queue + 1) % len(self._queues)
         self._num_flights += 1
         self._in_flight += part.nbytes

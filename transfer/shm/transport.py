@@ -238,8 +238,7 @@ class ShmTransport:
             raise ConfigError(f"cannot listen on the abstract socket {name}: {error}") from error
         self._copier = Copier(state.options.copy_threads)
         rail = Rail(self.name, self.name, name)
-        make = partial(self._target, state)
-        return [Acceptor(listener, rail, state, make, self._copier.close)]
+        return [Acceptor(listener, rail, state, partial(self._target, state), self._copier.close)]
 
     def _target(self, state: ServedState, sock: socket.socket) -> ShmTarget:
         return ShmTarget(Connection(sock), state, copier=self._copier, markers=self._markers)

@@ -87,8 +87,7 @@ class Connection:
 
     def peer_pid(self) -> int:
         """Returns the pid of the process that was at a Unix socket's other end when it connected."""
-        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return array.array("i", credentials)[0]
+        return array.array("i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
     def set_deadline(self, deadline_at: float | None) -> None:
         """Sets a fixed deadline for the following waits."""

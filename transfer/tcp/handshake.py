@@ -77,8 +77,7 @@ def _receive_challenge(connection: Connection, hello: bytes) -> tuple[int, bytes
 
 def respond(connection: Connection, credentials: Credentials, connection_id: int, *, checksums: bool) -> Agreement:
     """Runs the target's side. Raises the same errors; the initiator is notified first, unless it sent no handshake."""
-    hello = connection.receive_bytes(_HELLO.size)
-    magic, version, their_flags, theirs = _HELLO.unpack(hello)
+    magic, version, their_flags, theirs = _HELLO.unpack(connection.receive_bytes(_HELLO.size))
     if magic != _MAGIC:
         raise ProtocolViolation("the connection does not begin with a handshake")
     status = Code.OK if version == PROTOCOL_VERSION else Code.INCOMPATIBLE
@@ -96,8 +95,7 @@ def respond(connection: Connection, credentials: Credentials, connection_id: int
     if status != Code.OK:
         connection.send(_WELCOME.pack(status, 0, _NO_PROOF))
         raise _refused(status)
-    answer = expected.of(b"target", connection_id)
-    connection.send(_WELCOME.pack(Code.OK, connection_id, answer))
+    connection.send(_WELCOME.pack(Code.OK, connection_id, expected.of(b"target", connection_id)))
     return Agreement(connection_id, bool(flags))
 
 

@@ -66,8 +66,7 @@ class StreamTarget:
             self.next_request()
 
     def next_request(self) -> None:
-        data = self.idle_receive(HEADER_BYTES)
-        self.dispatch(decode(data))
+        self.dispatch(decode(self.idle_receive(HEADER_BYTES)))
 
     def idle_receive(self, count: int) -> bytearray:
         """Receives the beginning of a request without a deadline and sets the deadline of the rest."""

@@ -62,8 +62,7 @@ def load_policy(name: str) -> PlacementPolicy:
     lacks an attribute of a policy."""
     place, _, class_name = name.rpartition(":")
     try:
-        module = _module_of(place)
-        policy = getattr(module, class_name)()
+        policy = getattr(_module_of(place), class_name)()
     except Exception as error:  # user code may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the placement policy {name!r} cannot be created: {reason}") from error

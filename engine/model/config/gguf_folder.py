@@ -278,9 +278,7 @@ def _rope(header: _Header) -> dict[str, Any]:
             settings["original_max_position_embeddings"] = int(original)
     elif kind != "none":
         raise header.error(f"rotary positions scaled by {kind!r} are not supported, only by linear and yarn")
-    if header.rope_factors:
-        return settings | _llama3(header, theta, int(original or _LLAMA3_POSITIONS))
-    return settings
+    return settings | _llama3(header, theta, int(original or _LLAMA3_POSITIONS)) if header.rope_factors else settings
 
 
 def _llama3(header: _Header, theta: float, original: int) -> dict[str, Any]:

@@ -208,6 +208,4 @@ def _rows(format: WeightFormat, codes: torch.Tensor, scales: torch.Tensor, zeros
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpacks int32 words [n, words] into codes without sign [n, codes], uint8, the lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return octets
-    return torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)

@@ -84,8 +84,7 @@ class InlineClient:
         """Reads values that fit their slots, up to `GET_BYTES`. Raises NotOffered, PeerLost, DeadlineExceeded."""
         left_s = deadline.left_s()
         with self._link(deadline) as link:
-            steps = _get_steps(link, keys, slots, left_s)
-            return run_steps(steps, link, time.monotonic() + left_s)
+            return run_steps(_get_steps(link, keys, slots, left_s), link, time.monotonic() + left_s)
 
     def scatter(self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline) -> list[int | ReadMiss]:
         """Reads values into slots of several pieces, up to `GET_BYTES` in all, and returns their checksums.
@@ -94,8 +93,7 @@ class InlineClient:
         """
         left_s = deadline.left_s()
         with self._link(deadline) as link:
-            steps = _scatter_steps(link, keys, slots, left_s)
-            return run_steps(steps, link, time.monotonic() + left_s)
+            return run_steps(_scatter_steps(link, keys, slots, left_s), link, time.monotonic() + left_s)
 
     async def scatter_in_loop(
         self, keys: Sequence[BlockKey], slots: BufferSlots, deadline: Deadline

@@ -75,8 +75,7 @@ def lease_steps(store: Endpoint, lease_id: str, keys: Sequence[BlockKey], ttl_s:
 
 def renew_call(lease_id: str, ttl_s: float) -> Call:
     """Returns the call that renews a lease. It raises StaleLease if the lease has ended."""
-    request = kvstore_pb2.StoreRenewRequest(lease_id=lease_id, ttl_s=ttl_s)
-    return Call(attrgetter("Renew"), request)
+    return Call(attrgetter("Renew"), kvstore_pb2.StoreRenewRequest(lease_id=lease_id, ttl_s=ttl_s))
 
 
 def release_call(lease_id: str) -> Call:

@@ -91,9 +91,7 @@ class MappedObjects:
             return None
         if status < 0:
             return _MISSES[NotCopied(status)]
-        if verify and xxhash.xxh3_64_intdigest(value) != int(copied.checksums[0]):
-            return ReadMiss.CORRUPT
-        return value
+        return ReadMiss.CORRUPT if verify and xxhash.xxh3_64_intdigest(value) != int(copied.checksums[0]) else value
 
     def into(self, packed_keys: bytes, slots: BufferSlots, *, verify: bool) -> list[int | ReadMiss]:
         """Reads objects into their slots and returns the lengths. Keys have 16 bytes, back to back.

@@ -218,8 +218,7 @@ class NodeReads:
             self.report_uses(node, b"")
         if places := _to_ask(fates):
             request = kvstore_pb2.StoreExistsRequest(keys=select(keys, places))
-            reply = node.call(lambda stub: stub.Exists, request, deadline)
-            _set_at(fates, places, reply.present)
+            _set_at(fates, places, node.call(lambda stub: stub.Exists, request, deadline).present)
         return [fate if fate is True else ReadMiss.ABSENT for fate in fates]
 
     def entries(self, node: StoreNode, keys: Keys, deadline: Deadline) -> list[Entry | LeasedObject | ReadMiss]:

@@ -193,8 +193,7 @@ def _unframe_any(page: memoryview) -> tuple[PageKind, PageContext, bytes] | None
     if xxh3_64_intdigest(checked) != checksum or kind not in _KINDS:
         return None
     payload = checked[_FRAME.size - _CHECKED_FROM :]
-    context = PageContext(*_CONTEXT.unpack_from(payload))
-    return PageKind(kind), context, payload[_CONTEXT.size :]
+    return PageKind(kind), PageContext(*_CONTEXT.unpack_from(payload)), payload[_CONTEXT.size :]
 
 
 def fill_head(page: memoryview, context: PageContext, num_pages: int, cipher: str) -> None:
@@ -329,6 +328,4 @@ def encode_footer(context: PageContext, *, log_end: int, num_records: int, recor
 
 def decode_trailer(page: memoryview, context: PageContext) -> Trailer | None:
     framed = unframe(page, context)
-    if framed is None or framed[0] is not PageKind.TRAILER:
-        return None
-    return Trailer(*_TRAILER.unpack(framed[1]))
+    return None if framed is None or framed[0] is not PageKind.TRAILER else Trailer(*_TRAILER.unpack(framed[1]))

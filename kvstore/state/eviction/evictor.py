@@ -272,6 +272,4 @@ class Evictor:
         return True
 
     def _object(self, record: Record) -> StoredObject | None:
-        if record == NO_RECORD:
-            return None
-        return self._catalog.find(self._rows.key(record))
+        return None if record == NO_RECORD else self._catalog.find(self._rows.key(record))

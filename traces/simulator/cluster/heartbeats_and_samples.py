@@ -52,8 +52,7 @@ class HeartbeatSender:
             return
         self.num_heartbeats += 1
         if isinstance(node, PrefillNode):
-            changes = node.store.take_changes()
-            seen = self._send(_prefill_heartbeats(node, self._spec, changes), now)
+            seen = self._send(_prefill_heartbeats(node, self._spec, node.store.take_changes()), now)
         else:
             assert isinstance(node, DecodeNode)
             seen = self._send([_decode_heartbeat(node, now)], now)

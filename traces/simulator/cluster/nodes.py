@@ -143,8 +143,7 @@ class ClusterBuilder:
             chunk_share=spec.chunk_share,
         )
         policy = make_policy(spec.policy, spec.balancing_threshold, spec.seed)
-        roles = RoleController(spec.roles) if spec.roles else None
-        return ConductorState(policy, limits, roles)
+        return ConductorState(policy, limits, RoleController(spec.roles) if spec.roles else None)
 
     def _prefill_machine(self, name: str) -> PrefillMachine:
         spec = self._spec
