@@ -194,6 +194,7 @@ class GenerationRequest:
 
     request_id: str
     arrived_at: float  # monotonic seconds; arrival of the last byte
+    model: str = ""  # as the client names it
     client_id: str = ""  # header x-request-id, the client's own id of the request
     session_id: str = ""  # id of the client's conversation; empty if it names none
     choices: tuple[Choice, ...]

@@ -141,16 +141,25 @@ class Answer:
         times = ((each.state.index, each.timings.phase_times) for each in self.generations)
         return [{"index": i, **found.as_json()} for i, found in times if found is not None]
 
-    def _span_attributes(self) -> dict[str, str | int]:
-        """Returns the attributes of the request's span."""
+    def _span_attributes(self) -> dict[str, str | int | float]:
+        """Returns the attributes of the request's span, by OpenTelemetry's names of generative AI and vLLM's of
+        latencies."""
         states = [generation.state for generation in self.generations]
-        return {
-            "request_id": self._request.request_id,
-            "num_choices": len(states),
-            "prompt_tokens": sum(len(state.prompt) for state in states),
-            "output_tokens": sum(len(state.generated) for state in states),
-            "cached_tokens": sum(state.cached_tokens for state in states),
+        sampling = self._request.choices[0].sampling
+        attributes: dict[str, str | int | float] = {
+            "gen_ai.request.id": self._request.request_id,
+            "gen_ai.request.model": self._request.model,
+            "gen_ai.request.choice.count": len(states),
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.usage.input_tokens": sum(len(state.prompt) for state in states),
+            "gen_ai.usage.output_tokens": sum(len(state.generated) for state in states),
+            "gen_ai.usage.cache_read.input_tokens": sum(state.cached_tokens for state in states),
         }
+        if (found := self.generations[0].timings.phase_times) is not None:
+            attributes |= {"gen_ai.latency.time_to_first_token": found.ttft_s, "gen_ai.latency.e2e": found.e2e_s}
+        return attributes
 
     def _end_trace(self, error: MoonserveError | None) -> None:
         root, self.root = self.root, None

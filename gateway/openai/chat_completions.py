@@ -181,7 +181,7 @@ class ChatCompletions:
         body, last = plan.body, plan.last
         fingerprint = self._gateway.cluster.model_info().fingerprint
         choices = stream_resumption.with_known_tokens(plan.choices, last, fingerprint)
-        generation_request = _generation_request(request, body, choices)
+        generation_request = _generation_request(request, body, plan.header.model, choices)
         answer = await _admitted(request, self._gateway, generation_request, plan.prompts)
         slow_client_s = self._config.slow_client_s
         if not body.stream:
@@ -225,13 +225,16 @@ def _reply_options(body: SamplingBody, *, logprobs: bool) -> ReplyOptions:
 # From a validated body to the cluster
 
 
-def _generation_request(request: Request, body: SamplingBody, choices: tuple[Choice, ...]) -> GenerationRequest:
+def _generation_request(
+    request: Request, body: SamplingBody, model: str, choices: tuple[Choice, ...]
+) -> GenerationRequest:
     """Makes the cluster's request of a body and the HTTP headers. Raises ApiError for invalid headers."""
     identity = admission_of(request).identity
     return GenerationRequest(
         request_id=request.state.cluster_id,
         client_id=request.state.request_id,
         arrived_at=request.state.arrived_at,
+        model=model,
         session_id=_session_id(request),
         choices=choices,
         priority=identity.priority_of(body.priority),

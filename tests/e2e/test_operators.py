@@ -140,7 +140,8 @@ def test_one_trace_passes_through_every_process(cluster: Cluster) -> None:
     """Only this client requests a trace, because the sampling ratio is 0."""
     header = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     wish = {"prompt": list(range(1, 80)), "max_tokens": 8}
-    decode = post(cluster, wish, **header).headers["x-decode-instance-id"]
+    reply = post(cluster, wish, **header)
+    decode = reply.headers["x-decode-instance-id"]
     assert "x_timing" not in post(cluster, wish).json()
     expected = {
         *(("request", "gateway-0"), ("placing", "gateway-0"), ("place", "conductor")),
@@ -158,7 +159,10 @@ def test_one_trace_passes_through_every_process(cluster: Cluster) -> None:
     parents["request"] = "0xb7ad6b7169203331"
     for name, span in by_name.items():
         assert span["parent_id"] == parents.get(name, ids["request"]), name
-    assert by_name["request"]["attributes"]["output_tokens"] == 8
+    request = {name.removeprefix("gen_ai."): value for name, value in by_name["request"]["attributes"].items()}
+    assert (request["usage.input_tokens"], request["usage.output_tokens"], request["request.max_tokens"]) == (79, 8, 8)
+    assert 0 < request["latency.time_to_first_token"] < request["latency.e2e"]
+    assert request["request.model"] == reply.json()["model"]
     assert by_name["decode"]["attributes"]["num_tokens"] == 7
     assert by_name["place"]["attributes"]["decode_instance"] == decode
 
