@@ -113,6 +113,20 @@ class RequestMetrics:
         self.decode_s = histogram("vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS)
         self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS)
         self.generation_length = histogram("vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS)
+        self.longest_generation = histogram(
+            "vllm:request_max_num_generation_tokens", "Output lengths, of several choices the longest.", _TOKEN_BUCKETS
+        )
+        self.num_choices = histogram("vllm:request_params_n", "Choices asked for.", _TOKEN_BUCKETS)
+        self.max_tokens = histogram("vllm:request_params_max_tokens", "Bounds of output lengths.", _TOKEN_BUCKETS)
+        self.inference_s = histogram(
+            "vllm:request_inference_time_seconds", "Prefill and decode, without waiting.", _DURATION_BUCKETS
+        )
+        self.tpot_s = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean gaps between a request's tokens.", _TBT_BUCKETS
+        )
+        self.step_tokens = of.durations(
+            "vllm:iteration_tokens_total", "Tokens that a worker's step made for this gateway.", _TOKEN_BUCKETS
+        )
         self.success = of.counter_by("finished_reason", "vllm:request_success", "Requests that ended well.")
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1.")
         self.failures = of.counter_by(

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from moonserve.gateway.cluster.request_metrics import RequestMetrics
 from moonserve.gateway.generation.events import GenerationRequest, Piece
 from moonserve.gateway.generation.request_runner import Generation
 from moonserve.protocol.errors import Cancelled, MoonserveError
@@ -92,13 +93,14 @@ def _join(parts: list[Piece]) -> Piece:
 class Answer:
     """Output of all choices of one request, as the reply's writer reads it."""
 
-    def __init__(self, request: GenerationRequest, root: RequestSpan | None) -> None:
+    def __init__(self, request: GenerationRequest, root: RequestSpan | None, metrics: RequestMetrics) -> None:
         """`root`: the request's span, which the answer ends; None if the request is not traced."""
         self._queue = OutputQueue(_MAX_UNREAD_TOKENS)
         self._num_unread = len(request.choices)
         self._num_generating = len(request.choices)
         self._request = request
         self.root = root
+        self._metrics = metrics
         self.generations: list[Generation] = []
 
     async def take(self, handler: Handler | None = None) -> list[Piece]:
@@ -126,6 +128,8 @@ class Answer:
     def on_piece(self, piece: Piece) -> None:
         self._num_generating -= piece.finish_reason is not None
         if not self._num_generating:
+            longest = max(len(generation.state.generated) for generation in self.generations)
+            self._metrics.longest_generation.observe(longest)
             self._end_trace(None)
         if not self._queue.put(piece):
             self.cancel(Cancelled("the client reads too slowly"))

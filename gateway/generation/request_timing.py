@@ -173,7 +173,11 @@ class RequestTiming:
         metrics.e2e_s.observe(now - self._at.arrived_at)
         metrics.generation_length.observe(len(state.generated))
         if self._at.first_at is not None:
-            metrics.decode_s.observe(now - self._at.first_at)
+            decode_s, report = now - self._at.first_at, state.last_report
+            metrics.decode_s.observe(decode_s)
+            metrics.tpot_s.observe(decode_s / max(1, len(state.generated) - 1))
+            if report is not None:
+                metrics.inference_s.observe(report.load_s + report.compute_s + decode_s)
         self.phase_times = phase_times(self._at, state.last_report, state.decode_report)
         if self.phase_times is not None:
             for phase, seconds in self.phase_times.phases().items():

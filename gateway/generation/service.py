@@ -114,7 +114,10 @@ class Gateway:
         """Starts the generations of a request. Raises NoWorker if the gateway is stopping."""
         if self._refuses:
             raise NoWorker("this gateway is shutting down")
-        answer = Answer(request, self._context.tracer.begin("request", request.traceparent))
+        metrics = self._context.metrics
+        answer = Answer(request, self._context.tracer.begin("request", request.traceparent), metrics)
+        metrics.num_choices.observe(len(request.choices))
+        metrics.max_tokens.observe(request.choices[0].sampling.max_tokens)
         answer.generations = [self._generation(request, choice, answer) for choice in request.choices]
         self._start(request, answer.generations)
         return answer
@@ -189,6 +192,8 @@ class Gateway:
         for report in reports:
             if (generation := self._routes.get(report.request_id)) is not None:
                 self._deliver(generation, Reported(attempt=generation.state.attempt, report=report))
+        if batch.tokens:
+            self._context.metrics.step_tokens.add(len(batch.tokens))
         for number, (generation, arrived) in enumerate(self._group_tokens(batch), start=1):
             self._deliver(generation, arrived)
             if number % _MAX_BATCH == 0:

@@ -41,6 +41,10 @@ async def test_metrics_follow_requests(http: aiohttp.ClientSession, cluster: Scr
     assert value("vllm:inter_token_latency_seconds_count") == 5
     assert value("vllm:e2e_request_latency_seconds_count") == 1
     assert value("vllm:prefix_cache_hits_total") == 1
+    assert value("vllm:request_params_max_tokens_sum") == value("vllm:request_max_num_generation_tokens_sum") == 6
+    assert value("vllm:iteration_tokens_total_sum") == 6
+    for name in ("params_n", "inference_time_seconds", "time_per_output_token_seconds"):
+        assert value(f"vllm:request_{name}_count") == 1
     assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
     assert value("vllm:request_success_total", ',finished_reason="length"') == 1
 
