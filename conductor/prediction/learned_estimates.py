@@ -27,7 +27,7 @@ _EPSILON_S = 1e-4
 class RobustDuration:
     """Running estimate of a duration: x ← x + w · clip(log(actual + ε) − x, ±C), seconds = exp(x) − ε.
 
-    The estimator is that of `compute_time.Correction`, for the same reason: one outlier moves it by at most 6 %.
+    The estimator is that of `compute_time.PrefillCorrection`, for the same reason: one outlier moves it by at most 6 %.
     """
 
     __slots__ = ("_log", "seconds")

@@ -9,6 +9,7 @@
 3. The second visit of a 4,000-token prompt through the store, at another server and after that server's restart.
    Claims: TTFT at most 0.3 times that of the first visit, and at most that with LMCache's server, whose hit ratio is
    equal.
+4. Requests at rising rates, whoever has answered, beside one vLLM on both cores (`rates`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from benchmarks.serving.vllm.deployments import (
     moonserve_cluster,
     vllm_alone,
 )
+from benchmarks.serving.vllm.rates import RATES, at_rising_rates, draw_chart, rates_table
 from benchmarks.serving.vllm.visits import LONG_PROMPT, second_visits, visits_table
 from moonserve.protocol.latency import Timeline
 
@@ -109,6 +111,31 @@ def serving(model: Path, folder: Path, concurrencies: Sequence[int], rounds: int
         for deployment in deployments:
             deployment.close()
     return {name: medians(rows) for name, rows in results.items()}
+
+
+CONDITIONAL = (
+    *("--conditional-disaggregation", "on", "--role-switching", "off"),
+    *("--admission", "none", "--ttft-slo", "1", "--tbt-slo", "0.1"),
+)
+
+
+def rising_rates(model: Path, folder: Path, rounds: int, seconds: float) -> dict[str, dict[float, dict[str, float]]]:
+    deployments: list[Deployment] = []
+    try:
+        for deployment in (
+            vllm_alone(model, folder),
+            disaggregated(REFERENCE, model, folder, NIXL_CONNECTOR, RESTING_NIXL),
+            moonserve_cluster("moonserve", model, folder),
+            moonserve_cluster("moonserve, decode worker prefills too", model, folder, *CONDITIONAL),
+        ):
+            deployments.append(deployment)
+            deployment.wait_until_serving()
+            asyncio.run(measure(deployment, 2, f"warm up {deployment.name}"))
+            deployment.pause()
+        return at_rising_rates(deployments, RATES, rounds, seconds)
+    finally:
+        for deployment in deployments:
+            deployment.close()
 
 
 def serving_table(results: dict[str, dict[str, float]]) -> str:
@@ -185,7 +212,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.vllm", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--only", choices=["serving", "handoffs", "visits"])
+    parser.add_argument("--only", choices=["serving", "handoffs", "visits", "rates"])
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a window of rates")
+    parser.add_argument("--chart", type=Path, help="an SVG file for the chart of rates")
     parser.add_argument("--out", type=Path, default=Path("out/bench-vllm.json"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -206,6 +235,12 @@ def main() -> None:
             visits = second_visits(model, folder, arguments.rounds)
             report["visits"] = visits
             print(visits_table(visits))
+        if arguments.only in (None, "rates"):
+            found = rising_rates(model, folder, arguments.rounds, arguments.seconds)
+            report["rates"] = found
+            print(rates_table(found))
+            if arguments.chart is not None:
+                draw_chart(found, arguments.chart)
         write_json(arguments.out, report)
 
 

@@ -213,8 +213,8 @@ def disaggregated(
 def moonserve_cluster(name: str, model: Path, folder: Path, *flags: str) -> Deployment:
     """Starts `moonserve serve` with one prefill and one decode worker, of one thread each."""
     port = free_port()
-    argv = [sys.executable, "-m", "moonserve", "serve", str(model), "--port", str(port), *flags]
+    argv = [sys.executable, "-m", "moonserve", "serve", str(model), "--port", str(port)]
     argv += ["--served-model-name", "model", "--dtype", "bfloat16", "--kv-cache-memory", str(_KV_BYTES)]
-    argv += ["--max-model-len", str(_MAX_LEN), "--ttft-slo", "1000", "--tbt-slo", "1000"]  # nothing is rejected
+    argv += ["--max-model-len", str(_MAX_LEN), "--ttft-slo", "1000", "--tbt-slo", "1000", *flags]  # nothing is rejected
     process = Process(argv, {"MOONSERVE_VLLM_PYTHON": str(VLLM_PYTHON)}, folder / f"{name.replace(' ', '-')}.log")
     return Deployment(name, [process], f"http://127.0.0.1:{port}", "/ready")
