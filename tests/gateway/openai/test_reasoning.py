@@ -13,6 +13,7 @@ import pytest
 from moonserve.gateway.text.message_syntax import select
 from moonserve.gateway.text.tokenizer import load_tokenizer
 from moonserve.protocol.grammar import GrammarCache
+from moonserve.protocol.kv_blocks import unpack_tokens
 from tests.gateway.conftest import MODEL, running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster
 
@@ -72,8 +73,6 @@ def answers(cluster: ScriptedCluster, folder: Path, text: str) -> None:
 
 
 def prompt(cluster: ScriptedCluster, folder: Path) -> str:
-    from moonserve.protocol.kv_blocks import unpack_tokens
-
     return load_tokenizer(folder).decode(unpack_tokens(cluster.submissions[-1].token_ids))
 
 
