@@ -19,7 +19,7 @@ from benchmarks.serving.vllm.deployments import Deployment
 from moonserve.protocol.latency import Timeline
 from moonserve.traces.plots import draw_image, label_axes, legend, line_style
 
-RATES = (0.5, 1.0, 1.5, 2.0, 2.5)
+RATES = (0.5, 1.0, 1.5, 2.0)
 _PROMPT, _OUTPUT = 512, 64
 _TTFT_SLO_S, _TBT_SLO_S = 1.0, 0.1
 _MOST_TTFT_S = 4.0  # beyond this median, a deployment is not measured at higher rates
