@@ -212,7 +212,7 @@ class StageStep:
             return await stage.engine.execute(
                 self._slices, self._writer.on_layer, hidden=self._hidden(stage.inbox, stage.outbox)
             )
-        except Exception:
+        except Exception:  # the next stage must not wait for what will not come
             if stage.outbox is not None:
                 stage.outbox.publish_failure(self._step)
             raise

@@ -64,6 +64,8 @@ class HarmonyParser(MessageParser):
             pass
         if self._header is None:
             self._end_body(is_cut=is_cut)
+        elif not self._is_plain and not any(mark in self._header for mark in MARKS):
+            self._output.content += self._header
 
     def _advance(self, *, is_final: bool) -> bool:
         """Processes text up to the next mark. Returns True if more can be processed."""

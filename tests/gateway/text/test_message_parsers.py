@@ -157,6 +157,7 @@ ADDING = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
         ("harmony", f"{THOUGHT}a < b <|en", ("a < b <|en", "", [])),
         ("harmony", f"{THOUGHT}a{AGAIN}<|chan", ("a", "", [])),
         ("harmony", " <|", ("", " <|", [])),
+        ("harmony", "to=x, as in to=y", ("", "to=x, as in to=y", [])),
     ],
 )  # fmt: skip
 def test_reasoning_is_told_from_the_answer(kind: str, text: str, expected: Any) -> None:
