@@ -72,6 +72,21 @@ def test_a_decode_worker_gets_the_prompts_kv_instead_of_computing_it(cluster: Cl
     until(lambda: sum(cluster.counters(name)["loaded_tokens"] for name in names) >= before + 400)
 
 
+def test_a_short_prompt_overtakes_long_ones_that_wait(cluster: Cluster) -> None:
+    prompts = [*(_prompt(1000, seed=100 + number) for number in range(24)), _prompt(8, seed=100)]
+    order: list[int] = []
+
+    def ask(prompt: list[int]) -> None:
+        cluster.complete(prompt, 1)
+        order.append(len(prompt))
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        for prompt in prompts:
+            threads.submit(ask, prompt)
+    assert sorted(order) == [8, *[1000] * 24]
+    assert order.index(8) < 20, "by arrival it would be the last"
+
+
 def test_prompts_of_other_salts_share_no_blocks(cluster: Cluster) -> None:
     prompt = _prompt(160, seed=2)
     for salt, num_cached in (("a", 0), ("b", 0), ("a", 128)):

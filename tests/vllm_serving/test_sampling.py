@@ -1,5 +1,6 @@
 """Every sampling parameter reaches vLLM or the logits processor, whichever part of an answer an engine generates."""
 
+import itertools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from moonserve.vllm.serving.sampling import (
     Way,
     engine_parameters,
     sampling_of_processor,
+    scheduling_priority,
     seed_of_part,
 )
 from tests.prefill_worker.builders import make_request
@@ -101,6 +103,13 @@ def test_parts_of_an_answer_have_seeds_of_their_own_that_torch_takes() -> None:
     seeds = {seed_of_part(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(50)}
     assert len(seeds) == 150
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_requests_are_scheduled_by_priority_then_by_place() -> None:
+    order = [(-(2**31), 0.0), (-1, 1e9), (0, -3.5), (0, 1.25), (0, 1.26), (1, -1e6), (2**31 - 1, 1e9)]
+    numbers = list(itertools.starmap(scheduling_priority, order))
+    assert numbers == sorted(set(numbers))
+    assert all(-(2**63) <= number < 2**63 for number in numbers)
 
 
 def test_greedy_requests_without_history_need_no_processor() -> None:

@@ -34,6 +34,7 @@ class CountingEngine:
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[Request, bool, str]] = field(default_factory=list)
+    places: list[float] = field(default_factory=list)
     num_aborted: int = 0
 
     def __post_init__(self) -> None:
@@ -42,9 +43,10 @@ class CountingEngine:
         self.facts = SimpleNamespace(num_blocks=100, block_size=_SIZE)
 
     async def generate(
-        self, request: Request, *, salt: str, is_prefill: bool, kv_transfer_params: str
+        self, request: Request, *, salt: str, is_prefill: bool, place: float, kv_transfer_params: str
     ) -> AsyncGenerator[Generated, None]:
         self.asked.append((request, is_prefill, kv_transfer_params))
+        self.places.append(place)
         report = PrefillReport(request_id=request.request_id, cached_tokens=8, queue_s=0.0, load_s=0.0, compute_s=0.1)
         token_id, index = request.token_ids[-1], request.first_index
         try:

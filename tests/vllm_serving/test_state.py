@@ -56,7 +56,9 @@ def _request(request_id: RequestId = _ID, num_generated: int = 0, timeout_s: flo
 
 def _submitted(request: Request | None = None) -> Submitted:
     request = request or _request()
-    placement = Placement(request_id=request.request_id, prefill=_endpoint("prefill-0"), decode=_endpoint("decode-0"))
+    placement = Placement(
+        request_id=request.request_id, prefill=_endpoint("prefill-0"), decode=_endpoint("decode-0"), rank=7.5
+    )
     return Submitted(request=request, placement=placement)
 
 
@@ -97,7 +99,7 @@ def fixture_world() -> _World:
 def test_a_prefill_sends_its_token_and_hands_the_request_off_with_it(world: _World) -> None:
     [generate] = world(_submitted())
     assert isinstance(generate, Generate)
-    assert generate.is_prefill
+    assert (generate.is_prefill, generate.place) == (True, _NOW + 7.5)
     world.now += 1.0
     sent, handed = world(_first())
     assert isinstance(sent, Send)

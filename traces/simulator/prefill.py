@@ -222,9 +222,9 @@ class PrefillMachine:
             ahead.append(prompt.rank)
 
     def _best_ready(self) -> list[Prompt]:
-        """Returns the prompts that the next chunk may contain, best rank first."""
+        """Returns the prompts that the next chunk may contain, best rank first; in vLLM after those that have begun."""
         ready = [p for p in self._prompts.values() if p.is_ready and p.dispatched < p.num_tokens]
-        ready.sort(key=lambda prompt: prompt.rank)
+        ready.sort(key=lambda prompt: (self._fills_steps and prompt.started_at is None, prompt.rank))
         return ready if self._mixes_prompts else ready[:1]
 
     def _dispatch(self, prompts: list[Prompt], now: float) -> list[ChunkStarted]:

@@ -118,9 +118,15 @@ class AttachedEngine:
         self._model = model
 
     async def generate(
-        self, request: Request, *, salt: str = "", is_prefill: bool = False, kv_transfer_params: str = ""
+        self,
+        request: Request,
+        *,
+        salt: str = "",
+        is_prefill: bool = False,
+        place: float = 0.0,
+        kv_transfer_params: str = "",
     ) -> AsyncGenerator[Generated, None]:
-        """As `Engine.generate`. Raises PeerLost if the server is lost."""
+        """As `Engine.generate`, but the server schedules by arrival. Raises PeerLost if the server is lost."""
         body = completion_body(
             request,
             self._model,

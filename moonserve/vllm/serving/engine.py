@@ -43,7 +43,7 @@ from moonserve.protocol.request import (
 )
 from moonserve.vllm.serving.kv_event_state import KvEventSource
 from moonserve.vllm.serving.model_description import facts_of
-from moonserve.vllm.serving.sampling import engine_parameters, transfer_parameters
+from moonserve.vllm.serving.sampling import engine_parameters, scheduling_priority, transfer_parameters
 from moonserve.vllm.serving.service import EngineFigures
 from moonserve.vllm.serving.state import Generated
 
@@ -57,6 +57,8 @@ class StepFigures(EngineFigures, StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         EngineFigures.__init__(self)
         self.num_running = 0
+        self._num_ended_tokens = 0  # computed of the prompts that ended with the latest step
+        self._prompts_from, self._prompts_until = 0.0, 0.0  # the time that they shared, on the engine's clock
         self._last_step_at: float | None = None  # while requests run
 
     def record(
@@ -75,6 +77,7 @@ class StepFigures(EngineFigures, StatLoggerBase):
             self.num_loaded_tokens += 0 if loaded is None else loaded.hits
         if iteration_stats is not None:
             self.num_preemptions += iteration_stats.num_preempted_reqs
+            self._num_ended_tokens = iteration_stats.prompt_token_stats.computed or self._num_ended_tokens
             self._count_step(iteration_stats)
         if not self.num_running:
             self._last_step_at = None
@@ -88,6 +91,14 @@ class StepFigures(EngineFigures, StatLoggerBase):
             self.steps.sequences += stats.num_generation_tokens
             self.steps.context_tokens += self.context_tokens()
 
+    def prompt_s(self, num_tokens: int, scheduled_at: float, ended_at: float) -> float:
+        """Returns the share of a prompt that has just ended, `num_tokens` of which were computed, in the time since
+        earlier ones ended: by its tokens among those that ended with the same step. Prompts share steps in vLLM; the
+        sum of all shares is the time for which the engine computed prompts."""
+        if ended_at != self._prompts_until:
+            self._prompts_from, self._prompts_until = max(self._prompts_until, scheduled_at), ended_at
+        return (ended_at - self._prompts_from) * num_tokens / max(num_tokens, self._num_ended_tokens)
+
     def log_engine_initialized(self) -> None:
         """Part of vLLM's interface."""
 
@@ -95,13 +106,15 @@ class StepFigures(EngineFigures, StatLoggerBase):
 class VllmEngine:
     """A started engine."""
 
-    def __init__(self, llm: AsyncLLM, figures: StepFigures, *, exact_draws: bool) -> None:
+    def __init__(self, llm: AsyncLLM, figures: StepFigures, *, exact_draws: bool, by_priority: bool) -> None:
         config: VllmConfig = llm.vllm_config
         self.figures: EngineFigures = figures
+        self._steps = figures
         self.facts = facts_of(config)
         self.kv_events = _kv_events(config)
         self._llm = llm
         self._exact_draws = exact_draws
+        self._by_priority = by_priority
         self._has_connector = config.kv_transfer_config is not None
 
     async def died(self) -> None:
@@ -111,19 +124,25 @@ class VllmEngine:
         raise NoWorker("the engine has died; vLLM's log says why")
 
     async def generate(
-        self, request: Request, *, salt: str = "", is_prefill: bool = False, kv_transfer_params: str = ""
+        self,
+        request: Request,
+        *,
+        salt: str = "",
+        is_prefill: bool = False,
+        place: float = 0.0,
+        kv_transfer_params: str = "",
     ) -> AsyncGenerator[Generated, None]:
-        """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
-        it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
+        """Implements `Engine.generate`."""
         given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=self._exact_draws)
         params = transfer_parameters(is_prefill, kv_transfer_params) if self._has_connector else None
         if params is not None:
             given["extra_args"] = {**given.get("extra_args", {}), "kv_transfer_params": params}
         prompt = tokens_input(list(request.token_ids), cache_salt=salt or None)
-        index = request.first_index
+        index, submitted_at = request.first_index, time.monotonic()
         try:
             sampling = VllmSamplingParams(output_kind=RequestOutputKind.DELTA, **given)
-            outputs = self._llm.generate(prompt, sampling, request.request_id, priority=request.priority)
+            priority = scheduling_priority(request.priority if self._by_priority else 0, place)
+            outputs = self._llm.generate(prompt, sampling, request.request_id, priority=priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     tokens = _tokens(request, output, index, ends=output.finished and not is_prefill)
@@ -132,7 +151,7 @@ class VllmEngine:
                         yield Generated(
                             request_id=request.request_id,
                             tokens=tokens,
-                            report=_report(request, output),
+                            report=self._report(request, output, submitted_at, is_prefill=is_prefill),
                             kv_transfer_params=_as_json(output.kv_transfer_params),
                         )
         except MoonserveError:
@@ -144,6 +163,28 @@ class VllmEngine:
         except Exception as error:  # vLLM wraps whatever went wrong with one request
             cause = error.__cause__ or error
             raise NoWorker(f"vLLM failed: {type(cause).__name__}: {cause}", request=request.request_id) from error
+
+    def _report(
+        self, request: Request, output: RequestOutput, submitted_at: float, *, is_prefill: bool
+    ) -> PrefillReport:
+        """`submitted_at`: on the clock of the engine's process, which is on this host. vLLM's own queueing time begins
+        only after the step during which a request arrives."""
+        times, num_cached = output.metrics, output.num_cached_tokens or 0
+        queue_s = compute_s = 0.0
+        if times is not None:
+            compute_s = times.first_token_ts - times.scheduled_ts
+            if is_prefill:
+                num_computed = len(request.token_ids) - num_cached
+                compute_s = self._steps.prompt_s(num_computed, times.scheduled_ts, times.first_token_ts)
+            queue_s = times.first_token_ts - submitted_at - compute_s
+        return PrefillReport(
+            request_id=request.request_id,
+            cached_tokens=num_cached,
+            queue_s=max(0.0, queue_s),
+            load_s=0.0,
+            compute_s=max(0.0, compute_s),
+            prompt_logprobs=_prompt_logprobs(request, output),
+        )
 
     async def reset_prefix_cache(self) -> None:
         """Drops what was cached, such as prompts of measurements."""
@@ -191,22 +232,6 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0  # as vLLM's own server
 
 
-def _report(request: Request, output: RequestOutput) -> PrefillReport:
-    times = output.metrics
-    queue_s = compute_s = 0.0
-    if times is not None:
-        queue_s = max(0.0, times.scheduled_ts - times.queued_ts)
-        compute_s = max(0.0, times.first_token_ts - times.scheduled_ts)
-    return PrefillReport(
-        request_id=request.request_id,
-        cached_tokens=output.num_cached_tokens or 0,
-        queue_s=queue_s,
-        load_s=0.0,
-        compute_s=compute_s,
-        prompt_logprobs=_prompt_logprobs(request, output),
-    )
-
-
 def _prompt_logprobs(request: Request, output: RequestOutput) -> PromptLogprobs | None:
     if not request.scores_prompt or not output.prompt_logprobs:
         return None
@@ -237,7 +262,9 @@ def _as_json(params: Mapping[str, Any] | None) -> str:
 
 @contextlib.contextmanager
 def running_engine(args: AsyncEngineArgs, *, exact_draws: bool) -> Iterator[VllmEngine]:
-    """Starts an engine and ends it with the block. Must be called in the event loop's thread; blocks for seconds."""
+    """Starts an engine and ends it with the block. Must be called in the event loop's thread; blocks for seconds. By
+    vLLM's scheduling policy "priority", clients' priorities precede the places that the conductor gave."""
+    by_priority, args.scheduling_policy = args.scheduling_policy == "priority", "priority"
     made: list[StepFigures] = []
 
     def figures(config: VllmConfig, index: int = 0) -> StepFigures:
@@ -247,7 +274,7 @@ def running_engine(args: AsyncEngineArgs, *, exact_draws: bool) -> Iterator[Vllm
     with _group_ended_with_this_process():
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[figures])
         try:
-            yield VllmEngine(llm, made[0], exact_draws=exact_draws)
+            yield VllmEngine(llm, made[0], exact_draws=exact_draws, by_priority=by_priority)
         finally:
             llm.shutdown(timeout=SHUTDOWN_S)
 

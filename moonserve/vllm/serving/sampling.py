@@ -110,6 +110,13 @@ def transfer_parameters(is_prefill: bool, given: str) -> dict[str, Any] | None:
     return found
 
 
+def scheduling_priority(priority: int, place: float) -> int:
+    """Returns vLLM's priority of a request, lowest first: by `priority`, then by `place`, in seconds since a common
+    start. Priorities beyond ±2²¹ are as these."""
+    most = 1 << 21
+    return (max(-most, min(priority, most)) << 41) + round(place * 1000)  # in a signed integer of 64 bits
+
+
 def seed_of_part(seed: int, first_index: int) -> int:
     """Returns vLLM's seed for the part of an answer that starts at `first_index`."""
     digest = hashlib.blake2b(f"{seed}/{first_index}".encode(), digest_size=8).digest()

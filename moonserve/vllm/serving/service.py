@@ -62,10 +62,17 @@ class Engine(Protocol):
     kv_events: KvEventSource | None  # None = it publishes none
 
     def generate(
-        self, request: Request, *, salt: str = "", is_prefill: bool = False, kv_transfer_params: str = ""
+        self,
+        request: Request,
+        *,
+        salt: str = "",
+        is_prefill: bool = False,
+        place: float = 0.0,
+        kv_transfer_params: str = "",
     ) -> AsyncGenerator[Generated, None]:
-        """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
-        it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
+        """Yields the request's next tokens, up to its end or, for a prefill, one. `place`: in seconds; requests that
+        wait are scheduled in this order. Raises InvalidRequest if vLLM refuses it and another MoonserveError if the
+        engine fails. Closing the iterator aborts the request."""
 
     async def died(self) -> None:
         """Waits for the end of the engine. Raises NoWorker."""
@@ -145,6 +152,7 @@ class VllmService(WorkerService):
             request,
             salt=salt_of(request, self._root, self._engine.facts.block_size),
             is_prefill=action.is_prefill,
+            place=action.place,
             kv_transfer_params=action.kv_transfer_params,
         )
         try:

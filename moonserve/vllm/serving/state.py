@@ -81,6 +81,7 @@ class Generate(Action):
 
     request: Request
     is_prefill: bool  # only one token, and the engine keeps the KV for another one
+    place: float  # requests that wait are scheduled in this order, lowest first
     kv_transfer_params: str = ""
 
 
@@ -196,10 +197,12 @@ class EngineState:
     def _on_submitted(self, event: Submitted, now: float) -> None:
         placement = event.placement
         decode = None if placement.is_local_prefill else placement.decode
-        self._accept(Generate(request=event.request, is_prefill=decode is not None), decode, None, now)
+        place = now + placement.rank
+        self._accept(Generate(request=event.request, is_prefill=decode is not None, place=place), decode, None, now)
 
     def _on_arrived(self, event: Arrived, now: float) -> None:
-        generate = Generate(request=event.request, is_prefill=False, kv_transfer_params=event.kv_transfer_params)
+        params = event.kv_transfer_params
+        generate = Generate(request=event.request, is_prefill=False, place=now, kv_transfer_params=params)
         self._accept(generate, None, event.transfer_s, now)
 
     def _accept(self, generate: Generate, decode: Endpoint | None, transfer_s: float | None, now: float) -> None:

@@ -103,6 +103,13 @@ CASES = {
         profile=PrefillProfile(c0=1.0, c1=0.01, c2=0.0),
         fills_steps=True,
     ),
+    "in filled chunks, a prompt of lower rank waits for one that runs, not for one that waits": Case(
+        [Job(0.0, 10, rank=2), Job(0.0, 4, rank=3), Job(1.0, 2, rank=1)],
+        [(0, 0, 5, 5.0), (0, 5, 10, 10.0), (2, 0, 2, 15.0), (1, 0, 3, 15.0), (1, 3, 4, 16.0)],
+        [(0.0, 10.0), (0.0, 4.0), (0.0, 2.0)],
+        chunk_tokens=5,
+        fills_steps=True,
+    ),
 }
 
 
