@@ -23,7 +23,7 @@ from moonserve.vllm.attached.engine import AttachedEngine, ServerLost, VllmServe
 from moonserve.vllm.attached.server_facts import facts_of, model_config, update_figures
 from moonserve.vllm.attached.worker import AttachedConfig, serve_prefill
 from moonserve.vllm.serving.service import EngineFigures
-from moonserve.vllm.serving.state import Generated
+from moonserve.vllm.serving.state import Generate, Generated
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.builders import make_request
 from tests.services import serving
@@ -46,9 +46,9 @@ async def _engine(fake: FakeServer) -> AsyncIterator[AttachedEngine]:
         yield AttachedEngine(VllmServer(session, fake.url, "", "prefill-0"), "m", facts, None)
 
 
-async def _generated(fake: FakeServer, request: Request, **options: Any) -> list[Generated]:
+async def _generated(fake: FakeServer, request: Request, salt: str = "", **options: Any) -> list[Generated]:
     async with _engine(fake) as engine:
-        return [each async for each in engine.generate(request, **options)]
+        return [each async for each in engine.generate(Generate(request=request, **options), salt)]
 
 
 def _tokens(parts: list[Generated]) -> list[int]:
@@ -80,7 +80,7 @@ async def test_a_server_without_the_connector_is_noticed_and_gets_no_parameters(
     fake.has_connector = False
     async with _engine(fake) as engine:
         await engine.find_connector()
-        [part] = [each async for each in engine.generate(make_request("r", _PROMPT), is_prefill=True)]
+        [part] = [each async for each in engine.generate(Generate(request=make_request("r", _PROMPT), is_prefill=True))]
     assert part.kv_transfer_params == ""
     assert "kv_transfer_params" not in fake.bodies[-1]
 
@@ -131,7 +131,7 @@ async def test_an_answer_that_ends_early_or_a_server_that_is_gone_is_a_loss_that
 async def test_closing_the_iterator_closes_the_connection(fake: FakeServer) -> None:
     fake.gate.clear()
     async with _engine(fake) as engine:
-        async with aclosing(engine.generate(make_request("r", _PROMPT))) as parts:
+        async with aclosing(engine.generate(Generate(request=make_request("r", _PROMPT)))) as parts:
             await anext(parts)
         await asyncio.wait_for(fake.closed.wait(), PATIENCE_S)
 

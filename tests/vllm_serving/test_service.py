@@ -16,7 +16,7 @@ from moonserve.protocol.request import Endpoint, PrefillReport, Request, Role, T
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.rpc.wire import to_message
 from moonserve.vllm.serving.service import EngineFigures, HandoffServicer, VllmService, salt_of
-from moonserve.vllm.serving.state import Generated
+from moonserve.vllm.serving.state import Generate, Generated
 from moonserve.worker.service import PrefillServicer, WorkerServicer
 from tests.patience import PATIENCE_S, came_true
 from tests.prefill_worker.builders import make_request
@@ -34,7 +34,6 @@ class CountingEngine:
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[Request, bool, str]] = field(default_factory=list)
-    places: list[float] = field(default_factory=list)
     num_aborted: int = 0
 
     def __post_init__(self) -> None:
@@ -42,11 +41,9 @@ class CountingEngine:
         self.figures = EngineFigures(kv_usage=0.25)
         self.facts = SimpleNamespace(num_blocks=100, block_size=_SIZE)
 
-    async def generate(
-        self, request: Request, *, salt: str, is_prefill: bool, place: float, kv_transfer_params: str
-    ) -> AsyncGenerator[Generated, None]:
-        self.asked.append((request, is_prefill, kv_transfer_params))
-        self.places.append(place)
+    async def generate(self, wanted: Generate, salt: str) -> AsyncGenerator[Generated, None]:
+        request, is_prefill = wanted.request, wanted.is_prefill
+        self.asked.append((request, is_prefill, wanted.kv_transfer_params))
         report = PrefillReport(request_id=request.request_id, cached_tokens=8, queue_s=0.0, load_s=0.0, compute_s=0.1)
         token_id, index = request.token_ids[-1], request.first_index
         try:

@@ -23,7 +23,7 @@ from moonserve.vllm.serving.kv_event_state import KvEventSource
 from moonserve.vllm.serving.model_description import EngineFacts
 from moonserve.vllm.serving.sampling import transfer_parameters
 from moonserve.vllm.serving.service import EngineFigures
-from moonserve.vllm.serving.state import Generated
+from moonserve.vllm.serving.state import Generate, Generated
 
 HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
@@ -117,23 +117,11 @@ class AttachedEngine:
         self._server = server
         self._model = model
 
-    async def generate(
-        self,
-        request: Request,
-        *,
-        salt: str = "",
-        is_prefill: bool = False,
-        place: float = 0.0,
-        kv_transfer_params: str = "",
-    ) -> AsyncGenerator[Generated, None]:
+    async def generate(self, wanted: Generate, salt: str = "") -> AsyncGenerator[Generated, None]:
         """As `Engine.generate`, but the server schedules by arrival. Raises PeerLost if the server is lost."""
-        body = completion_body(
-            request,
-            self._model,
-            is_prefill=is_prefill,
-            salt=salt,
-            transfer=transfer_parameters(is_prefill, kv_transfer_params) if self.has_connector else None,
-        )
+        request, is_prefill = wanted.request, wanted.is_prefill
+        transfer = transfer_parameters(is_prefill, wanted.kv_transfer_params) if self.has_connector else None
+        body = completion_body(request, self._model, is_prefill=is_prefill, salt=salt, transfer=transfer)
         index, began_at = request.first_index, time.monotonic()
         async with contextlib.aclosing(self._server.complete(body)) as parts:
             async for part in parts:
@@ -164,7 +152,7 @@ class AttachedEngine:
             block_keys=(),
             sampling=SamplingParams(max_tokens=2, temperature=0.0),
         )
-        async for generated in self.generate(request, is_prefill=True):
+        async for generated in self.generate(Generate(request=request, is_prefill=True)):
             self.has_connector = bool(generated.kv_transfer_params)
 
     async def died(self) -> None:

@@ -45,7 +45,7 @@ from moonserve.vllm.serving.kv_event_state import KvEventSource
 from moonserve.vllm.serving.model_description import facts_of
 from moonserve.vllm.serving.sampling import engine_parameters, scheduling_priority, transfer_parameters
 from moonserve.vllm.serving.service import EngineFigures
-from moonserve.vllm.serving.state import Generated
+from moonserve.vllm.serving.state import Generate, Generated
 
 SHUTDOWN_S = 4.0
 """Time for vLLM's processes to end, after which it kills them."""
@@ -123,25 +123,18 @@ class VllmEngine:
         await asyncio.wait({self._llm.output_handler})
         raise NoWorker("the engine has died; vLLM's log says why")
 
-    async def generate(
-        self,
-        request: Request,
-        *,
-        salt: str = "",
-        is_prefill: bool = False,
-        place: float = 0.0,
-        kv_transfer_params: str = "",
-    ) -> AsyncGenerator[Generated, None]:
+    async def generate(self, wanted: Generate, salt: str = "") -> AsyncGenerator[Generated, None]:
         """Implements `Engine.generate`."""
+        request, is_prefill = wanted.request, wanted.is_prefill
         given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=self._exact_draws)
-        params = transfer_parameters(is_prefill, kv_transfer_params) if self._has_connector else None
+        params = transfer_parameters(is_prefill, wanted.kv_transfer_params) if self._has_connector else None
         if params is not None:
             given["extra_args"] = {**given.get("extra_args", {}), "kv_transfer_params": params}
         prompt = tokens_input(list(request.token_ids), cache_salt=salt or None)
         index, submitted_at = request.first_index, time.monotonic()
         try:
             sampling = VllmSamplingParams(output_kind=RequestOutputKind.DELTA, **given)
-            priority = scheduling_priority(request.priority if self._by_priority else 0, place)
+            priority = scheduling_priority(request.priority if self._by_priority else 0, wanted.place)
             outputs = self._llm.generate(prompt, sampling, request.request_id, priority=priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

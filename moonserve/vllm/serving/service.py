@@ -61,18 +61,9 @@ class Engine(Protocol):
     facts: EngineFacts
     kv_events: KvEventSource | None  # None = it publishes none
 
-    def generate(
-        self,
-        request: Request,
-        *,
-        salt: str = "",
-        is_prefill: bool = False,
-        place: float = 0.0,
-        kv_transfer_params: str = "",
-    ) -> AsyncGenerator[Generated, None]:
-        """Yields the request's next tokens, up to its end or, for a prefill, one. `place`: in seconds; requests that
-        wait are scheduled in this order. Raises InvalidRequest if vLLM refuses it and another MoonserveError if the
-        engine fails. Closing the iterator aborts the request."""
+    def generate(self, wanted: Generate, salt: str = "") -> AsyncGenerator[Generated, None]:
+        """Yields the request's next tokens, up to its end or, for a prefill, one. Raises InvalidRequest if vLLM refuses
+        it and another MoonserveError if the engine fails. Closing the iterator aborts the request."""
 
     async def died(self) -> None:
         """Waits for the end of the engine. Raises NoWorker."""
@@ -148,13 +139,7 @@ class VllmService(WorkerService):
     async def _generate(self, action: Generate) -> Event | None:
         """Posts what the engine generates."""
         request, started_at, queue_s = action.request, self._clock(), None
-        outputs = self._engine.generate(
-            request,
-            salt=salt_of(request, self._root, self._engine.facts.block_size),
-            is_prefill=action.is_prefill,
-            place=action.place,
-            kv_transfer_params=action.kv_transfer_params,
-        )
+        outputs = self._engine.generate(action, salt_of(request, self._root, self._engine.facts.block_size))
         try:
             async with contextlib.aclosing(outputs):
                 async for generated in outputs:

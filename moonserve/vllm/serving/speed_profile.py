@@ -17,6 +17,7 @@ from moonserve.protocol.pb.conductor_pb2 import DecodeProfile, PrefillProfile
 from moonserve.protocol.request import GatewayId, Request, RequestId, SamplingParams
 from moonserve.protocol.step_time import fit_relative
 from moonserve.vllm.serving.service import Engine
+from moonserve.vllm.serving.state import Generate
 
 _PROMPTS = (16, 128, 512, 1024, 2048)
 _BATCHES = ((1, 32), (1, 512), (8, 32), (8, 256))  # sequences, tokens of each one's prompt
@@ -69,7 +70,7 @@ class _Meter:
             sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0),
         )
         began_at = time.monotonic()
-        times = [time.monotonic() - began_at async for _ in self._engine.generate(request)]
+        times = [time.monotonic() - began_at async for _ in self._engine.generate(Generate(request=request))]
         return times[0], times[-1]
 
 

@@ -80,8 +80,8 @@ class Generate(Action):
     """Generate the request's next tokens. The outcomes are `Generated`, up to a last token, or `GenerationFailed`."""
 
     request: Request
-    is_prefill: bool  # only one token, and the engine keeps the KV for another one
-    place: float  # requests that wait are scheduled in this order, lowest first
+    is_prefill: bool = False  # only one token, and the engine keeps the KV for another one
+    place: float = 0.0  # seconds; requests that wait are scheduled in this order
     kv_transfer_params: str = ""
 
 
@@ -202,7 +202,7 @@ class EngineState:
 
     def _on_arrived(self, event: Arrived, now: float) -> None:
         params = event.kv_transfer_params
-        generate = Generate(request=event.request, is_prefill=False, place=now, kv_transfer_params=params)
+        generate = Generate(request=event.request, place=now, kv_transfer_params=params)
         self._accept(generate, None, event.transfer_s, now)
 
     def _accept(self, generate: Generate, decode: Endpoint | None, transfer_s: float | None, now: float) -> None:
