@@ -42,15 +42,14 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTree:
-    """All visits, and the depth (from 0) and number of uses of each block."""
+    """All visits, and the number of uses of each block."""
 
     visits: Sequence[Visit]
-    depths: Ints
     uses: Ints
 
     @property
     def num_blocks(self) -> int:
-        return len(self.depths)
+        return len(self.uses)
 
 
 class _TreeBuilder:
@@ -58,7 +57,6 @@ class _TreeBuilder:
 
     def __init__(self) -> None:
         self.children: dict[tuple[int | None, int], int] = {}  # (parent, hash id) → block
-        self.depths: list[int] = []
         self.uses: list[int] = []
         self.last_request: list[int] = []
 
@@ -69,7 +67,7 @@ class _TreeBuilder:
         for depth, hash_id in enumerate(record.hash_ids):
             block = self.children.get((parent, hash_id))
             if block is None:
-                block = self._add(parent, hash_id, depth, request)
+                block = self._add(parent, hash_id, request)
             else:
                 _extend_runs(runs, self.last_request[block], depth)
                 self.uses[block] += 1
@@ -79,10 +77,9 @@ class _TreeBuilder:
         usable = (record.input_length - 1) // record.tokens_per_hash
         return Visit(blocks=tuple(blocks), runs=tuple(runs), usable=min(usable, len(blocks)))
 
-    def _add(self, parent: int | None, hash_id: int, depth: int, request: int) -> int:
-        block = len(self.depths)
+    def _add(self, parent: int | None, hash_id: int, request: int) -> int:
+        block = len(self.uses)
         self.children[parent, hash_id] = block
-        self.depths.append(depth)
         self.uses.append(1)
         self.last_request.append(request)
         return block
@@ -99,8 +96,4 @@ def prefix_tree(records: Sequence[TraceRecord]) -> PrefixTree:
     """Returns the prefix tree of the records, in O(number of hash ids)."""
     growing = _TreeBuilder()
     visits = [growing.visit(request, record) for request, record in enumerate(records)]
-    return PrefixTree(
-        visits=visits,
-        depths=np.array(growing.depths, dtype=np.int64),
-        uses=np.array(growing.uses, dtype=np.int64),
-    )
+    return PrefixTree(visits=visits, uses=np.array(growing.uses, dtype=np.int64))
