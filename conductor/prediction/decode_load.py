@@ -13,7 +13,7 @@ import numpy as np
 
 from moonserve.conductor.events import Load
 from moonserve.conductor.prediction.decode_forecast import DecodeForecast, ExpectedEnds
-from moonserve.conductor.prediction.instance_table import DecodeTable, Floats, Ints, RowRef
+from moonserve.conductor.prediction.instance_table import DecodeTable, RowRef
 from moonserve.conductor.prediction.queue_time import VISIBLE_AFTER_S
 from moonserve.protocol.output_length import OutputLengths
 from moonserve.protocol.request import RequestId
@@ -45,7 +45,6 @@ class DecodeLoad:
         self._unseen: dict[RequestId, _Sequence] = {}  # sequences not settled at the last heartbeat
         self._unseen_blocks = 0
         self._num_started = 0
-        self._prompt_tokens = 0
         self._load = Load(free_blocks=num_blocks)
         # Number and context tokens of sequences placed by others; negative for own ones that the instance has lost.
         self._others = (0.0, 0.0)
@@ -87,7 +86,6 @@ class DecodeLoad:
         sequence = _Sequence(tokens, blocks, slot)
         self._sequences[request_id] = self._unseen[request_id] = sequence
         self._unseen_blocks += blocks
-        self._prompt_tokens += tokens
         self._write_row()
 
     def start(self, request_id: RequestId, now: float) -> None:
@@ -105,7 +103,6 @@ class DecodeLoad:
             return
         self._outlook.remove(sequence.slot)
         self._num_started -= sequence.started_at is not None
-        self._prompt_tokens -= sequence.tokens
         self._settle(request_id)
         self._write_row()
 
@@ -149,37 +146,14 @@ class DecodeLoad:
         gone = max(len(seen) - running - load.num_waiting, 0)  # their ends were not reported
         return (-float(gone), -gone * sum(seen) / len(seen)) if gone else (0.0, 0.0)
 
-    def _row_values(self) -> tuple[float, float, int, int, int]:
+    def _row_values(self) -> tuple[float, float, int]:
         """Returns the figures of the row. Leased blocks belong to unsettled placements, so they are subtracted once."""
-        load = self._load
-        num_others, other_tokens = self._others
-        return (
-            num_others,
-            other_tokens,
-            max(len(self._sequences) + round(num_others), 0),
-            max(self._prompt_tokens + round(other_tokens), 0),
-            load.free_blocks - max(self._unseen_blocks - load.leased_blocks, 0),
-        )
+        free_blocks = self._load.free_blocks - max(self._unseen_blocks - self._load.leased_blocks, 0)
+        return (*self._others, free_blocks)
 
     def _write_row(self) -> None:
         table, row = self._row_ref.table, self._row_ref.row
-        (  # the columns of `_columns`, unrolled for speed: this runs at every event
-            table.other_seqs[row],
-            table.other_tokens[row],
-            table.num_seqs[row],
-            table.context_tokens[row],
-            table.free_blocks[row],
-        ) = self._row_values()
-
-    def _columns(self) -> tuple[Floats, Floats, Ints, Ints, Ints]:
-        table = self._row_ref.table
-        return (
-            table.other_seqs,
-            table.other_tokens,
-            table.num_seqs,
-            table.context_tokens,
-            table.free_blocks,
-        )
+        table.other_seqs[row], table.other_tokens[row], table.free_blocks[row] = self._row_values()
 
     def validate(self) -> None:
         unseen = self._unseen.values()
@@ -191,7 +165,6 @@ class DecodeLoad:
         slots = {s.slot for s in self._sequences.values()}
         assert len(slots) == len(self), "two sequences share an expected end"
         table, row = self._row_ref.table, self._row_ref.row
-        shown = tuple(column[row] for column in self._columns())
+        shown = (table.other_seqs[row], table.other_tokens[row], table.free_blocks[row])
         assert shown == self._row_values(), "the row is stale"
-        assert self._prompt_tokens == sum(s.tokens for s in self._sequences.values())
         assert table.number[row] == self._number

@@ -108,8 +108,6 @@ class DecodeTable(Table):
     c1: Floats = field(default_factory=_FLOATS)
     c2: Floats = field(default_factory=_FLOATS)
     number: Ints = field(default_factory=_INTS)  # in `Outlook`
-    num_seqs: Ints = field(default_factory=_INTS)  # sequences that run or are placed
-    context_tokens: Ints = field(default_factory=_INTS)  # placed prompts' tokens plus `other_tokens`
     other_seqs: Floats = field(default_factory=_FLOATS)  # running sequences in addition to those of `Outlook`
     other_tokens: Floats = field(default_factory=_FLOATS)  # tokens of their contexts
     free_blocks: Ints = field(default_factory=_INTS)  # blocks not needed by placed prompts
