@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from moonserve.conductor.prediction.compute_time import DecodeFit, PrefillFit, ProfileFit, fit_decode, report_errors
+from moonserve.conductor.prediction.compute_time import DecodeFit, PrefillFit, fit_decode, fit_profile
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.step_time import DecodeProfile, PrefillProfile, fit_relative
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 from moonserve.traces.simulator.spec import CROWDED_BATCH, Crowding, Overheads
 
 
@@ -187,14 +187,8 @@ def fit_chunked_prefill(prompts: Sequence[PromptRun], chunk_tokens: int) -> Pref
     cached = np.array([run.num_cached for run, _ in runs], np.int64)
     seconds = np.array([seconds for _, seconds in runs], float)
     steps = -(-(tokens - cached) // chunk_tokens)
-    columns = np.stack([steps, tokens - cached, tokens**2 - cached**2], axis=-1).astype(float)
-    coefficients = fit_relative(columns, seconds)
-    c0, c1, c2 = map(float, coefficients)
-    at = list(zip(tokens.tolist(), cached.tolist(), strict=True))
-    return ProfileFit(
-        profile=PrefillProfile(c0=c0, c1=c1, c2=c2),
-        errors=report_errors(at, seconds, columns @ coefficients),
-    )
+    columns = (steps, tokens - cached, tokens**2 - cached**2)
+    return fit_profile(PrefillProfile, (tokens, cached), columns, seconds)
 
 
 def scale_to_all_machines(fit: PrefillFit, seen: Observations, chunk_tokens: int) -> PrefillFit:

@@ -161,13 +161,6 @@ def find(name: str | None) -> Deployment:
     return Deployment(ray.get_actor(CONTROLLER, namespace=f"{NAMESPACE_PREFIX}{name or names[0]}"))
 
 
-def leftovers(name: str) -> list[str]:
-    """Returns the names of actors and placement groups that remain of a cluster that was taken down."""
-    from moonserve.deploy.ray import ray_calls
-
-    return ray_calls.leftovers(f"{NAMESPACE_PREFIX}{name}")
-
-
 def _report_changes(status: dict[str, Any], told: dict[str, str], say: Say) -> None:
     for process in status["processes"]:
         name, stage = process["name"], process["stage"]
@@ -241,10 +234,12 @@ def _change(arguments: Namespace) -> int:
 
 
 def _down(arguments: Namespace) -> int:
+    from moonserve.deploy.ray.ray_calls import leftovers  # imports ray
+
     deployment = _found(arguments)
     deployment.send(RemoveCluster())
     status = deployment.wait(lambda status: bool(status["has_ended"]), arguments.timeout_s, _say)
-    left = leftovers(status["name"])
+    left = leftovers(f"{NAMESPACE_PREFIX}{status['name']}")
     deployment.end()
     if left:
         print(f"moonserve deploy: not removed: {', '.join(left)}", file=sys.stderr)

@@ -21,7 +21,7 @@ import yaml
 
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.deploy.launcher.process_specs import ProcessKind
-from moonserve.deploy.ray.command import Deployment, NotDeployed, connect, deploy, leftovers
+from moonserve.deploy.ray.command import Deployment, NotDeployed, connect, deploy
 from moonserve.deploy.ray.config import ClusterConfig, parse_cluster
 from moonserve.deploy.ray.events import RemoveCluster, RemoveProcess, Scale
 from moonserve.protocol.errors import ConfigError
@@ -152,6 +152,8 @@ def hosts() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     """A complete cluster. Afterwards no process, actor, placement group, port or shared memory of it may remain."""
+    from moonserve.deploy.ray.ray_calls import leftovers
+
     folder, shared = tmp_path_factory.mktemp("ray"), set(os.listdir("/dev/shm"))
     config = parse_cluster(yaml.safe_load(yaml.safe_dump(document(folder))))
     cluster = Deployed(config, deploy(config, TOKEN), folder)
@@ -166,7 +168,7 @@ def cluster(hosts: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[De
         assert len(ours()) >= len(cluster.processes()), "what is left would be seen"
         cluster.deployment.send(RemoveCluster())
         cluster.wait(lambda status: status["has_ended"])
-        until(lambda: not leftovers(config.name))  # Ray's head learns of the last with delay
+        until(lambda: not leftovers(config.namespace))  # Ray's head learns of the last with delay
         cluster.deployment.end()
         until(lambda: not ours())  # a process whose actor was killed still drains
         with socket.socket() as probe:
