@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from moonserve.deploy.diagnostics import profile_cluster, profile_probe
 from moonserve.deploy.diagnostics.doctor_network import try_transport
 from moonserve.deploy.diagnostics.doctor_services import read_bytes_per_s
 from moonserve.deploy.diagnostics.profile_cluster import ModelSize, fit_turnover
+from moonserve.deploy.diagnostics.profile_fit import ServingTerms
 from moonserve.deploy.terminal import rate
 from moonserve.engine.config import FormatConfig, ReplicaConfig
 from moonserve.engine.kv_cache.pool_size import plan_pool
@@ -35,7 +36,7 @@ from moonserve.protocol.process.machine import cache_folder
 from moonserve.protocol.process.progress_bars import ProgressBars, duration
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 from moonserve.traces.simulator.model_profiles import write_profile
-from moonserve.traces.simulator.spec import ClusterSpec, Crowding, ModelProfile, Overheads
+from moonserve.traces.simulator.spec import ClusterSpec, ModelProfile
 from moonserve.transfer.config import TransferOptions
 
 if TYPE_CHECKING:
@@ -156,11 +157,8 @@ class _Timed:
 
     prefill_points: Sequence[PrefillPoint | PromptRun]
     decode_points: Sequence[DecodePoint | StepRun]
-    prefill: PrefillFit
-    decode: DecodeFit
+    terms: ServingTerms  # overheads and crowding only with --serving, like the bursts
     size: ModelSize
-    overheads: Overheads = field(default_factory=Overheads)  # only with --serving, like the next two
-    crowding: Crowding = field(default_factory=Crowding)
     bursts: Sequence[Burst] = ()
 
 
@@ -193,7 +191,7 @@ def run(config: ProfileConfig) -> ModelProfile:
         profile = _calibrated(config, profile, timed)
     print(f"{profile.name}, {config.num_threads} thread(s), {config.clock} time, ", end="")
     print(f"prompts in chunks of {config.max_num_batched_tokens} tokens\n")
-    print(coefficients_text(timed.prefill, timed.decode, rates))
+    print(coefficients_text(timed.terms.prefill, timed.terms.decode, rates))
     if config.serving:
         print("", *profile_cluster.overheads_text(profile.overheads, profile.crowding), sep="\n")
     if config.json is not None:
@@ -222,11 +220,8 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
     return _Timed(
         prefill_points=seen.prompts,
         decode_points=seen.steps,
-        prefill=terms.prefill,
-        decode=terms.decode,
+        terms=terms,
         size=size,
-        overheads=terms.overheads,
-        crowding=terms.crowding,
         bursts=seen.bursts,
     )
 
@@ -285,8 +280,10 @@ def _measure_alone(config: ProfileConfig, path: Path) -> _Timed:
     return _Timed(
         prefill_points=prefill,
         decode_points=decode,
-        prefill=fit_prefill(*_columns(prefill, "num_tokens", "num_cached", "seconds")),
-        decode=fit_decode(*_columns(decode, "num_seqs", "context_tokens", "seconds")),
+        terms=ServingTerms(
+            prefill=fit_prefill(*_columns(prefill, "num_tokens", "num_cached", "seconds")),
+            decode=fit_decode(*_columns(decode, "num_seqs", "context_tokens", "seconds")),
+        ),
         size=ModelSize(
             num_layers=model.num_layers,
             token_bytes=plan.layout.block_bytes // plan.layout.block_size,
@@ -317,8 +314,8 @@ def _profile(
     copy, tcp, disk = rates
     return ModelProfile(
         name=config.name or (config.model and Path(config.model).name) or path.name,
-        prefill=timed.prefill.profile,
-        decode=timed.decode.profile,
+        prefill=timed.terms.prefill.profile,
+        decode=timed.terms.decode.profile,
         kv_bytes_per_token=timed.size.token_bytes,
         num_layers=timed.size.num_layers,
         nic_bytes_per_s=tcp,
@@ -329,8 +326,8 @@ def _profile(
         max_num_seqs=config.max_num_seqs,
         max_model_len=timed.size.max_model_len,
         fills_steps=config.engine == "vllm",
-        overheads=timed.overheads,
-        crowding=timed.crowding,
+        overheads=timed.terms.overheads,
+        crowding=timed.terms.crowding,
     )
 
 
@@ -355,8 +352,8 @@ def _measured(config: ProfileConfig, timed: _Timed) -> dict[str, Any]:
         "clock": config.clock,
         "num_threads": config.num_threads,
         "chunk_tokens": config.max_num_batched_tokens,
-        "prefill_errors": asdict(timed.prefill.errors),
-        "decode_errors": asdict(timed.decode.errors),
+        "prefill_errors": asdict(timed.terms.prefill.errors),
+        "decode_errors": asdict(timed.terms.decode.errors),
         "prefill_points": [asdict(point) for point in timed.prefill_points],
         "decode_points": [asdict(point) for point in timed.decode_points],
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
 from statistics import fmean
@@ -158,8 +158,8 @@ class ServingTerms:
 
     prefill: PrefillFit
     decode: DecodeFit
-    overheads: Overheads
-    crowding: Crowding
+    overheads: Overheads = field(default_factory=Overheads)
+    crowding: Crowding = field(default_factory=Crowding)
 
 
 def fit_terms(seen: Observations, chunk_tokens: int) -> ServingTerms:
