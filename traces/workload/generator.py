@@ -10,7 +10,6 @@ Shares are of newly begun threads, from 0 to 1.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.traces.format import TOKENS_PER_HASH, TraceRecord
-from moonserve.traces.workload.prefix_reuse import BlockIds, Chain
+from moonserve.traces.workload.threads import BlockIds, Chain, WaitingThreads
 
 PROCESSES = ("constant", "poisson", "gamma")
 _BISECTION_STEPS = 60  # of bisection; enough for the last bit of a double
@@ -260,15 +259,6 @@ PRESETS = {
 }
 
 
-# Requests of a described workload. At each arrival, the thread that is due longest continues, or a new one begins.
-#
-# So only the arrival process decides when requests come. Think times are lower bounds. Load does not stretch them in
-# the steady state, since a thread begins only if none is due. The number of waiting threads is bounded; above the
-# limit, new threads end after their first request.
-
-MAX_WAITING = 200_000  # threads between two requests; about 100 MB
-
-
 @dataclass(slots=True, eq=False)
 class UserThread:
     """The state that the next request of a thread builds on."""
@@ -287,7 +277,7 @@ class UserThread:
 
 def requests_of(spec: WorkloadSpec, random: Random) -> Iterator[TraceRecord]:
     """Yields endless records in order of time. `spec` must be checked."""
-    threads = _WaitingThreads(spec, random)
+    threads = _UserThreads(spec, random)
     for at_s in arrival_times(spec.arrivals, random):
         yield threads.request(at_s)
 
@@ -314,19 +304,18 @@ class _SystemPrompts:
         return self._made[rank]
 
 
-class _WaitingThreads:
-    """All threads that wait for their next request, by due time."""
+class _UserThreads:
+    """Continues or begins a thread at each arrival."""
 
     def __init__(self, spec: WorkloadSpec, random: Random) -> None:
         self._spec, self._random = spec, random
         self._ids = BlockIds()
         self._systems = _SystemPrompts(spec, self._ids, random)
-        self._waiting: list[tuple[float, int, UserThread]] = []  # the number breaks ties
-        self._num_waits = 0
+        self._waiting: WaitingThreads[UserThread] = WaitingThreads()
 
     def request(self, at_s: float) -> TraceRecord:
-        if self._waiting and self._waiting[0][0] <= at_s:
-            thread = heapq.heappop(self._waiting)[2]
+        thread = self._waiting.pop_due(at_s)
+        if thread is not None:
             tokens = thread.base_tokens + draw_tokens(thread.new_tokens, self._random)
             if tokens <= self._spec.max_input_tokens:
                 thread.left -= 1
@@ -364,10 +353,8 @@ class _WaitingThreads:
         if thread.grows:
             thread.base = chain[: tokens // TOKENS_PER_HASH]
             thread.base_tokens = tokens + output
-        if thread.left and len(self._waiting) < MAX_WAITING:
-            due_s = at_s + self._spec.think_s.draw(self._random)
-            self._num_waits += 1
-            heapq.heappush(self._waiting, (due_s, self._num_waits, thread))
+        if thread.left:
+            self._waiting.add(thread, at_s + self._spec.think_s.draw(self._random))
         return TraceRecord(
             arrived_s=at_s,
             input_length=tokens,

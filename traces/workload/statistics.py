@@ -131,7 +131,9 @@ class _Sessions:
 
 def turns_of(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[list[Turn], int]:
     """Returns all turns but the first of each session, and the number of sessions, which may have a single turn."""
-    sessions, extended = _sessions_and_extended(tree, records)
+    sessions = _Sessions()
+    full_blocks = [record.input_length // record.tokens_per_hash for record in records]
+    extended = [sessions.place(visit, full_blocks) for visit in tree.visits]
     turns = [
         Turn(
             sessions.of_request[request],
@@ -142,21 +144,6 @@ def turns_of(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[list[Tur
         if earlier is not None
     ]
     return turns, sessions.num_sessions
-
-
-def turn_numbers(tree: PrefixTree, records: Sequence[TraceRecord]) -> list[int]:
-    """Returns each request's turn number: 1, or one more than the request that it extends."""
-    numbers: list[int] = []
-    for earlier in _sessions_and_extended(tree, records)[1]:
-        numbers.append(1 if earlier is None else numbers[earlier] + 1)
-    return numbers
-
-
-def _sessions_and_extended(tree: PrefixTree, records: Sequence[TraceRecord]) -> tuple[_Sessions, list[int | None]]:
-    """Returns the sessions, and for each request the one that it extends."""
-    sessions = _Sessions()
-    full_blocks = [record.input_length // record.tokens_per_hash for record in records]
-    return sessions, [sessions.place(visit, full_blocks) for visit in tree.visits]
 
 
 def describe_sessions(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str, Any]:

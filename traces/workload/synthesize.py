@@ -141,7 +141,7 @@ def _like(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
     if arrivals is not None:
         arrivals.check()
     records = records_like(fitted, Random(config.seed), rate=rate, arrivals=arrivals)
-    return records, len(fitted.donors)
+    return records, fitted.num_requests
 
 
 def _arrivals(config: SynthesizeConfig, usual: ArrivalSpec) -> ArrivalSpec:

@@ -1,6 +1,7 @@
 """Tests that synthetic workloads, from code and from the command, obey the trace format and their description."""
 
 import hashlib
+import math
 import os
 import threading
 from collections import Counter
@@ -164,13 +165,14 @@ def test_popular_system_prompts_follow_zipf() -> None:
 
 def test_threads_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if no thread returns before the trace ends, at most `MAX_WAITING` threads are kept."""
-    monkeypatch.setattr(generator, "MAX_WAITING", 10)
+    monkeypatch.setattr("moonserve.traces.workload.threads.MAX_WAITING", 10)
     spec = generator.WorkloadSpec(session_share=1, turns=100, think_s=generator.Constant(1e9))
-    waiting = generator._WaitingThreads(spec, Random(0))
+    threads = generator._UserThreads(spec, Random(0))
     for second in range(100):
-        waiting.request(float(second))
-    assert len(waiting._waiting) == 10
-    for _, _, thread in waiting._waiting:
+        threads.request(float(second))
+    waiting = threads._waiting
+    assert len(waiting) == 10
+    while thread := waiting.pop_due(math.inf):
         thread.validate()
 
 

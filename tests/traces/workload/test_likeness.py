@@ -1,5 +1,6 @@
 """Tests that a likeness of a trace has the same statistics and obeys the trace format."""
 
+from collections import Counter
 from itertools import islice, takewhile
 from random import Random
 from typing import Any
@@ -12,7 +13,6 @@ from moonserve.protocol.errors import ConfigError
 from moonserve.traces.format import TraceRecord, read_checked
 from moonserve.traces.workload.generator import ArrivalSpec, WorkloadSpec, requests_of
 from moonserve.traces.workload.likeness import FittedTrace, fit_trace, records_like
-from moonserve.traces.workload.prefix_reuse import BlockIds, Chain, Prompt, PromptHistory, ReuseTarget
 from moonserve.traces.workload.statistics import analyze
 from tests.thoroughness import TRACE, examples, needs_trace
 from tests.traces.made import write_small
@@ -32,6 +32,7 @@ def assert_alike(given_trace: dict[str, Any], likeness: dict[str, Any]) -> None:
         for percent in ("p10", "p25", "p50", "p75", "p90", "p95"):
             expected = pytest.approx(given_trace[name][percent], rel=0.05, abs=2)
             assert likeness[name][percent] == expected, (name, percent)
+    assert likeness["sessions"]["turns"]["max"] == given_trace["sessions"]["turns"]["max"]
     assert likeness["cache_ratio"] == pytest.approx(given_trace["cache_ratio"], abs=0.02)
     curves = zip(given_trace["lru"]["curve"], likeness["lru"]["curve"], strict=True)
     for mine, other in curves:
@@ -105,13 +106,12 @@ def until(model: FittedTrace, duration_s: float, rate: float = 1.0) -> list[Trac
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(specs(), st.integers(0, 3), st.floats(0.1, 10), st.integers(1, 300))
-def test_a_likeness_of_any_trace_obeys_the_format(spec: WorkloadSpec, seed: int, rate: float, remembered: int) -> None:
+@given(specs(), st.integers(0, 3), st.floats(0.1, 10))
+def test_a_likeness_of_any_trace_obeys_the_format(spec: WorkloadSpec, seed: int, rate: float) -> None:
     model = fit_trace(list(islice(requests_of(spec, Random(seed)), 120)))
 
     def made() -> list[TraceRecord]:
-        records = records_like(model, Random(seed), rate=rate, remembered=remembered)
-        return list(islice(records, 300))
+        return list(islice(records_like(model, Random(seed), rate=rate), 300))
 
     check_laws(made())
     assert made() == made()
@@ -124,51 +124,21 @@ def test_a_trace_with_too_few_requests_is_refused(small: list[TraceRecord]) -> N
         fit_trace([small[0]] * 20)
 
 
-def prompt(at_s: float, chain: Chain, *, shared: int = 0, uses: int = 1, prefix: int | None = None) -> Prompt:
-    return Prompt(
-        arrived_s=at_s,
-        chain=chain,
-        input_length=len(chain) * 512,
-        whole=len(chain),
-        shared=shared,
-        uses=uses,
-        prefix=None if prefix is None else (prefix, 0),
-    )
-
-
-def target(blocks: int, *, left: int = 0, turn: int = 0) -> ReuseTarget:
-    """Returns a target with arrival time 0 at time 100 s."""
-    return ReuseTarget(prefix=None, blocks=blocks, most=1_000, left=left, arrived_s=0, now_s=100, turn=turn, uses=1)
-
-
-@given(st.integers(0, 1_000), st.integers(1, 30))
-def test_only_the_latest_prompts_are_remembered(seed: int, limit: int) -> None:
-    random, ids, past = Random(seed), BlockIds(), PromptHistory(limit)
-    for second in range(100):
-        length = random.randrange(1, 6)
-        prefix = random.choice([None, 1, 2])
-        chain, shared, uses = ids.extend((), length), random.randrange(length), random.randrange(1, 3)
-        past.add(prompt(second, chain, shared=shared, uses=uses, prefix=prefix))
-        past.validate()
-    assert len(past) == limit
-    found = past.private(target(1, left=1))
-    assert found is None or found.arrived_s >= 100 - limit
-
-
-def test_a_prompt_that_another_has_extended_is_not_extended_again() -> None:
-    past, ids = PromptHistory(), BlockIds()
-    past.add(prompt(0, ids.extend((), 4)))
-    first = past.session(target(4, turn=1))
-    assert first is not None
-    first.taken = 4
-    assert past.session(target(4, turn=1)) is None
-    assert past.private(target(3, left=1)) is None
-
-
-def test_a_popular_prefix_is_found_by_its_depth() -> None:
-    past, ids = PromptHistory(), BlockIds()
-    past.add(prompt(0, ids.extend((), 9), shared=3, uses=5))
-    past.add(prompt(1, ids.extend((), 9), shared=6, uses=5))
-    found = past.popular(target(6))
-    assert found is not None
-    assert found.arrived_s == 1
+def test_only_widely_shared_blocks_are_shared_by_draws() -> None:
+    """24 users begin with one system prompt; each asks twice about an own document."""
+    chains = [(0, 1 + user, 100 + 2 * user + turn) for turn in range(2) for user in range(24)]
+    given_trace = [
+        TraceRecord(arrived_s=float(second), input_length=1200 + chain[1], output_length=1, hash_ids=chain)
+        for second, chain in enumerate(chains)
+    ]
+    records = list(islice(records_like(fit_trace(given_trace), Random(0)), 240))
+    check_laws(records)
+    assert {record.hash_ids[0] for record in records} == {0}
+    readers = Counter(record.hash_ids[1] for record in records)
+    assert max(readers.values()) == 2
+    assert list(readers.values()).count(2) > 90
+    lengths: dict[int, set[int]] = {}
+    for record in records:
+        lengths.setdefault(record.hash_ids[1], set()).add(record.input_length)
+    assert all(len(of_document) == 1 for of_document in lengths.values())
+    assert len(set.union(*lengths.values())) == 24
