@@ -71,7 +71,9 @@ async def test_tenant_sees_only_its_own_decisions_and_operator_sees_all(cluster:
             async with http.get(f"/v1/requests/{request_id}/explain", headers=headers) as reply:
                 assert reply.status == status
             async with http.get("/v1/figures", headers=headers) as reply:
-                latest_by_key[key] = (await reply.json()).get("latest")
+                figures = await reply.json()
+                latest_by_key[key] = figures.get("latest")
+                assert ("prefixes" in figures) == (key == "three")
     assert latest_by_key["one"] is latest_by_key["two"] is None
     [latest] = latest_by_key["three"]
     assert latest["request_id"] == request_id
