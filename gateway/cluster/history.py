@@ -21,8 +21,7 @@ from moonserve.protocol.rpc.wire import role_from_wire
 
 INTERVAL_S = 10.0
 NUM_POINTS = 360
-MAX_SERIES = 1024
-"""Enough for 300 workers. A series takes at most 12 kB."""
+MAX_SERIES = 1024  # of 12 kB at most; enough for 300 workers
 _MAX_EVENTS = 32
 
 
@@ -76,13 +75,13 @@ class InstanceEvents:
 
     def __init__(self) -> None:
         self._known: dict[str, conductor_pb2.InstanceView] = {}  # present, or named by an event
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self.latest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
 
     def take(self, view: conductor_pb2.ClusterView, at: float) -> None:
         """Compares a view with the one before. `at`: Unix seconds. An instance that is back has not left."""
         present = {instance.endpoint.instance_id: instance for instance in view.instances}
-        gone = {event["instance_id"] for event in self._events if event["what"] in ("left", "drained")}
-        self._events = deque((e for e in self._events if e["instance_id"] not in gone & present.keys()), _MAX_EVENTS)
+        gone = {event["instance_id"] for event in self.latest if event["what"] in ("left", "drained")}
+        self.latest = deque((e for e in self.latest if e["instance_id"] not in gone & present.keys()), _MAX_EVENTS)
         for name, before in self._known.items():
             seen = present.get(name)
             if seen is None and name not in gone:
@@ -91,16 +90,12 @@ class InstanceEvents:
                 self._add("switched", seen, at)
             elif seen is not None and seen.endpoint.epoch != before.endpoint.epoch:
                 self._add("restarted", seen, at)
-        named = {event["instance_id"] for event in self._events}
+        named = {event["instance_id"] for event in self.latest}
         self._known = {name: instance for name, instance in self._known.items() if name in named} | present
 
     def _add(self, what: str, instance: conductor_pb2.InstanceView, at: float) -> None:
         name, role = instance.endpoint.instance_id, role_from_wire(instance.role).value
-        self._events.append({"at": at, "what": what, "instance_id": name, "role": role})
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Returns the events, oldest first."""
-        return list(self._events)
+        self.latest.append({"at": at, "what": what, "instance_id": name, "role": role})
 
 
 async def record(

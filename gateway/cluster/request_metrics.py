@@ -4,7 +4,6 @@ kept), and figures of the last minute for people (`RecentFigures`, bounded; `now
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,19 +41,16 @@ _PHASE_BUCKETS = (
 )  # fmt: skip
 
 WINDOW_S = 60.0
-GATEWAY = "gateway"
-"""Name of this gateway in flows."""
+GATEWAY = "gateway"  # name of this gateway in flows
 _MAX_SAMPLES = 4096
 _MAX_PREFIXES = 512
 _NUM_LATEST = 12
 _NUM_TIMED = 256
 _SHOWN_PREFIXES = 8
 _HALF_LIFE_S = 60.0  # of a prefix's heat
-_FLOW_HALF_LIFE_S = 20.0
 _MAX_FLOWS = 1024
-_SHOWN_FLOWS = 64
 _EXCERPT_TOKENS = 24  # of a prefix's beginning, and of its end
-# Cached tokens come from the worker's own cache, from a store of its host, or from another store.
+# Cached tokens by where they were: in the worker's own cache, in a store of its host, in another store.
 _CACHES = ("device_tokens", "host_store_tokens", "remote_store_tokens")
 _TOTALS = ("requests", "finished", "output_tokens", "prompt_tokens", "cached_tokens", *_CACHES)
 
@@ -196,30 +192,6 @@ class _Prefix:
         return float(self.heat * 0.5 ** ((now - self.seen_at) / _HALF_LIFE_S))
 
 
-class Flows:
-    """Tokens per second from one process to another. Sums decay by half in 20 s; at most 1,024 pairs are kept."""
-
-    def __init__(self) -> None:
-        self._sums: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()  # tokens, and when
-
-    def add(self, source: str, target: str, num_tokens: int, now: float) -> None:
-        pair = (source, target)
-        self._sums[pair] = (self._at(pair, now) + num_tokens, now)
-        self._sums.move_to_end(pair)
-        if len(self._sums) > _MAX_FLOWS:
-            self._sums.popitem(last=False)
-
-    def _at(self, pair: tuple[str, str], now: float) -> float:
-        tokens, at = self._sums.get(pair, (0.0, now))
-        return float(tokens * 0.5 ** ((now - at) / _FLOW_HALF_LIFE_S))
-
-    def rates(self, now: float) -> list[tuple[str, str, float]]:
-        """Returns source, target and tokens per second of the 64 largest flows, largest first."""
-        factor = math.log(2) / _FLOW_HALF_LIFE_S
-        found = [(*pair, round(self._at(pair, now) * factor, 2)) for pair in self._sums]
-        return sorted(found, key=lambda flow: -flow[2])[:_SHOWN_FLOWS]
-
-
 class RecentFigures:
     """Recent figures of one gateway."""
 
@@ -230,10 +202,10 @@ class RecentFigures:
         self.rejections: Counter[str] = Counter()  # by reason
         self.failures: Counter[str] = Counter()  # by code
         self.phase_s: defaultdict[str, float] = defaultdict(float)  # of choices that ended well
-        self.flows = Flows()
+        self.flows: Counter[tuple[str, str]] = Counter()  # tokens that went from one process to another
+        self.timings: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of the latest 256 choices that ended, by id
         self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()
         self._latest: deque[dict[str, Any]] = deque(maxlen=_NUM_LATEST)
-        self._timings: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by choice, the latest 256
 
     def ended(
         self,
@@ -248,15 +220,17 @@ class RecentFigures:
         `ttft_s` is None if there was no token. `timing`: of its phases and tokens, as JSON."""
         times = {"ttft_s": ttft_s, "e2e_s": e2e_s}
         self._latest.append({"request_id": request_id, "outcome": outcome, **tokens, **times})
-        self._timings[request_id] = {**times, **timing}
-        if len(self._timings) > _NUM_TIMED:
-            self._timings.popitem(last=False)
+        self.timings[request_id] = {**times, **timing}
+        if len(self.timings) > _NUM_TIMED:
+            self.timings.popitem(last=False)
 
-    def timing(self, request_id: str) -> dict[str, Any] | None:
-        """Returns the times of one choice in seconds; None if it has not ended here or is forgotten."""
-        return self._timings.get(request_id)
+    def moved(self, source: str, target: str, num_tokens: int) -> None:
+        """Records tokens that went from one process to another. Of more than 1,024 pairs, the oldest are dropped."""
+        self.flows[source, target] += num_tokens
+        if len(self.flows) > _MAX_FLOWS:
+            del self.flows[next(iter(self.flows))]
 
-    def placed(self, placement: Placement, num_tokens: int, cached_tokens: int, block_size: int, now: float) -> None:
+    def placed(self, placement: Placement, num_tokens: int, cached_tokens: int, block_size: int) -> None:
         """Records at the first token where the prompt's tokens came from and went to. The placement names the stores
         to read blocks from; blocks before these were in the worker's own cache."""
         prefill, loaded = placement.prefill, 0
@@ -265,19 +239,20 @@ class RecentFigures:
             tokens = max(0, min(cached_tokens - first, source.num_blocks * block_size))
             is_near = source.store.host == prefill.host
             self.totals["host_store_tokens" if is_near else "remote_store_tokens"] += tokens
-            self.flows.add(source.store.instance_id, prefill.instance_id, tokens, now)
+            self.moved(source.store.instance_id, prefill.instance_id, tokens)
             loaded += tokens
         self.totals["device_tokens"] += cached_tokens - loaded
-        self.flows.add(GATEWAY, prefill.instance_id, num_tokens, now)
+        self.moved(GATEWAY, prefill.instance_id, num_tokens)
         if not placement.is_local_prefill:
-            self.flows.add(prefill.instance_id, placement.decode.instance_id, num_tokens, now)
+            self.moved(prefill.instance_id, placement.decode.instance_id, num_tokens)
 
-    def reused(self, leaf: BlockKey, prefix: Sequence[int], holders: Iterable[str], now: float) -> None:
-        """Records that a prompt's first tokens were found in caches. `leaf`: key of their last block."""
+    def reused(self, leaf: BlockKey, prompt: Sequence[int], cached: int, holders: Iterable[str], now: float) -> None:
+        """Records that a prompt's first `cached` tokens were found in caches. `leaf`: key of their last block."""
         found = self._prefixes.get(leaf)
         if found is None:
-            ends = (prefix[:_EXCERPT_TOKENS], prefix[_EXCERPT_TOKENS:][-_EXCERPT_TOKENS:])
-            found = self._prefixes[leaf] = _Prefix(num_tokens=len(prefix), excerpt=ends, seen_at=now)
+            middle = max(_EXCERPT_TOKENS, cached - _EXCERPT_TOKENS)
+            ends = (prompt[: min(_EXCERPT_TOKENS, cached)], prompt[middle:cached])
+            found = self._prefixes[leaf] = _Prefix(num_tokens=cached, excerpt=ends, seen_at=now)
         found.heat, found.seen_at = found.at(now) + 1.0, now
         found.holders.update(holders)
         self._prefixes.move_to_end(leaf)

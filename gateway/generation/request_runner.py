@@ -207,13 +207,13 @@ class Generation:
             return
         prompt, figures = self._choice.token_ids, self._context.figures
         block_size = self._context.cluster.model_info().layout.block_size
-        figures.placed(placement, len(prompt), min(report.cached_tokens, len(prompt)), block_size, now)
+        figures.placed(placement, len(prompt), min(report.cached_tokens, len(prompt)), block_size)
         num_blocks = report.cached_tokens // block_size
         if 0 < num_blocks <= len(self._keys):
             sources = (source.store.instance_id for source in placement.prefix_sources)
             holders = (placement.prefill.instance_id, *sources)
             leaf = self._keys[num_blocks - 1]
-            figures.reused(leaf, prompt[: report.cached_tokens], holders, now)
+            figures.reused(leaf, prompt, report.cached_tokens, holders, now)
 
     async def _place(self, action: Place) -> None:
         cluster = self._context.cluster

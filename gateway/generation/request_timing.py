@@ -78,10 +78,6 @@ class Instants:
         if len(self.arrivals) < _MAX_ARRIVALS:
             self.arrivals.append(now)
 
-    def arrivals_s(self) -> list[float]:
-        """Returns seconds from the arrival of the request to each piece of output, of the first 512 pieces."""
-        return [round(at - self.arrived_at, 4) for at in self.arrivals]
-
 
 def phase_times(at: Instants, prefill: PrefillReport | None, decode: DecodeReport | None) -> PhaseTimes | None:
     """Returns the phases of a choice that ended well; None without a token or without a report of its prefill."""
@@ -211,10 +207,11 @@ class RequestTiming:
             "output_tokens": len(state.generated),
         }
         ttft_s = None if first_at is None else first_at - arrived_at
-        timing = {**(self.phase_times.as_json() if self.phase_times else {}), "arrivals_s": self._at.arrivals_s()}
+        arrivals_s = [round(at - arrived_at, 4) for at in self._at.arrivals]
+        timing = {**(self.phase_times.as_json() if self.phase_times else {}), "arrivals_s": arrivals_s}
         self._figures.ended(state.request_id, outcome, tokens, ttft_s, now - arrived_at, timing)
         if state.placement is not None:
-            self._figures.flows.add(state.placement.decode.instance_id, GATEWAY, len(state.generated), now)
+            self._figures.moved(state.placement.decode.instance_id, GATEWAY, len(state.generated))
 
     def _begin_decoding(self, now: float) -> None:
         metrics, ttft_s, report = self._metrics, now - self._at.arrived_at, self._state.report

@@ -98,7 +98,7 @@ class OperatorEndpoints:
                 "requests": self._gateway.num_live + self._gateway.num_live_elsewhere,
                 "gateway": self._config.instance_id,
                 "gateways": [gateway.instance_id for gateway in view.gateways],
-                "events": self._gateway.events.as_json(),
+                "events": list(self._gateway.events.latest),
                 "instances": [_instance(i) for i in sorted(view.instances, key=_sort_key)],
             }
         )
@@ -116,7 +116,7 @@ class OperatorEndpoints:
         }
         figures["phases"] = dict(gateway.phases())
         figures["rails"] = await self._cluster_metrics.rails()
-        figures["flows"] = gateway.figures.flows.rates(now)
+        figures["flows"] = [(*pair, tokens) for pair, tokens in gateway.figures.flows.items()]
         identity = admission_of(request).identity
         if not identity.tenant:
             text_of = self._tokenizer.decode if identity.key_id else None
@@ -127,7 +127,7 @@ class OperatorEndpoints:
     async def history(self, request: Request) -> Response:
         """GET /v1/history?after=NUMBER: points of the last hour at this gateway behind a number, or all of them."""
         after = request.query_params.get("after", "")
-        known = self._history.as_json(int(after) if after.isdecimal() and after.isascii() else 0)
+        known = self._history.as_json(int(after) if after.isdecimal() and len(after) < 16 else 0)
         return JSONResponse({"gateway": self._config.instance_id, **known})
 
     async def explain(self, request: Request) -> Response:
@@ -140,9 +140,10 @@ class OperatorEndpoints:
             decisions = [each for each in decisions if each["turn"]["tenant"] == tenant]
         if not decisions:
             raise ApiError(404, _not_remembered(known_id, last), code="not_found")
+        known = self._gateway.figures.timings
         # Attempts of a choice share its id up to the tilde, which no id of a client has.
         choices = dict.fromkeys(each["request_id"].partition("~")[0] for each in decisions)
-        timings = {choice: timing for choice in choices if (timing := self._gateway.figures.timing(choice))}
+        timings = {choice: known[choice] for choice in choices if choice in known}
         return JSONResponse({"request_id": request_id, "decisions": decisions, "timings": timings})
 
     async def chat(self, request: Request) -> Response:
@@ -231,8 +232,6 @@ def _instance(instance: conductor_pb2.InstanceView) -> dict[str, Any]:
         "num_blocks": instance.num_blocks,
         "indexed_blocks": instance.indexed_blocks,
         "can_switch_role": instance.can_switch_role,
-        "need": instance.need,
-        "use": instance.use,
         "load": {
             **{name: getattr(instance.load, name) for name in _LOAD_NUMBERS},
             "traffic": list(map(_numbers, instance.load.traffic)),

@@ -46,7 +46,8 @@ globalThis.SICK = [
   [k => { k.cluster.events = [{ at: 1085, what: "restarted", instance_id: "decode-0", role: "decode" }]; }, "warn", "decode-0 restarted 30 s ago", "instance-decode-0"],
   [k => { k.cluster.instances[1].last_heard_s = 8; }, "bad", "decode-0 (decode) has been silent for 8 s", "instance-decode-0"],
   [k => { k.cluster.instances[1].draining = true; }, "warn", "decode-0 drains", "instance-decode-0"],
-  [k => { k.cluster.instances[0].load.num_waiting = 20; }, "bad", "queue of prefill workers grows: 20 requests wait, a minute ago 0", "chart-waiting"],
+  [k => { k.cluster.instances[0].load.num_waiting = 20; }, "warn", "20 requests wait at prefill workers", "chart-waiting"],
+  [k => { k.series["waiting/prefill-0"] = [...k.constant(0).slice(1), 16]; k.cluster.instances[0].load.num_waiting = 20; }, "bad", "queue of prefill workers grows: 20 requests wait, a minute ago 0", "chart-waiting"],
   [k => { k.series["waiting/prefill-0"] = k.constant(18); k.cluster.instances[0].load.num_waiting = 20; }, "warn", "20 requests wait at prefill workers", "chart-waiting"],
   [k => { k.series["waiting/decode-0"] = k.constant(20); k.cluster.instances[1].load.num_waiting = 20; }, "warn", "20 requests wait at decode-0, at a typical other decode worker 0", "chart-waiting"],
   [k => { Object.assign(k.cluster.instances[2].load, { num_waiting: 1, leased_blocks: 90 }); }, "warn", "decode-1's KV memory is 100 % full", "chart-kv"],
@@ -57,6 +58,13 @@ globalThis.SICK = [
   [k => { k.series.failed = k.constant(.1); }, "bad", "6 requests were not finished in the last minute, mostly: lost", "chart-lost"],
   [k => { k.series.rail_failures = k.constant(.05); }, "warn", "3 transfers failed in the last minute", "rails"],
 ];
+
+// What is wrong with the findings after a change, or nothing.
+globalThis.misjudged = ([change, level, sentence, target]) => {
+  const found = judged(change), [one] = found;
+  const right = found.length === 1 && one.level === level && one.text.includes(sentence) && one.target[0] === target && document.getElementById(target);
+  return right ? "" : `${sentence}: ${JSON.stringify(found)}`;
+};
 
 // From now on the cluster has 64 decode workers, and a 65th that has left.
 globalThis.enlarge = () => {

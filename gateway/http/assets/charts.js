@@ -90,7 +90,7 @@ class Chart {
     const { spec } = this, axis = { stroke: colourOf("--dim"), grid: { stroke: colourOf("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const series = this.lines.map(each => {
       const colour = colourOf(each.colour);
-      return { stroke: colour, width: spec.stacked ? 0 : 1.5, fill: spec.stacked ? colour : undefined, dash: each.dash, points: { show: !spec.stacked && data[0].length < 3, size: 4 } };
+      return { stroke: colour, width: spec.stacked ? 0 : 1.5, fill: spec.stacked ? colour : undefined, dash: each.dash, points: { show: u => !spec.stacked && u.data[0].length < 3, size: 4 } };
     });
     const options = {
       width: this.plotted.clientWidth, height: this.plotted.clientHeight, legend: { show: false }, padding: [6, 18, 0, 0],

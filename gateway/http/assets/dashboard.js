@@ -6,10 +6,13 @@ import { History } from "./history.js";
 import { drawMap } from "./map.js";
 import { waterfall } from "./waterfall.js";
 
+const MAX_ARROWS = 64; // of the map
 const MANY = 8; // instances of a role, beyond which their cards are small
 const history = new History(), charts = new Charts($("charts"));
 let timer, earlier, opener, cluster, historyAt = 0;
 const railsAt = []; // failures by process at the looks of the last minute
+const flowsAt = []; // when, and tokens by pair of processes, at the latest looks
+const FLOW_LOOKS = 20;
 
 // ---- the gateway's answers
 
@@ -59,7 +62,7 @@ function show(seen, figures) {
     const noted = new Set(found.map(f => f.instance));
     showModel();
     showInstances(noted);
-    drawMap(cluster, figures.flows, failingRails(figures.rails), noted);
+    drawMap(cluster, rates(figures), failingRails(figures.rails), noted);
   }
   showFigures(figures);
 }
@@ -86,6 +89,15 @@ function showModel() {
     ? `${cluster.models.join(", ")} · context ${count(cluster.max_model_len)} · blocks of ${cluster.layout.block_size} tokens · `
       + `${cluster.layout.dtype} · ${count(cluster.requests)} requests here`
     : "no worker has joined yet";
+}
+
+function rates(figures) { // tokens per second by pair of processes, over twenty seconds
+  flowsAt.push([figures.at_s, new Map(figures.flows.map(([from, to, tokens]) => [`${from} ${to}`, tokens]))]);
+  if (flowsAt.length > FLOW_LOOKS) flowsAt.shift();
+  const [at, before] = flowsAt[0], seconds = figures.at_s - at;
+  if (seconds <= 0) return [];
+  const flows = figures.flows.map(([from, to, tokens]) => [from, to, Math.max(0, tokens - (before.get(`${from} ${to}`) || 0)) / seconds]);
+  return flows.filter(flow => flow[2] > 0).sort((a, b) => b[2] - a[2]).slice(0, MAX_ARROWS);
 }
 
 function failingRails(rails) { // processes with more failures than a minute ago
@@ -135,8 +147,7 @@ function fill(made, instance, noted) {
   const rows = store ? [["blocks stored", count(instance.indexed_blocks)]]
     : [["blocks held / leased / all", `${count(load.held_blocks)} / ${count(load.leased_blocks)} / ${count(instance.num_blocks)}`],
        ["blocks findable as prefix", count(instance.indexed_blocks)],
-       instance.role === "prefill" ? ["tokens queued", count(load.queued_tokens)] : ["tokens of context", count(load.context_tokens)],
-       ["load ÷ what meets its objective", (instance.need || 0).toFixed(2)]];
+       instance.role === "prefill" ? ["tokens queued", count(load.queued_tokens)] : ["tokens of context", count(load.context_tokens)]];
   list.replaceChildren(...[...rows, ["address", instance.rpc_address], ["epoch", String(instance.epoch)]].flatMap(([what, value]) => [element("dt", what), element("dd", value)]));
 }
 

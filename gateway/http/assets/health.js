@@ -55,10 +55,11 @@ function queues(cluster, history, say) {
     const workers = cluster.instances.filter(i => i.role === role), waiting = sum(workers.map(w => w.load.num_waiting));
     const [longest, ...others] = [...workers].sort((a, b) => b.load.num_waiting - a.load.num_waiting);
     if (waiting < LONG_QUEUE || waiting < 2 * workers.length) continue;
-    const before = sum(workers.map(w => history.get(`waiting/${w.instance_id}`).at(-6)));
+    const earlier = points => sum(workers.map(w => history.get(`waiting/${w.instance_id}`).at(-points)));
+    const lasting = Math.min(waiting, earlier(1)), before = earlier(6); // one look alone is no trend
     const typical = median(others.map(w => w.load.num_waiting));
     const uneven = others.length && longest.load.num_waiting >= 3 * (typical + 1);
-    if (history.at.length >= 6 && waiting >= 2 * Math.max(1, before))
+    if (history.at.length >= 6 && lasting >= Math.max(LONG_QUEUE, 2 * before))
       say("bad", `The queue of ${role} workers grows: ${count(waiting)} requests wait, a minute ago ${count(before)}.`, "chart-waiting", "queues");
     else if (!uneven) say("warn", `${count(waiting)} requests wait at ${role} workers.`, "chart-waiting", "queues");
     if (uneven)

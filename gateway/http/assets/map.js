@@ -56,7 +56,8 @@ function draw(node) {
 function arrow(from, to, tokens, most, number) {
   const x0 = from.x + from.width / 2, x1 = to.x + to.width / 2, down = from.y < to.y;
   const y0 = down ? from.y + BOX : from.y, y1 = down ? to.y : to.y + BOX, sideways = from.y === to.y;
-  const failing = from.bad || to.bad, bend = sideways ? BOX : (y1 - y0) / 2;
+  const moving = from.role === "store" ? to : from; // who reads or writes the KV
+  const failing = from.bad || to.bad || moving.failing && from.role !== "gateway", bend = sideways ? BOX : (y1 - y0) / 2;
   const path = sideways ? `M${x0},${y0}C${x0},${y0 - bend},${x1},${y1 - bend},${x1},${y1}` : `M${x0},${y0}C${x0},${y0 + bend},${x1},${y1 - bend},${x1},${y1}`;
   const made = svg("path", { d: path, "marker-end": failing ? "url(#bad-tip)" : "url(#tip)", "stroke-width": thickness(tokens, most, number), class: failing ? "bad" : tokens < .05 ? "idle" : "" });
   made.append(svg("title", {}, `${from.id} → ${to.id}: ${rate(tokens)} tokens/s`));
@@ -84,8 +85,11 @@ function answer(gateways, decodes, tokens, most, number) {
 // `failing`: names of processes whose transfers failed in the last minute; `noted`: of instances that a finding is about.
 export function drawMap(cluster, flows, failing, noted) {
   const width = Math.max(280, $("map").clientWidth - 24), nodes = nodesOf(cluster), of = role => nodes.filter(node => node.role === role);
-  for (const node of nodes) if (failing.has(node.id)) Object.assign(node, { bad: true, about: `${node.about}, transfers failed` });
-  for (const node of nodes) node.noted = noted.has(node.id);
+  for (const node of nodes) {
+    node.failing = failing.has(node.id);
+    node.noted = node.failing || noted.has(node.id);
+    if (node.failing) node.about += ", transfers failed";
+  }
   const drawing = svg("svg", { role: "img" }), inner = width - LEFT, rows = [];
   const heading = (text, x, y) => rows.push(svg("text", { class: "row", x, y: y - 6 }, text));
   const title = (role, name) => `${name} (${count(of(role).filter(n => !n.gone).length)})`;
@@ -107,11 +111,11 @@ export function drawMap(cluster, flows, failing, noted) {
   const most = Math.max(1, answers, ...shown.map(flow => flow[2]));
   drawing.setAttribute("viewBox", `0 0 ${width} ${y + 4}`);
   drawing.setAttribute("height", y + 4);
-  drawing.setAttribute("aria-label", `Map of the cluster: ${nodes.filter(n => !n.gone).length} processes, ${shown.length} flows; failing: ${nodes.filter(n => n.bad).map(n => n.about).join("; ") || "none"}`);
+  drawing.setAttribute("aria-label", `Map of the cluster: ${nodes.filter(n => !n.gone).length} processes, ${shown.length} flows; failing: ${nodes.filter(n => n.bad || n.failing).map(n => n.about).join("; ") || "none"}`);
   drawing.append(tip("tip", "--accent"), tip("bad-tip", "--bad"), ...shown.map(([from, to, tokens]) => arrow(from, to, tokens, most, shown.length)));
   if (answers >= .05) drawing.append(answer(of("gateway"), of("decode"), answers, most, shown.length));
   drawing.append(...rows, ...nodes.map(draw));
   for (const each of drawing.querySelectorAll("g[data-target]")) each.addEventListener("click", () => goTo(each.dataset.target)); // the cards are the keyboard's way
-  const legend = element("p", `Arrows: tokens per second through this gateway; the thickest ${rate(Math.max(answers, ...shown.map(f => f[2])))}. Bars: KV memory in use. Red: silent, gone, or transfers fail.`, "dim");
+  const legend = element("p", `Arrows: tokens per second through this gateway; the thickest ${rate(Math.max(answers, ...shown.map(f => f[2])))}. Bars: KV memory in use. Red: silent, gone, or transfers fail; amber: see above.`, "dim");
   $("map").replaceChildren(drawing, legend);
 }

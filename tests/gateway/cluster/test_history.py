@@ -1,6 +1,6 @@
 """The gateway's last hour: points of series, bounded; and instances that left or restarted."""
 
-from moonserve.gateway.cluster.history import MAX_SERIES, NUM_POINTS, History, InstanceEvents, rail_sums
+from moonserve.gateway.cluster.history import MAX_SERIES, NUM_POINTS, History, InstanceEvents
 from moonserve.protocol.pb import common_pb2, conductor_pb2
 
 
@@ -33,38 +33,24 @@ def test_history_is_bounded_and_forgets_series_without_values() -> None:
     assert len(history.as_json(0)["series"]) == MAX_SERIES
 
 
-def test_rails_of_all_processes_are_added() -> None:
-    rail = {"transport": "tcp", "rail": "eth0", "read_bytes": 1, "written_bytes": 2, "failures": 1}
-    assert rail_sums([rail, rail | {"process": "other"}]) == {"rail/tcp eth0": 6, "rail_failures": 2}
-
-
-def view(*instances: tuple[str, int, bool]) -> conductor_pb2.ClusterView:
-    """Returns a view with instances given as id, epoch, draining."""
-    return conductor_pb2.ClusterView(
-        instances=[
-            conductor_pb2.InstanceView(
-                endpoint=common_pb2.Endpoint(instance_id=name, epoch=epoch),
-                role=common_pb2.ROLE_DECODE,
-                draining=draining,
-            )
-            for name, epoch, draining in instances
-        ]
-    )
+def after(events: InstanceEvents, at: float, *present: tuple[str, int, bool]) -> list[tuple[float, str, str]]:
+    """Returns the events' time, kind and instance after a view of instances given as id, epoch, draining."""
+    view = conductor_pb2.ClusterView()
+    for name, epoch, draining in present:
+        endpoint = common_pb2.Endpoint(instance_id=name, epoch=epoch)
+        view.instances.add(endpoint=endpoint, role=common_pb2.ROLE_DECODE, draining=draining)
+    events.take(view, at)
+    return [(e["at"], e["what"], e["instance_id"]) for e in events.latest]
 
 
 def test_instances_that_leave_drain_return_and_restart_are_events() -> None:
     events = InstanceEvents()
-
-    def after(at: float, *instances: tuple[str, int, bool]) -> list[tuple[float, str, str]]:
-        events.take(view(*instances), at)
-        return [(e["at"], e["what"], e["instance_id"]) for e in events.as_json()]
-
-    assert after(0, ("a", 1, False), ("b", 1, True), ("c", 1, False)) == []
-    assert after(1, ("a", 1, False)) == [(1, "drained", "b"), (1, "left", "c")]
-    assert after(2, ("a", 1, False)) == after(3, ("a", 1, False)), "an absence is one event"
-    assert after(4, ("a", 2, False), ("c", 1, False)) == [(1, "drained", "b"), (4, "restarted", "a")]
-    assert after(5, ("a", 2, False), ("c", 2, False))[-1] == (5, "restarted", "c")
+    assert after(events, 0, ("a", 1, False), ("b", 1, True), ("c", 1, False)) == []
+    assert after(events, 1, ("a", 1, False)) == [(1, "drained", "b"), (1, "left", "c")]
+    assert after(events, 2, ("a", 1, False)) == [(1, "drained", "b"), (1, "left", "c")], "an absence is one event"
+    assert after(events, 3, ("a", 2, False), ("c", 1, False)) == [(1, "drained", "b"), (3, "restarted", "a")]
+    assert after(events, 4, ("a", 2, False), ("c", 2, False))[-1] == (4, "restarted", "c")
     for at in range(100):
-        after(10 + at, ("a", at, False))
-    assert len(events.as_json()) == 32
+        after(events, 10 + at, ("a", at, False))
+    assert len(events.latest) == 32
     assert len(events._known) <= 34

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,9 +15,12 @@ import pytest
 
 from moonserve.__main__ import main
 from moonserve.gateway.generation.request_timing import PHASES
+from moonserve.gateway.http import operator_endpoints
 from moonserve.protocol.errors import PeerLost
 from tests.gateway.conftest import CHAT_PATH, MODEL, TEXT, TEXT_PATH, clients_of, post, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster, failing
+
+ASSETS = Path(operator_endpoints.__file__).with_name("assets")
 
 
 async def get(http: aiohttp.ClientSession, path: str, status: int = 200) -> str:
@@ -59,12 +63,7 @@ async def test_operator_endpoints_reply(http: aiohttp.ClientSession) -> None:
     for path, asked in (("/", "v1/chat/completions"), ("/dashboard", "assets/dashboard.js")):
         page = await get(http, path)
         assert asked in page
-        linked = re.findall(r'\b(?:src|href)="([^"]*)', page)
-        assets = [name for name in linked if name.startswith("assets/")]
-        assert set(linked) - set(assets) <= {"data:,", ".", "dashboard"}
-        for text in (page, *[await get(http, f"/{name}") for name in assets]):
-            text = re.sub(r"/\*! https://github\S+|http://www.w3.org/2000/svg", "", text)
-            assert not re.search(r"@import|https?://|url\((?!#)", text), "nothing from elsewhere"
+        assert not re.search(r'(src|href)="(?!assets/|data:,|\.|dashboard)', page), "nothing from elsewhere"
     assert json.loads(await get(http, "/version"))["version"]
     assert json.loads(await get(http, "/health"))["status"] == "ok"
     document = json.loads(await get(http, "/openapi.json"))
@@ -72,18 +71,17 @@ async def test_operator_endpoints_reply(http: aiohttp.ClientSession) -> None:
     assert "messages" in schema["content"]["application/json"]["schema"]["properties"]
 
 
-async def test_assets_need_no_key_are_cached_and_stay_in_their_folder(cluster: ScriptedCluster) -> None:
+async def test_assets_need_no_key_are_cached_and_load_nothing_from_elsewhere(cluster: ScriptedCluster) -> None:
     async with clients_of(cluster, api_key=("one",)) as http:
-        page = await get(http, "/dashboard")
-        for name in re.findall(r'"(assets/[^"]+)"', page):
-            async with http.get(f"/{name}") as reply:
-                assert reply.status == 200
-                assert ("immutable" in reply.headers["cache-control"]) == ("uplot" in name)
+        for file in ASSETS.iterdir():
+            text = re.sub(r"/\*! https://github\S+|http://www.w3.org/2000/svg", "", file.read_text())
+            assert not re.search(r"@import|https?://|url\((?!#)", text)
+            async with http.get(f"/assets/{file.name}") as reply:
+                assert ("immutable" in reply.headers["cache-control"]) == ("uplot" in file.name)
                 known = {"If-None-Match": reply.headers["etag"]}
-            async with http.get(f"/{name}", headers=known) as reply:
+            async with http.get(f"/assets/{file.name}", headers=known) as reply:
                 assert reply.status == 304
         await get(http, "/assets/..%2Froutes.py", 404)
-        assert "MIT License" in await get(http, "/assets/uplot-1.6.32.LICENSE.txt")
         await get(http, "/v1/history", 401)
 
 
@@ -96,9 +94,6 @@ async def test_explain_has_the_times_that_this_gateway_measured(http: aiohttp.Cl
         assert sum(phases) + timing["unaccounted_s"] == pytest.approx(timing["e2e_s"], abs=1e-4)
         arrivals = timing["arrivals_s"]
         assert (arrivals, arrivals[0]) == (sorted(arrivals), pytest.approx(timing["ttft_s"], abs=1e-3))
-    flows = json.loads(await get(http, "/v1/figures"))["flows"]
-    assert {source[:6] for source, target, _ in flows if target != "gateway"} == {"gatewa", "prefil"}
-    assert {source[:6] for source, target, _ in flows if target == "gateway"} == {"decode"}
 
 
 @pytest.mark.parametrize(
