@@ -2,7 +2,7 @@
 import { bytes, element, median, ms, rate, share } from "./dom.js";
 
 const HOUR_S = 3600, LEAST_S = 600; // a young gateway's axis is ten minutes long
-const MAX_LINES = 8;
+const MAX_LINES = 8, OBJECTIVE = "objective";
 // A request's phases in the order of time: name and colour.
 export const PHASES = {
   retry: ["lost attempts", 6], gateway: ["gateway, placement", 7], queue: ["prefill queue", 1], load: ["prefix load", 3], prefill: ["prefill", 0],
@@ -34,7 +34,7 @@ export const railName = name => { const [transport, rail] = name.split(" "); ret
 
 function latency(history, name, objective) {
   const lines = ["p50", "p95", "p99"].map((p, i) => line(p, history.get(`${name}/${p}`), [2, 0, 3][i]));
-  return objective ? [...lines, line("objective", history.at.map(() => objective), "bad", [4, 4])] : lines;
+  return objective ? [...lines, line(OBJECTIVE, history.at.map(() => objective), "bad", [4, 4])] : lines;
 }
 
 // A line for each instance, or, of many, for those with the highest values in the last ten minutes and the median.
@@ -65,7 +65,7 @@ class Chart {
     const lines = history.at.length ? this.spec.lines(history, figures) : [];
     this.lines = lines;
     this.events = events;
-    if (!lines.some(each => each.label !== "objective" && each.values.some(v => v != null))) {
+    if (!lines.some(each => each.label !== OBJECTIVE && each.values.some(v => v != null))) {
       this.clear();
       return;
     }
@@ -95,13 +95,18 @@ class Chart {
     const options = {
       width: this.plotted.clientWidth, height: this.plotted.clientHeight, legend: { show: false }, padding: [6, 18, 0, 0],
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 5 }, sync: { key: "history" } },
-      scales: { x: { range: (u, least, most) => [Math.max(most - HOUR_S, Math.min(least, most - LEAST_S)), most] }, y: { range: (u, least, most) => [0, spec.top || (most > 0 ? 1.05 * most : 1)] } },
+      scales: { x: { range: (u, least, most) => [Math.max(most - HOUR_S, Math.min(least, most - LEAST_S)), most] }, y: { range: (u, least, most) => [0, spec.top || 1.05 * this.top(most) || 1] } },
       axes: [{ ...axis, size: 24, space: 60, values: (u, splits) => splits.map(at => new Date(1e3 * at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
         { ...axis, size: 58, space: 30, values: (u, splits) => splits.map(v => spec.format(v)) }],
       series: [{}, ...series],
       hooks: { setCursor: [u => this.describe(u.cursor.idx)], draw: [u => this.mark(u)] },
     };
     this.plot = new uPlot(options, data, this.plotted);
+  }
+
+  top(most) { // an objective far above the values would flatten them
+    const highest = Math.max(0, ...this.lines.filter(each => each.label !== OBJECTIVE).flatMap(each => each.values.map(v => v || 0)));
+    return this.spec.stacked || most <= 3 * highest ? most : highest;
   }
 
   mark(plot) { // when an instance left or restarted

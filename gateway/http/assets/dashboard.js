@@ -1,4 +1,4 @@
-// The dashboard: asks the gateway once a second while the page is visible, and draws what it answers.
+// The dashboard: asks the gateway every two seconds while the page is visible, and draws what it answers.
 import { $, ago, bar, bytes, count, element, focusOn, goTo, ms, rate, replace, say, share, sum, table } from "./dom.js";
 import { Charts, railName } from "./charts.js";
 import { findings, isSilent, praise } from "./health.js";
@@ -12,7 +12,7 @@ const history = new History(), charts = new Charts($("charts"));
 let timer, earlier, opener, cluster, historyAt = 0;
 const railsAt = []; // failures by process at the looks of the last minute
 const flowsAt = []; // when, and tokens by pair of processes, at the latest looks
-const FLOW_LOOKS = 20;
+const PERIOD_MS = 2000, FLOW_LOOKS = 10, RAIL_LOOKS = 30;
 
 // ---- the gateway's answers
 
@@ -49,7 +49,7 @@ async function refresh() {
     if ($("enter").hidden) judge({ history, error: error.message });
     else say($("state"), error.message, "bad");
   }
-  finally { timer = setTimeout(refresh, 1000); }
+  finally { timer = setTimeout(refresh, PERIOD_MS); }
 }
 
 // ---- what is shown
@@ -104,7 +104,7 @@ function failingRails(rails) { // processes with more failures than a minute ago
   const failures = new Map();
   for (const rail of rails) failures.set(rail.process, (failures.get(rail.process) || 0) + rail.failures);
   railsAt.push(failures);
-  if (railsAt.length > 60) railsAt.shift();
+  if (railsAt.length > RAIL_LOOKS) railsAt.shift();
   return new Set([...failures].filter(([name, number]) => number > (railsAt[0].get(name) ?? number)).map(([name]) => name));
 }
 

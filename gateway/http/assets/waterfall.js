@@ -32,7 +32,7 @@ export function waterfall(decision, timing) {
   const happened = actual(timing, decision.outcome), expected = predicted(decision);
   if (!happened.length) return [];
   const whole = Math.max(...happened.map(bar => bar[1] + bar[2]), timing?.e2e_s || 0), made = element("div", undefined, "waterfall");
-  const start = happened.find(bar => bar[0] === "queue")?.[1] || 0; // predictions begin at the worker
+  const start = happened.find(bar => bar[0] !== "retry" && bar[0] !== "gateway")?.[1] || 0; // predictions begin at the worker
   const rows = new Map(happened.map(([phase]) => [phase, []]));
   for (const [phase, begin, seconds] of expected) rows.get(phase)?.push(span(phase, start + begin, seconds, whole, "predicted"));
   for (const [phase, begin, seconds] of happened) rows.get(phase).push(span(phase, begin, seconds, whole, ""));
