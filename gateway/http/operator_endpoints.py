@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class OperatorEndpoints:
                 "max_model_len": view.max_model_len,
                 "layout": layout,
                 "requests": self._gateway.num_live + self._gateway.num_live_elsewhere,
+                "at": time.time(),
                 "gateway": self._config.instance_id,
                 "gateways": [gateway.instance_id for gateway in view.gateways],
                 "events": list(self._gateway.events.latest),

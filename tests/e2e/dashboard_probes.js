@@ -28,8 +28,8 @@ globalThis.judged = change => {
   const series = { "time/queue": constant(1), "time/prefill": constant(1) };
   for (const id of ["decode-0", "decode-1"]) Object.assign(series, { [`steps/${id}`]: constant(10), [`step_s/${id}`]: constant(.2) });
   const known = {
-    now: 1115, history, series, constant,
-    cluster: { events: [], instances: [worker("prefill-0", "prefill"), worker("decode-0", "decode"), worker("decode-1", "decode")] },
+    history, series, constant,
+    cluster: { at: 1115, events: [], instances: [worker("prefill-0", "prefill"), worker("decode-0", "decode"), worker("decode-1", "decode")] },
     figures: { ttft_s: latency(), tbt_s: latency(), slo: { ttft_s: 1, tbt_s: 1 }, rejections: { full: 3 }, failures: { lost: 2 } },
   };
   change(known);
@@ -74,7 +74,7 @@ globalThis.enlarge = () => {
     if (path !== "v1/cluster") return reply;
     const body = await reply.json(), one = body.instances.find(i => i.role === "decode");
     const many = [...Array(64).keys()].map(i => ({ ...one, instance_id: `decode-${i}` }));
-    body.events = [{ at: Date.now() / 1e3 - 5, what: "left", instance_id: "decode-64", role: "decode" }];
+    body.events = [{ at: body.at - 5, what: "left", instance_id: "decode-64", role: "decode" }];
     body.instances = [...body.instances.filter(i => i.role !== "decode"), ...many];
     return new Response(JSON.stringify(body));
   };

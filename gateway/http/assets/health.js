@@ -15,14 +15,14 @@ const REMEDY = {
 };
 
 // `cluster`, `figures`: bodies of /v1/cluster and /v1/figures, undefined without an answer. `history`: a History.
-// `now`: Unix seconds. Returns [{level: "bad" | "warn", text, target: [id of an element, its name], instance}], the worst first;
+// Returns [{level: "bad" | "warn", text, target: [id of an element, its name], instance}], the worst first;
 // `instance`: the one that it is about, if any.
-export function findings({ cluster, figures, history, error, now }) {
+export function findings({ cluster, figures, history, error }) {
   const found = [], say = (level, text, id, name, instance) => found.push({ level, text, target: [id, name], instance });
   if (!cluster) {
     say("bad", error ? `No answer: ${error}.` : "The conductor does not answer: new requests wait, and then fail.", "map", "map");
   } else {
-    members(cluster, now, say);
+    members(cluster, say);
     queues(cluster, history, say);
   }
   if (figures) latencies(figures, cluster, history, say);
@@ -30,16 +30,16 @@ export function findings({ cluster, figures, history, error, now }) {
   return [...found.filter(f => f.level === "bad"), ...found.filter(f => f.level === "warn")];
 }
 
-function members(cluster, now, say) {
+function members(cluster, say) {
   const present = new Set(cluster.instances.map(i => i.instance_id));
   for (const role of ["prefill", "decode"]) {
     if (!cluster.instances.some(i => i.role === role)) say("bad", `There is no ${role} worker: requests wait for one.`, "map", "map");
   }
   for (const event of cluster.events) {
-    const { instance_id: id, role } = event, when = `${ago(now - event.at)} ago`;
+    const { instance_id: id, role } = event, passed = cluster.at - event.at, when = `${ago(passed)} ago`;
     const effect = role === "store" ? "its blocks are computed again" : "its requests continue on others";
     if (event.what === "left" && !present.has(id)) say("bad", `${id} (${role}) left the cluster ${when} without a drain and is not back: ${effect}.`, "map", "map");
-    if (event.what === "restarted" && present.has(id) && now - event.at < RESTARTED_S) say("warn", `${id} restarted ${when}.`, `instance-${id}`, id, id);
+    if (event.what === "restarted" && present.has(id) && passed < RESTARTED_S) say("warn", `${id} restarted ${when}.`, `instance-${id}`, id, id);
   }
   for (const each of cluster.instances) {
     const id = each.instance_id;
