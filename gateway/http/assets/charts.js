@@ -96,7 +96,7 @@ class Chart {
       width: this.plotted.clientWidth, height: this.plotted.clientHeight, legend: { show: false }, padding: [6, 18, 0, 0],
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 5 }, sync: { key: "history" } },
       scales: { x: { range: (u, least, most) => [Math.max(most - HOUR_S, Math.min(least, most - LEAST_S)), most] }, y: { range: (u, least, most) => [0, spec.top || 1.05 * this.top(most) || 1] } },
-      axes: [{ ...axis, size: 24, space: 60, values: (u, splits) => splits.map(at => new Date(1e3 * at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
+      axes: [{ ...axis, size: 24, space: 60, values: (u, splits) => splits.map(at => new Date(1e3 * at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" })) },
         { ...axis, size: 58, space: 30, values: (u, splits) => splits.map(v => spec.format(v)) }],
       series: [{}, ...series],
       hooks: { setCursor: [u => this.describe(u.cursor.idx)], draw: [u => this.mark(u)] },
