@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 from moonserve.gateway.access.key_file import KeyFile
 from moonserve.gateway.access.key_table import KeyStore, KeyTable
 from moonserve.gateway.access.rate_limit_service import RateLimiter
+from moonserve.gateway.cluster.history import History, record
 from moonserve.gateway.cluster.metrics_page import ClusterMetrics, phase_collector
 from moonserve.gateway.cluster.request_metrics import RequestMetrics
 from moonserve.gateway.config import ClientConfig, GatewayConfig
@@ -80,18 +81,20 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         registry.register(phase_collector(gateway.phases))
         conductors = parse_addresses(config.conductor)
         cluster_metrics = ClusterMetrics(config.instance_id, registry, gateway.cluster, channels, conductors)
+        history, cluster, rails = History(), gateway.cluster, cluster_metrics.rails
         app = build_app(
             api,
             model,
             ResponsesApi(api, model, ResponseStore(config.response_store_bytes)),
             MessagesApi(api, model),
-            OperatorEndpoints(gateway, registry, config.names, cluster_metrics),
+            OperatorEndpoints(gateway, registry, config, tokenizer, cluster_metrics, history),
             keys,
             limiter,
             config.limits_for_all,
         )
         closing.enter_context(infrequent_gc())
-        background = [gateway.run, keys.run, limiter.run]
+        recording = functools.partial(record, history, gateway.figures, gateway.phases, cluster, rails)
+        background = (gateway.run, keys.run, limiter.run, recording)
         await _run(gateway, _server(app, config), listener, lifecycle, config, background)
 
 

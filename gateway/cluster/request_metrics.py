@@ -4,8 +4,8 @@ kept), and figures of the last minute for people (`RecentFigures`, bounded; `now
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.latency import percentile
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.metrics import FastCounter, FastHistogram
-from moonserve.protocol.request import FinishReason, Role
+from moonserve.protocol.request import FinishReason, Placement, Role
 from moonserve.protocol.rpc.wire import role_from_wire
 
 _MODEL_LABELS = ("model_name", "engine")
@@ -41,11 +41,18 @@ _PHASE_BUCKETS = (
 )  # fmt: skip
 
 WINDOW_S = 60.0
+GATEWAY = "gateway"  # name of this gateway in flows
 _MAX_SAMPLES = 4096
 _MAX_PREFIXES = 512
 _NUM_LATEST = 12
+_NUM_TIMED = 256
 _SHOWN_PREFIXES = 8
 _HALF_LIFE_S = 60.0  # of a prefix's heat
+_MAX_FLOWS = 1024
+_EXCERPT_TOKENS = 24  # of a prefix's beginning, and of its end
+# Cached tokens by where they were: in the worker's own cache, in a store of its host, in another store.
+_CACHES = ("device_tokens", "host_store_tokens", "remote_store_tokens")
+_TOTALS = ("requests", "finished", "output_tokens", "prompt_tokens", "cached_tokens", *_CACHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +171,9 @@ class Samples:
     def add(self, seconds: float, now: float) -> None:
         self._samples.append((now, seconds))
 
-    def summary(self, now: float) -> dict[str, float | int | None]:
-        """Returns percentiles in seconds; None if there is no sample."""
-        recent = sorted(seconds for at, seconds in self._samples if at > now - WINDOW_S)
+    def summary(self, now: float, window_s: float = WINDOW_S) -> dict[str, float | int | None]:
+        """Returns percentiles in seconds of the last `window_s`; None if there is no sample."""
+        recent = sorted(seconds for at, seconds in self._samples if at > now - window_s)
         shown = {f"p{p}": percentile(recent, p) if recent else None for p in (50, 95, 99)}
         return {**shown, "count": len(recent)}
 
@@ -176,6 +183,7 @@ class _Prefix:
     """A prefix that requests had in common."""
 
     num_tokens: int
+    excerpt: tuple[Sequence[int], ...]  # its first and last tokens
     heat: float = 0.0  # number of uses, each decaying
     seen_at: float = 0.0
     holders: set[str] = field(default_factory=set)  # instances found to have it
@@ -190,9 +198,12 @@ class RecentFigures:
     def __init__(self) -> None:
         self.ttft = Samples()
         self.gaps = Samples()
-        self.totals: Counter[str] = Counter(requests=0, finished=0, output_tokens=0, prompt_tokens=0, cached_tokens=0)
+        self.totals: Counter[str] = Counter(dict.fromkeys(_TOTALS, 0))
         self.rejections: Counter[str] = Counter()  # by reason
         self.failures: Counter[str] = Counter()  # by code
+        self.phase_s: defaultdict[str, float] = defaultdict(float)  # of choices that ended well
+        self.flows: Counter[tuple[str, str]] = Counter()  # tokens that went from one process to another
+        self.timings: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of the latest 256 choices that ended, by id
         self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()
         self._latest: deque[dict[str, Any]] = deque(maxlen=_NUM_LATEST)
 
@@ -203,15 +214,45 @@ class RecentFigures:
         tokens: Mapping[str, int],
         ttft_s: float | None,
         e2e_s: float,
+        timing: Mapping[str, Any],
     ) -> None:
         """Records the end of one choice. `outcome`: finish reason or error code. Times are seconds from arrival;
-        `ttft_s` is None if there was no token."""
+        `ttft_s` is None if there was no token. `timing`: of its phases and tokens, as JSON."""
         times = {"ttft_s": ttft_s, "e2e_s": e2e_s}
         self._latest.append({"request_id": request_id, "outcome": outcome, **tokens, **times})
+        self.timings[request_id] = {**times, **timing}
+        if len(self.timings) > _NUM_TIMED:
+            self.timings.popitem(last=False)
 
-    def reused(self, leaf: BlockKey, num_tokens: int, holders: Iterable[str], now: float) -> None:
-        """Records that a prompt's first `num_tokens` tokens were found in caches. `leaf`: key of their last block."""
-        found = self._prefixes.setdefault(leaf, _Prefix(num_tokens=num_tokens, seen_at=now))
+    def moved(self, source: str, target: str, num_tokens: int) -> None:
+        """Records tokens that went from one process to another. Of more than 1,024 pairs, the oldest are dropped."""
+        self.flows[source, target] += num_tokens
+        if len(self.flows) > _MAX_FLOWS:
+            del self.flows[next(iter(self.flows))]
+
+    def placed(self, placement: Placement, num_tokens: int, cached_tokens: int, block_size: int) -> None:
+        """Records at the first token where the prompt's tokens came from and went to. The placement names the stores
+        to read blocks from; blocks before these were in the worker's own cache."""
+        prefill, loaded = placement.prefill, 0
+        for source in placement.prefix_sources:
+            first = source.first_block * block_size
+            tokens = max(0, min(cached_tokens - first, source.num_blocks * block_size))
+            is_near = source.store.host == prefill.host
+            self.totals["host_store_tokens" if is_near else "remote_store_tokens"] += tokens
+            self.moved(source.store.instance_id, prefill.instance_id, tokens)
+            loaded += tokens
+        self.totals["device_tokens"] += cached_tokens - loaded
+        self.moved(GATEWAY, prefill.instance_id, num_tokens)
+        if not placement.is_local_prefill:
+            self.moved(prefill.instance_id, placement.decode.instance_id, num_tokens)
+
+    def reused(self, leaf: BlockKey, prompt: Sequence[int], cached: int, holders: Iterable[str], now: float) -> None:
+        """Records that a prompt's first `cached` tokens were found in caches. `leaf`: key of their last block."""
+        found = self._prefixes.get(leaf)
+        if found is None:
+            middle = max(_EXCERPT_TOKENS, cached - _EXCERPT_TOKENS)
+            ends = (prompt[: min(_EXCERPT_TOKENS, cached)], prompt[middle:cached])
+            found = self._prefixes[leaf] = _Prefix(num_tokens=cached, excerpt=ends, seen_at=now)
         found.heat, found.seen_at = found.at(now) + 1.0, now
         found.holders.update(holders)
         self._prefixes.move_to_end(leaf)
@@ -234,8 +275,18 @@ class RecentFigures:
         """Returns the latest requests, newest first."""
         return list(reversed(self._latest))
 
-    def hot_prefixes(self, now: float) -> list[dict[str, Any]]:
-        """Returns the hottest prefixes, hottest first."""
+    def levels(self, now: float, window_s: float) -> dict[str, float | None]:
+        """Returns the latency percentiles of the last `window_s` for the history, in seconds."""
+        summaries = {"ttft": self.ttft.summary(now, window_s), "tbt": self.gaps.summary(now, window_s)}
+        return {f"{name}/{p}": s[p] for name, s in summaries.items() for p in ("p50", "p95", "p99")}
+
+    def sums(self) -> dict[str, float]:
+        """Returns what only grows, for the history."""
+        times = {f"time/{phase}": seconds for phase, seconds in self.phase_s.items()}
+        return {**self.totals, **times, "rejected": self.rejections.total(), "failed": self.failures.total()}
+
+    def hot_prefixes(self, now: float, text_of: Callable[[Sequence[int]], str] | None) -> list[dict[str, Any]]:
+        """Returns the hottest prefixes, hottest first. `text_of`: decodes tokens; None = without their text."""
         ranked = sorted(self._prefixes.items(), key=lambda entry: -entry[1].at(now))
         return [
             {
@@ -243,6 +294,7 @@ class RecentFigures:
                 "tokens": prefix.num_tokens,
                 "heat": round(prefix.at(now), 2),
                 "holders": sorted(prefix.holders),
+                "text": None if text_of is None else " … ".join(map(text_of, filter(None, prefix.excerpt))),
             }
             for leaf, prefix in ranked[:_SHOWN_PREFIXES]
         ]

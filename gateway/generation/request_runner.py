@@ -201,16 +201,19 @@ class Generation:
         listener.on_piece(piece)
 
     def _reused(self, now: float) -> None:
-        """Records in the figures which prefix was reused and which instances held it."""
+        """Records in the figures which prefix was reused, which instances held it, and where its tokens went."""
         placement, report = self.state.placement, self.state.last_report
         if placement is None or report is None:
             return
-        num_blocks = report.cached_tokens // self._context.cluster.model_info().layout.block_size
+        prompt, figures = self._choice.token_ids, self._context.figures
+        block_size = self._context.cluster.model_info().layout.block_size
+        figures.placed(placement, len(prompt), min(report.cached_tokens, len(prompt)), block_size)
+        num_blocks = report.cached_tokens // block_size
         if 0 < num_blocks <= len(self._keys):
             sources = (source.store.instance_id for source in placement.prefix_sources)
             holders = (placement.prefill.instance_id, *sources)
             leaf = self._keys[num_blocks - 1]
-            self._context.figures.reused(leaf, report.cached_tokens, holders, now)
+            figures.reused(leaf, prompt, report.cached_tokens, holders, now)
 
     async def _place(self, action: Place) -> None:
         cluster = self._context.cluster

@@ -6,9 +6,10 @@ Instants are on the gateway's own monotonic clock; durations at workers come wit
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 
-from moonserve.gateway.cluster.request_metrics import RecentFigures, RequestMetrics
+from moonserve.gateway.cluster.request_metrics import GATEWAY, RecentFigures, RequestMetrics
 from moonserve.gateway.generation.request_state import RequestState
 from moonserve.protocol.errors import MoonserveError, Overloaded
 from moonserve.protocol.process.tracing import Tracer
@@ -16,6 +17,7 @@ from moonserve.protocol.request import DecodeReport, FinishReason, PrefillReport
 
 PHASES = ("retry", "gateway", "queue", "load", "prefill", "transfer", "decode_queue", "decode")
 """Names of the phases, in chronological order."""
+_MAX_ARRIVALS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class Instants:
     first_at: float | None = None  # first token of all attempts
     handed_at: float | None = None  # first token of the last attempt
     last_at: float | None = None
+    arrivals: array[float] = field(default_factory=lambda: array("d"))  # of the first pieces of output
 
     def attempt(self, now: float) -> None:
         """Starts another attempt."""
@@ -72,6 +75,8 @@ class Instants:
         if self.handed_at is None:
             self.handed_at = now
         self.last_at = now
+        if len(self.arrivals) < _MAX_ARRIVALS:
+            self.arrivals.append(now)
 
 
 def phase_times(at: Instants, prefill: PrefillReport | None, decode: DecodeReport | None) -> PhaseTimes | None:
@@ -182,6 +187,7 @@ class RequestTiming:
         if self.phase_times is not None:
             for phase, seconds in self.phase_times.phases().items():
                 metrics.phases[phase].observe(seconds)
+                self._figures.phase_s[phase] += seconds
         self._ended(reason.value, now)
 
     def failed(self, error: MoonserveError) -> None:
@@ -201,7 +207,11 @@ class RequestTiming:
             "output_tokens": len(state.generated),
         }
         ttft_s = None if first_at is None else first_at - arrived_at
-        self._figures.ended(state.request_id, outcome, tokens, ttft_s, now - arrived_at)
+        arrivals_s = [round(at - arrived_at, 4) for at in self._at.arrivals]
+        timing = {**(self.phase_times.as_json() if self.phase_times else {}), "arrivals_s": arrivals_s}
+        self._figures.ended(state.request_id, outcome, tokens, ttft_s, now - arrived_at, timing)
+        if state.placement is not None:
+            self._figures.moved(state.placement.decode.instance_id, GATEWAY, len(state.generated))
 
     def _begin_decoding(self, now: float) -> None:
         metrics, ttft_s, report = self._metrics, now - self._at.arrived_at, self._state.report

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from moonserve.gateway.cluster.cluster_client import ClusterClient
+from moonserve.gateway.cluster.history import InstanceEvents
 from moonserve.gateway.cluster.request_metrics import DecodeMetrics, RecentFigures, RequestMetrics
 from moonserve.gateway.config import GatewayConfig
 from moonserve.gateway.generation.events import (
@@ -61,6 +63,8 @@ class Gateway:
         self._config = config
         self._instance_id = config.instance_id
         self.figures = RecentFigures()
+        self.events = InstanceEvents()
+        self._decode_metrics = DecodeMetrics(metrics)
         self._rpc_address = rpc_address
         self._tokenizer = tokenizer
         self._routes: dict[str, Generation] = {}  # keyed by the current attempt's id
@@ -73,7 +77,7 @@ class Gateway:
             gateway_id,
             on_batch=self._on_batch,
             on_lost=self._on_lost,
-            on_view=DecodeMetrics(metrics).take,
+            on_view=self._on_view,
             describe_self=self._describe_self,
         )
         self._context = GenerationContext(
@@ -181,6 +185,10 @@ class Gateway:
             patience_s=self._config.worker_patience_s,
             traceparent=answer.root.traceparent if answer.root is not None else "",
         )
+
+    def _on_view(self, view: conductor_pb2.ClusterView) -> None:
+        self._decode_metrics.take(view)
+        self.events.take(view, time.time())
 
     async def _on_batch(self, instance_id: str, batch: worker_pb2.EventBatch) -> None:
         """Delivers a batch of events. Tokens come in groups, between which slow writers and new requests get their

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from moonserve.gateway.access.rate_limit_service import admission_of
+from moonserve.gateway.cluster.history import History
 from moonserve.gateway.cluster.metrics_page import ClusterMetrics
+from moonserve.gateway.config import GatewayConfig
 from moonserve.gateway.errors import ApiError
 from moonserve.gateway.generation.request_state import MAX_ATTEMPTS, attempt_id, choice_id
 from moonserve.gateway.generation.service import Gateway
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import NoWorker
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.metrics import package_version
@@ -28,7 +33,7 @@ _BODY_ID = re.compile("^(?:(?:chat)?cmpl-|resp_)")
 
 ExplainCall = Callable[[str], Awaitable[conductor_pb2.ExplainReply]]
 
-_CHAT, _DASHBOARD = (Path(__file__).with_name(name) for name in ("chat.html", "dashboard.html"))
+_CHAT, _DASHBOARD, _ASSETS = (Path(__file__).with_name(name) for name in ("chat.html", "dashboard.html", "assets"))
 
 
 class OperatorEndpoints:
@@ -38,13 +43,18 @@ class OperatorEndpoints:
         self,
         gateway: Gateway,
         registry: CollectorRegistry,
-        names: tuple[str, ...],
+        config: GatewayConfig,
+        tokenizer: Tokenizer,
         cluster_metrics: ClusterMetrics,
+        history: History,
     ) -> None:
         self._gateway = gateway
         self._cluster_metrics = cluster_metrics
         self._registry = registry
-        self._names = names
+        self._config = config
+        self._tokenizer = tokenizer
+        self._history = history
+        self._assets = StaticFiles(directory=_ASSETS)
         self._chat, self._dashboard = (page.read_text(encoding="utf-8") for page in (_CHAT, _DASHBOARD))
 
     async def health(self, request: Request) -> Response:
@@ -82,19 +92,23 @@ class OperatorEndpoints:
         return JSONResponse(
             {
                 "ready": self._gateway.is_ready,
-                "models": self._names,
+                "models": self._config.names,
                 "fingerprint": view.fingerprint,
                 "max_model_len": view.max_model_len,
                 "layout": layout,
                 "requests": self._gateway.num_live + self._gateway.num_live_elsewhere,
+                "at": time.time(),
+                "gateway": self._config.instance_id,
                 "gateways": [gateway.instance_id for gateway in view.gateways],
+                "events": list(self._gateway.events.latest),
                 "instances": [_instance(i) for i in sorted(view.instances, key=_sort_key)],
             }
         )
 
     async def figures(self, request: Request) -> Response:
         """GET /v1/figures: figures of the last minute at this gateway, and every instance's rails. Prefixes and
-        requests are included only for keys without a tenant, which may see all tenants."""
+        requests are included only for keys without a tenant, which may see all tenants. Prefixes have their text only
+        for such keys: without keys, everybody who reaches the gateway would read the prompts of the others."""
         gateway, now = self._gateway, asyncio.get_running_loop().time()
         view = gateway.cluster.view
         figures = gateway.figures.as_json(now)
@@ -104,13 +118,23 @@ class OperatorEndpoints:
         }
         figures["phases"] = dict(gateway.phases())
         figures["rails"] = await self._cluster_metrics.rails()
-        if not admission_of(request).identity.tenant:
-            figures["prefixes"] = gateway.figures.hot_prefixes(now)
+        figures["flows"] = [(*pair, tokens) for pair, tokens in gateway.figures.flows.items()]
+        identity = admission_of(request).identity
+        if not identity.tenant:
+            text_of = self._tokenizer.decode if identity.key_id else None
+            figures["prefixes"] = gateway.figures.hot_prefixes(now, text_of)
             figures["latest"] = gateway.figures.latest_requests()
         return JSONResponse(figures)
 
+    async def history(self, request: Request) -> Response:
+        """GET /v1/history?after=NUMBER: points of the last hour at this gateway behind a number, or all of them."""
+        after = request.query_params.get("after", "")
+        known = self._history.as_json(int(after) if after.isdecimal() and len(after) < 16 else 0)
+        return JSONResponse({"gateway": self._config.instance_id, **known})
+
     async def explain(self, request: Request) -> Response:
-        """GET /v1/requests/{request_id}/explain: why a request was placed where it was, and what happened then."""
+        """GET /v1/requests/{request_id}/explain: why a request was placed where it was, and what happened then. Times
+        of its choices are those that this gateway measured, of choices that ended here lately."""
         known_id, ask = request.path_params["request_id"], self._gateway.cluster.explain
         request_id, decisions, last = await explain(known_id, ask)
         # Ids are not secret, since clients choose them. A key without a tenant belongs to an operator and sees all.
@@ -118,7 +142,11 @@ class OperatorEndpoints:
             decisions = [each for each in decisions if each["turn"]["tenant"] == tenant]
         if not decisions:
             raise ApiError(404, _not_remembered(known_id, last), code="not_found")
-        return JSONResponse({"request_id": request_id, "decisions": decisions})
+        known = self._gateway.figures.timings
+        # Attempts of a choice share its id up to the tilde, which no id of a client has.
+        choices = dict.fromkeys(each["request_id"].partition("~")[0] for each in decisions)
+        timings = {choice: known[choice] for choice in choices if choice in known}
+        return JSONResponse({"request_id": request_id, "decisions": decisions, "timings": timings})
 
     async def chat(self, request: Request) -> Response:
         """GET /: page for a conversation with the model."""
@@ -127,6 +155,15 @@ class OperatorEndpoints:
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: page with the cluster's state."""
         return HTMLResponse(self._dashboard)
+
+    async def asset(self, request: Request) -> Response:
+        """GET /assets/{name}: a script, style or licence of the pages. Files of a library have its version in their
+        name and never change; of others the browser asks whether they did."""
+        name = request.path_params["name"]
+        response = await self._assets.get_response(name, request.scope)
+        is_fixed = name.startswith("uplot-")
+        response.headers["cache-control"] = "public, max-age=31536000, immutable" if is_fixed else "no-cache"
+        return response
 
 
 # Explanations of placements

@@ -116,6 +116,7 @@ def _routes(
         Route("GET", response, responses.retrieve, "A stored response", _RESPONSE),
         Route("GET", "/v1/cluster", ops.cluster, "Instances and their load", _CLUSTER),
         Route("GET", "/v1/figures", ops.figures, "Figures of the last minute", _FIGURES),
+        Route("GET", "/v1/history", ops.history, "The last hour: points behind number `after`", _HISTORY),
         Route("GET", explained, ops.explain, "Reasons for a request's placement", _EXPLAINED),
         Route("GET", "/health", ops.health, "Liveness: the process is running", status),
         Route("GET", "/ready", ops.ready, "Readiness: a request would be served", status),
@@ -127,6 +128,7 @@ def _routes(
         Route("GET", "/version", ops.version, "Version of the software", _object(version=_TEXT)),
         Route("GET", "/", ops.chat, "A chat with the model", media_type="text/html"),
         Route("GET", "/dashboard", ops.dashboard, "The cluster's state", media_type="text/html"),
+        Route("GET", "/assets/{name}", ops.asset, "A file of these pages", media_type="text/*"),
         Route("DELETE", response, responses.delete, "Deletes a stored response", _DELETED),
     ]  # fmt: skip
 
@@ -323,6 +325,8 @@ _TOKENIZED = _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), t
 _ANY: Json = {"type": "object"}
 _EXPLAINED = _object(request_id=_TEXT, decisions=_list(_ANY))
 _CLUSTER = _object(ready={"type": "boolean"}, models=_list(_TEXT), instances=_list(_ANY))
+_NUMBERS = _list({"type": "number"})
+_HISTORY = _object(interval_s={"type": "number"}, number=_COUNT, at=_NUMBERS, series=_ANY)
 _FIGURE_GROUPS = ("ttft_s", "tbt_s", "slo", "phases", "totals", "rejections", "failures")
 _FIGURES = _object(
     window_s={"type": "number"},

@@ -32,6 +32,9 @@ FOCUSED = """(() => {
 })()"""
 
 
+PROBES = Path(__file__).with_name("dashboard_probes.js").read_text()
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder: Path = tmp_path_factory.mktemp("dashboard")
@@ -53,7 +56,7 @@ async def shown(opened: Page) -> str:
 async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path: Path) -> None:
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
-        await opened.wait_for("document.getElementById('state').textContent === 'ready'")
+        await opened.wait_for("document.querySelector('#health li')?.textContent.length > 20")
         for part in (
             *("prefill-0", "decode-0", "store-0", "TTFT, p95", "Between tokens, p95", "Not served"),
             *("Transfers by rail", "Hot prefixes"),
@@ -61,7 +64,40 @@ async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path:
             await opened.wait_for(f"document.body.innerText.includes({part!r})")
         # Latencies of the last minute.
         await opened.wait_for(r"/p50 [0-9.]+ m?s/.test(document.body.innerText)")
+        await opened.evaluate(PROBES)
+        for _ in range(40):  # enough cached tokens for an area that can be seen
+            cluster.complete("the same beginning, again and again " * 12, max_tokens=1)
+        for chart in ("ttft", "tbt", "time", "tokens", "cache", "phases", "kv", "step", "rails"):
+            await opened.wait_for(f"coloured('chart-{chart}') > 3")
+        flows = "document.querySelectorAll('#map path:not(.answers)[marker-end]').length"
+        await opened.wait_for(f"{flows} > 1 && document.querySelector('#map path.answers') !== null")
         assert not opened.complaints
+
+
+async def test_the_first_line_says_what_is_wrong_and_why(cluster: Cluster, tmp_path: Path) -> None:
+    """The rules on figures of a healthy cluster of two workers, each with one change."""
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        await shown(opened)
+        await opened.evaluate(PROBES)
+        await opened.wait_for("globalThis.rules !== undefined")
+        assert await opened.evaluate("judged(() => {})") == []
+        assert await opened.evaluate("SICK.length > 10 && SICK.map(misjudged).filter(Boolean)") == []
+
+
+async def test_the_page_shows_what_happens_to_a_large_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    """64 instances, one of which leaves; the page's own answers are replaced."""
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        await shown(opened)
+        await opened.evaluate(f"{PROBES}; enlarge()")
+        await opened.wait_for("document.querySelectorAll('#role-decode article').length === 64")
+        await opened.wait_for("document.body.innerText.includes('decode-64 (decode) left the cluster')")
+        for width in (390, 800, 1280):
+            await opened.look(width=width)
+            await opened.wait_for(f"innerWidth === {width} && document.querySelector('#map .gone') !== null")
+            assert await opened.evaluate(SIDEWAYS) <= 0
+            assert await opened.evaluate(CUT_OFF) == []
+        await opened.evaluate("document.querySelector('#health a').click()")
+        assert await opened.evaluate("document.activeElement.id") == "map"
 
 
 async def test_the_dashboard_fits_at_every_width_and_in_every_theme(cluster: Cluster, tmp_path: Path) -> None:
@@ -96,8 +132,10 @@ async def test_the_tab_key_reaches_every_control_with_a_visible_focus(cluster: C
             await opened.press("Tab")
             reached.append(await opened.evaluate(FOCUSED))
         names = [each["key"] for each in reached]
-        assert names[:3] == ["Chat", "request", "Explain"]
-        assert sum(name.startswith("req-") for name in names) >= expected - 3 - 4
+        controls = [name for name in names if not name.startswith(("req-", "finding-"))]
+        cards = ["instance-prefill-0", "instance-decode-0", "instance-store-0"]
+        assert controls[:6] == ["Chat", *cards, "request", "Explain"]
+        assert sum(name.startswith("req-") for name in names) >= expected - 6 - 4
         assert all(each["outline"] for each in reached if each["tag"] != "BODY")
         # No clickable element lacks keyboard access.
         unreachable = "[...document.querySelectorAll('[onclick], [role=button]:not(button)')].length"
@@ -114,8 +152,13 @@ async def test_the_dashboard_explains_a_request_by_keyboard_alone(cluster: Clust
         await opened.press("Enter")
         await opened.wait_for(f"{is_open} && document.querySelectorAll('#explained table').length")
         text = await opened.evaluate("document.getElementById('explanation').innerText")
-        for part in (known_id, "prefill-0", "decode-0", "predicted TTFT", "finished after"):
+        for part in (known_id, "prefill-0", "decode-0", "predicted TTFT", "finished after", "Where its time went"):
             assert part in text
+        # The waterfall: phases one after the other, those of the prediction, and the pieces of the answer.
+        for kind, least in (("span:not(.predicted)", 4), ("span.predicted", 1), ("tick", 2), ("mark", 4)):
+            assert await opened.evaluate(f"document.querySelectorAll('.waterfall .{kind}').length") >= least
+        await opened.evaluate(PROBES)
+        assert 99 < await opened.evaluate("waterfallEnd()") < 101
         assert "undefined" not in text
         # The dialog is labelled for screen readers and contains the focus.
         named = "document.getElementById(document.getElementById('explanation').getAttribute('aria-labelledby'))"

@@ -10,7 +10,7 @@ from moonserve.gateway.config import parse_tenant_keys
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import block_keys, root_key
 from tests.gateway.conftest import clients_of, post, refused
-from tests.gateway.scripted_cluster import ScriptedCluster
+from tests.gateway.scripted_cluster import BLOCK_SIZE, ScriptedCluster
 
 names = st.none() | st.text(max_size=8)
 
@@ -77,6 +77,19 @@ async def test_tenant_sees_only_its_own_decisions_and_operator_sees_all(cluster:
     assert latest["request_id"] == request_id
     assert (latest["outcome"], latest["output_tokens"]) == ("length", BODY["max_tokens"])
     assert 0 < latest["ttft_s"] <= latest["e2e_s"]
+
+
+async def test_only_an_operators_key_sees_the_text_of_prefixes(cluster: ScriptedCluster) -> None:
+    """Without keys, everybody would read everybody's prompts."""
+    cluster.cached_tokens = BLOCK_SIZE
+    for key, tenants in (("", ()), ("three", ()), ("one", ("alice=one",))):
+        async with clients_of(cluster, api_key=("three",) if key else (), tenant_keys=tenants) as http:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            await post(http, PATH, BODY | {"prompt": "to be or not to be " * 9}, **headers)
+            async with http.get("/v1/figures", headers=headers) as reply:
+                figures = await reply.text()
+            assert ("to be or not" in figures) == (key == "three")
+            assert ('"holders":["prefill-' in figures) == (key != "one")
 
 
 async def test_without_tenant_keys_the_body_names_the_tenant(cluster: ScriptedCluster) -> None:

@@ -10,6 +10,7 @@ from moonserve.gateway.cluster import request_metrics
 from moonserve.gateway.cluster.metrics_page import merge_pages
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import common_pb2, conductor_pb2
+from moonserve.protocol.request import Endpoint, Placement, PrefixSource, RequestId
 
 
 def key(number: int) -> BlockKey:
@@ -31,13 +32,15 @@ def test_percentiles_cover_the_last_minute() -> None:
 def test_prefixes_cool_down_and_are_sorted_and_bounded() -> None:
     figures = request_metrics.RecentFigures()
     for now in range(4):
-        figures.reused(key(1), 64, ["prefill-0"], float(now))
-    figures.reused(key(2), 32, ["prefill-0", "store-0"], 300.0)
-    first, second = figures.hot_prefixes(300.0)
+        figures.reused(key(1), range(99), 64, ["prefill-0"], float(now))
+    figures.reused(key(2), range(99), 32, ["prefill-0", "store-0"], 300.0)
+    first, second = figures.hot_prefixes(300.0, lambda tokens: f"{tokens[0]}-{tokens[-1]}")
+    assert (first["text"], second["text"]) == ("0-23 … 24-31", "0-23 … 40-63")
+    assert [prefix["text"] for prefix in figures.hot_prefixes(300.0, None)] == [None, None]
     assert (first["tokens"], first["holders"]) == (32, ["prefill-0", "store-0"])
     assert second["heat"] < 0.2
     for number in range(3, request_metrics._MAX_PREFIXES + 3):
-        figures.reused(key(number), 32, [], 300.0)
+        figures.reused(key(number), range(99), 32, [], 300.0)
     assert len(figures._prefixes) == request_metrics._MAX_PREFIXES
     assert key(2) not in figures._prefixes
 
@@ -46,9 +49,28 @@ def test_latest_requests_come_first_and_older_ones_are_dropped() -> None:
     figures = request_metrics.RecentFigures()
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1}
     for number in range(request_metrics._NUM_LATEST + 3):
-        figures.ended(f"{number}", "stop", counts, ttft_s=0.1, e2e_s=0.2)
+        figures.ended(f"{number}", "stop", counts, ttft_s=0.1, e2e_s=0.2, timing={})
     shown = [request["request_id"] for request in figures.latest_requests()]
     assert shown == [str(number) for number in range(request_metrics._NUM_LATEST + 2, 2, -1)]
+
+
+def test_cached_tokens_count_by_their_source_and_as_flows() -> None:
+    """Blocks 2 and 3 are read on the worker's host, 4 to 7 from another, of which only half a block was used."""
+    near, far, prefill, decode = (
+        Endpoint(instance_id=name, epoch=1, rpc_address="", transfer_address="", host=host)
+        for name, host in (("near", "a"), ("far", "b"), ("prefill", "a"), ("decode", "b"))
+    )
+    runs = ((near, 2, 2), (far, 4, 4))
+    sources = tuple(PrefixSource(store=store, first_block=at, num_blocks=count) for store, at, count in runs)
+    placement = Placement(request_id=RequestId("r"), prefill=prefill, decode=decode, prefix_sources=sources)
+    figures = request_metrics.RecentFigures()
+    figures.placed(placement, 160, 72, 16)
+    assert [figures.totals[name] for name in request_metrics._CACHES] == [32, 32, 8]
+    sent = {("gateway", "prefill"): 160, ("prefill", "decode"): 160}
+    assert figures.flows == sent | {("near", "prefill"): 32, ("far", "prefill"): 8}
+    for number in range(2 * request_metrics._MAX_FLOWS):
+        figures.moved("gateway", f"{number}", 1)
+    assert len(figures.flows) == request_metrics._MAX_FLOWS
 
 
 def worker(name: str, *, preemptions: int, held: int = 0, epoch: int = 1) -> conductor_pb2.InstanceView:

@@ -7,15 +7,20 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from moonserve.__main__ import main
+from moonserve.gateway.generation.request_timing import PHASES
+from moonserve.gateway.http import operator_endpoints
 from moonserve.protocol.errors import PeerLost
 from tests.gateway.conftest import CHAT_PATH, MODEL, TEXT, TEXT_PATH, clients_of, post, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster, failing
+
+ASSETS = Path(operator_endpoints.__file__).with_name("assets")
 
 
 async def get(http: aiohttp.ClientSession, path: str, status: int = 200) -> str:
@@ -55,15 +60,40 @@ async def test_operator_endpoints_reply(http: aiohttp.ClientSession) -> None:
     names = [i["instance_id"] for i in view["instances"]]
     assert names == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     assert set(view["instances"][0]) >= {"role", "rpc_address", "load", "num_blocks"}
-    for path, asked in (("/", "v1/chat/completions"), ("/dashboard", "v1/cluster")):
+    for path, asked in (("/", "v1/chat/completions"), ("/dashboard", "assets/dashboard.js")):
         page = await get(http, path)
         assert asked in page
-        assert not re.search(r"src\s*=|@import|https?://|url\(", page), "nothing from elsewhere"
+        assert not re.search(r'(src|href)="(?!assets/|data:,|\.|dashboard)', page), "nothing from elsewhere"
     assert json.loads(await get(http, "/version"))["version"]
     assert json.loads(await get(http, "/health"))["status"] == "ok"
     document = json.loads(await get(http, "/openapi.json"))
     schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert "messages" in schema["content"]["application/json"]["schema"]["properties"]
+
+
+async def test_assets_need_no_key_are_cached_and_load_nothing_from_elsewhere(cluster: ScriptedCluster) -> None:
+    async with clients_of(cluster, api_key=("one",)) as http:
+        for file in ASSETS.iterdir():
+            text = re.sub(r"/\*! https://github\S+|http://www.w3.org/2000/svg", "", file.read_text())
+            assert not re.search(r"@import|https?://|url\((?!#)", text)
+            async with http.get(f"/assets/{file.name}") as reply:
+                assert ("immutable" in reply.headers["cache-control"]) == ("uplot" in file.name)
+                known = {"If-None-Match": reply.headers["etag"]}
+            async with http.get(f"/assets/{file.name}", headers=known) as reply:
+                assert reply.status == 304
+        await get(http, "/assets/..%2Froutes.py", 404)
+        await get(http, "/v1/history", 401)
+
+
+async def test_explain_has_the_times_that_this_gateway_measured(http: aiohttp.ClientSession) -> None:
+    request_id = (await post(http, TEXT_PATH, TEXT | {"n": 2}))["id"].removeprefix("cmpl-")
+    timings = json.loads(await get(http, f"/v1/requests/{request_id}/explain"))["timings"]
+    assert sorted(timings) == [request_id, f"{request_id}.1"]
+    for timing in timings.values():
+        phases = [timing[f"{phase}_s"] for phase in PHASES]
+        assert sum(phases) + timing["unaccounted_s"] == pytest.approx(timing["e2e_s"], abs=1e-4)
+        arrivals = timing["arrivals_s"]
+        assert (arrivals, arrivals[0]) == (sorted(arrivals), pytest.approx(timing["ttft_s"], abs=1e-3))
 
 
 @pytest.mark.parametrize(
