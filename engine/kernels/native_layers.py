@@ -25,7 +25,7 @@ from moonserve.engine.model.weights.layer_weights import LayerWeights
 from moonserve.engine.model.weights.quantised_matrix import LANES, QuantisedMatrix
 from moonserve.protocol.process.native_libraries import CompilerError
 
-_GROUP_ROWS = 256  # GROUP of layers.cpp
+_GROUP_ROWS = 256  # GROUP of tile_product.h
 _MOST_EXPERTS_PER_TOKEN = 64  # of layers.cpp
 _WORD_BYTES = 4
 _QUANTISED_FORMATS = {"int8": 1, "fp8": 2}  # `pool_format` of layers.cpp
@@ -113,7 +113,7 @@ class NativeKernels:
         self._gathered, self._mixed = torch.empty(2, rows, config.hidden_size, dtype=self._dtype).unbind()
         self._shares = torch.empty(rows, 0 if config.experts is None else config.experts.count)
         self._chosen = torch.empty(rows, dtype=torch.int64)
-        self._codes = torch.empty(_GROUP_ROWS * _row_bytes(weights), dtype=torch.uint8)
+        self._inputs = torch.empty(_GROUP_ROWS * _row_bytes(weights), dtype=torch.uint8)
         self._structure = self._make_structure(inner_size)
         self._address = ctypes.addressof(self._structure)
 
@@ -145,7 +145,7 @@ class NativeKernels:
             self.thread_pool.address,
             self._normed.data_ptr(),
             self._inner.data_ptr(),
-            self._codes.data_ptr(),
+            self._inputs.data_ptr(),
             self._gathered.data_ptr(),
             self._mixed.data_ptr(),
             self._shares.data_ptr(),
@@ -219,9 +219,13 @@ def _products(config: ModelConfig) -> int:
 
 
 def _row_bytes(weights: Weights) -> int:
-    """Returns the most bytes of one row of input as integers (`Inputs` of quantised_product.h)."""
-    quantised = [matrix for matrix in weights.projections if isinstance(matrix, QuantisedMatrix)]
-    return max((matrix.scales.shape[1] * (2 * matrix.format.group + 8) for matrix in quantised), default=0)
+    """Returns the most bytes of one row of input as `Inputs` of quantised_product.h or `TileRows` of tile_product.h."""
+    return max(
+        matrix.scales.shape[1] * (2 * matrix.format.group + 8)
+        if isinstance(matrix, QuantisedMatrix)
+        else -(-matrix.shape[1] // 32) * 64
+        for matrix in weights.projections
+    )
 
 
 def _check_limits(config: ModelConfig, weights: Weights) -> None:

@@ -85,7 +85,7 @@ class CModel(ctypes.Structure):
         *c_fields(ctypes.c_int64, "layer_products slot_stride pool_format"),
         ("layers", ctypes.POINTER(CLayer)),
         ("lm_head", CMatrix),
-        *c_fields(ctypes.c_void_p, "final_norm embedding thread_pool normed inner codes gathered mixed shares chosen"),
+        *c_fields(ctypes.c_void_p, "final_norm embedding thread_pool normed inner inputs gathered mixed shares chosen"),
         ("epsilon", ctypes.c_float),
     )
 

@@ -62,8 +62,8 @@ class _Chosen:
 
 
 class MixedKernels:
-    """Two `Kernels` over one model and pool, for steps of `few` and of `many` tokens. Used on processors with matrix
-    units that a library uses and our own products do not. The weights are then stored twice."""
+    """Two `Kernels` over one model and pool, for steps of `few` and of `many` tokens. Used on processors where
+    a library multiplies many rows faster (`suits_many_rows` of layers.cpp). The weights are then stored twice."""
 
     def __init__(self, few: Kernels, many: Kernels) -> None:
         self.name = f"{few.name}+{many.name}"

@@ -29,14 +29,18 @@ struct Compact {
 
 /* Iterator over the weights of a panel that have rare exponents. */
 struct Outliers {
-    const uint64_t *next, *end;
-    int64_t cell; /* the cell of the next one, or -1 */
+    const uint64_t *next = nullptr, *end = nullptr;
+    int64_t cell = -1; /* of the next one; -1: there is none */
 
+    Outliers() = default;
     Outliers(const Compact &compact, int64_t panel)
         : next(compact.outliers + compact.starts[panel]), end(compact.outliers + compact.starts[panel + 1]) {
         find();
     }
     void find() { cell = next == end ? -1 : (int64_t)((uint32_t)*next / CELL); }
+    void skip(int64_t before) { /* those of cells before this one */
+        while (next != end && cell < before) next++, find();
+    }
 };
 
 #if COMPACT

@@ -1,14 +1,14 @@
 /* A decoder layer as two calls, before and after attention; the embedding before and the logits after all layers.
  *
- * Rows go through a call in groups that stay in the cache. Within a group, operations run one after another, and the
+ * Rows go through a call in groups of GROUP that stay in the cache. Within a group, operations run one after another, and the
  * thread_pool divides the rows or the panels of weights of each. The caller checks shapes.
  */
 #include "thread_pool_start.h"
 #include "matrix_product.h"
+#include "tile_product.h"
 #include "quantise.h"
 #include "norm_and_rope.h"
 
-constexpr int64_t GROUP = 256;      /* rows */
 constexpr int64_t MOST_EXPERTS_PER_TOKEN = 64;
 constexpr int64_t MANY_PRODUCTS = 32'000'000; /* of a layer: some tenths of a millisecond on one core */
 constexpr int64_t ROWS_AT_ONCE = 8; /* fewest rows per part of an operation too short to divide by single rows */
@@ -40,7 +40,7 @@ struct Model {
     const void *embedding;
     ThreadPool *thread_pool;
     void *normed, *inner; /* scratch of GROUP rows: [hidden_size] and [inner_size] */
-    void *codes;          /* the same of `Inputs` for the largest quantised matrix */
+    void *inputs;         /* the same of `Inputs` or `TileRows` for the widest matrix */
     void *gathered, *mixed; /* the same of [hidden_size], for experts */
     float *shares;          /* the same of [experts]: weights of the chosen ones, -1 for others */
     int64_t *chosen;        /* [GROUP]: rows of one expert */
@@ -59,7 +59,7 @@ template <typename T, typename Finish>
 static void shared_product(const Model *model, const Matrix &matrix, const T *input, int64_t stride, int64_t rows,
                            const Finish &finish) {
     if (matrix.quantised.bits != 0) {
-        const Inputs inputs(matrix.quantised, rows, model->codes);
+        const Inputs inputs(matrix.quantised, rows, model->inputs);
         parallel_for(model->thread_pool, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
             for (int64_t row = from; row < to; row++) store_row(matrix.quantised, input + row * stride, inputs, row);
         });
@@ -67,6 +67,18 @@ static void shared_product(const Model *model, const Matrix &matrix, const T *in
             quantised_product(matrix.quantised, matrix.panels, matrix.bias, inputs, rows, from, to, finish);
         });
     }
+#if TILES
+    if constexpr (std::is_same_v<T, Bfloat16>)
+        if (has_tiles()) {
+            const TileRows inputs(matrix, rows, model->inputs);
+            parallel_for(model->thread_pool, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+                for (int64_t row = from; row < to; row++) inputs.store(row, input + row * stride, matrix.words);
+            });
+            return parallel_for(model->thread_pool, matrix.num_panels, inputs.grain(), [&](int64_t from, int64_t to) {
+                tile_product(matrix, inputs, rows, from, to, finish);
+            });
+        }
+#endif
     parallel_for(model->thread_pool, matrix.num_panels, 1,
           [&](int64_t from, int64_t to) { product(matrix, input, stride, rows, from, to, finish); });
 }
@@ -277,10 +289,10 @@ template <typename T> static void embed(const Model *model, const Step *step, co
 DEFINE(float32, float)
 DEFINE(bfloat16, Bfloat16)
 
-/* True if these products are the fastest on this processor for many rows too, which they are not with matrix units.
- * With AVX2 only, a library is faster in float32 and slower in bfloat16, which it must convert. */
+/* True if these products are the fastest on this processor for many rows too. With AVX2 only, a library is faster in
+ * float32 and slower in bfloat16, which it must convert. */
 extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512F__) && defined(__AVX512BF16__)
     return 1;
 #elif defined(__AVX512F__)
     return !is_bfloat16;
@@ -298,6 +310,21 @@ extern "C" int32_t reads_compact(int32_t is_bfloat16) { return COMPACT && is_bfl
 
 template <typename T, typename Finish>
 static void whole_product(const Matrix &matrix, const T *input, int64_t stride, int64_t rows, const Finish &finish) {
+#if TILES
+    if constexpr (std::is_same_v<T, Bfloat16>)
+        if (has_tiles() && matrix.quantised.bits == 0) {
+            char *memory = new char[TileRows::bytes(matrix, GROUP)];
+            for (int64_t first = 0; first < rows; first += GROUP) {
+                const TileRows inputs(matrix, least(GROUP, rows - first), memory);
+                for (int64_t row = 0; row < least(GROUP, rows - first); row++)
+                    inputs.store(row, input + (first + row) * stride, matrix.words);
+                tile_product(matrix, inputs, least(GROUP, rows - first), 0, matrix.num_panels,
+                             [&](int64_t row, int64_t panel, const PanelSums &sums) { finish(first + row, panel, sums); });
+            }
+            delete[] memory;
+            return;
+        }
+#endif
     if (matrix.quantised.bits == 0) return product(matrix, input, stride, rows, 0, matrix.num_panels, finish);
     char *memory = new char[Inputs::bytes(matrix.quantised, rows)];
     const Inputs inputs(matrix.quantised, rows, memory);

@@ -3,7 +3,7 @@
  * Weights [out, in] are in panels of 32 outputs: for each word of the input (one float32 or two bfloat16), the words
  * of these outputs, so that a product reads them from front to back; or the same in fewer bytes (compact_weights.h). Each
  * output is one running sum over the input in its order, whatever the number of rows and threads and the layout of the
- * weights: a row's result does not depend on the other rows.
+ * weights: a row's result does not depend on the other rows. With a matrix unit, tile_product.h multiplies bfloat16.
  */
 #pragma once
 

@@ -26,6 +26,8 @@ from moonserve.engine.kv_cache.tensors import TORCH_DTYPES
 from tests.engine.kernels.calls import DTYPES, compiled_library, library, random_tensor
 from tests.thoroughness import examples
 
+CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+
 
 def product(matrix: Matrix, x: torch.Tensor, outputs: int, processor: str = "native") -> torch.Tensor:
     """Multiplies x [rows, in], whose rows need not be contiguous."""
@@ -72,10 +74,11 @@ LONG = {"gap": 0, "with_bias": False, "seed": 0}
 @example(dtype=torch.float32, rows=1, outputs=64, pairs=4096, **LONG)
 @example(dtype=torch.bfloat16, rows=9, outputs=33, pairs=4096, **LONG)
 @example(dtype=torch.bfloat16, rows=16, outputs=4096, pairs=32, **LONG)
+@example(dtype=torch.bfloat16, rows=300, outputs=300, pairs=2065, **LONG)
 @settings(max_examples=examples(80), deadline=None)
 @given(
     dtype=DTYPES,
-    rows=st.integers(1, 64),
+    rows=st.integers(1, 70),
     outputs=st.integers(1, 200),
     pairs=st.integers(1, 150),
     gap=st.integers(0, 3),
@@ -96,12 +99,14 @@ def test_product_is_the_exact_result_rounded(
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
 @pytest.mark.parametrize("name", TORCH_DTYPES)
-@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+@pytest.mark.parametrize(
+    ("processor", "needed"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("cooperlake", "avx512_bf16")]
+)
 @pytest.mark.slow
-def test_older_processors_give_the_same_products(name: str, processor: str) -> None:
-    """Covers processors without AVX-512 and without any AVX."""
-    if processor == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this processor has no AVX2")
+def test_older_processors_give_the_same_products(name: str, processor: str, needed: str) -> None:
+    """Covers processors without AVX-512, without any AVX, and without a matrix unit."""
+    if needed not in CPU_FLAGS:
+        pytest.skip(f"this processor has no {needed}")
     dtype = TORCH_DTYPES[name]
     weight = random_tensor(1, 70, 130, dtype=dtype) / 130**0.5
     bias = random_tensor(2, 70, dtype=dtype)
@@ -111,15 +116,29 @@ def test_older_processors_give_the_same_products(name: str, processor: str) -> N
         assert_exact(product(matrix, x, 70, processor), x, weight, bias)
 
 
+@pytest.mark.parametrize("inputs", [98, 2 * 2065])
 @pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_row_has_the_same_bits_in_any_batch(name: str) -> None:
+def test_row_has_the_same_bits_in_any_batch(name: str, inputs: int) -> None:
+    """Covers denormal products, which matrix units take for 0."""
     dtype = TORCH_DTYPES[name]
-    x = random_tensor(0, 64, 98, dtype=dtype)
-    matrix = packed(random_tensor(1, 70, 98, dtype=dtype), None)
+    x = random_tensor(0, 300, inputs, dtype=dtype) * torch.logspace(0, -38, 300)[:, None].to(dtype)
+    matrix = packed(random_tensor(1, 70, inputs, dtype=dtype), None)
     together = product(matrix, x, 70)
-    for count in (1, 2, 3, 7, 8, 9, 15, 33):
-        first = 64 - count
-        assert torch.equal(product(matrix, x[first:], 70), together[first:])
+    for count in (1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 40, 257):
+        for first in (100, 300 - count) if count < 200 else (0,):
+            assert torch.equal(product(matrix, x[first : first + count], 70), together[first : first + count])
+
+
+@pytest.mark.skipif("amx_bf16" not in CPU_FLAGS, reason="this processor has no matrix unit for bfloat16 (AMX)")
+@pytest.mark.parametrize("compact", [False, True])
+def test_matrix_unit_sums_even_and_odd_inputs_apart(compact: bool) -> None:
+    """Tells its products from others, which add 1 to 2^40 and lose it."""
+    row = torch.zeros(1, 64, dtype=torch.bfloat16)
+    row[0, :3] = torch.tensor([2.0**40, 1.0, -(2.0**40)])
+    weight = torch.ones(70, 64, dtype=torch.bfloat16)
+    matrix = (compacted if compact else packed)(weight, None)
+    for rows in (1, 2, 16, 33, 70):
+        assert (product(matrix, row.repeat(rows, 1), 70) == 1).all()
 
 
 def test_silu_is_finite_and_accurate_for_any_input() -> None:
