@@ -40,7 +40,7 @@ def make_attention(
     has. Raises ConfigError for an unknown name, or if the implementation is not available."""
     if name not in ATTENTION_NAMES:
         raise ConfigError(f"attention backend {name!r} is not one of {', '.join(ATTENTION_NAMES)}")
-    _check_latents(name, geometry.latents)
+    name = _for_latents(name, geometry.latents)
     if name == "triton" or (name == "auto" and pool.device.type == "cuda"):
         from moonserve.engine.cuda.attention import TritonAttention  # not needed on CPUs
 
@@ -53,10 +53,11 @@ def make_attention(
         raise ConfigError(f"native attention is not available: {error}; or start with --kernels torch") from error
 
 
-def _check_latents(name: str, latents: LatentHeads | None) -> None:
-    """Raises ConfigError for implementations without latent attention."""
+def _for_latents(name: str, latents: LatentHeads | None) -> str:
+    """Returns the name, or native instead of auto for latent attention. Raises ConfigError for names without it."""
     if latents is not None and name not in ("auto", NativeKernels.name):
         raise ConfigError(f"{name} has no latent attention; start with --kernels native or {TRANSFORMERS}")
+    return name if latents is None else NativeKernels.name
 
 
 def resolve_kernels(
@@ -146,9 +147,9 @@ def make_kernels(
     for an unknown name, or if the implementation is not available."""
     if name not in KERNEL_NAMES:
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(KERNEL_NAMES)}")
-    _check_latents(name, config.latent_heads)
     if name == "triton" or pool.device.type == "cuda":
         return _triton_kernels(name, config, weights, pool)
+    name = _for_latents(name, config.latent_heads)
     if name == "torch" or (name == "auto" and cache_folder is None):
         return TorchKernels(config, weights, pool, collectives)
     try:

@@ -137,10 +137,8 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -
     inner, mlps, router = model.num_layers * model.intermediate_size, 1, 0
     if model.experts is not None:
         mlps = model.experts.count
-        inner, router = (
-            int(model.experts.inner_size(model.num_layers, model.intermediate_size, mlps)),
-            mlps * (hidden + 1),
-        )
+        inner = int(model.experts.inner_size(model.num_layers, model.intermediate_size, mlps))
+        router = mlps * (hidden + 1)
     attention, mlp = model.num_layers * model.attention_weights, 3 * hidden * inner
     mlp_biases = (mlps if model.mlp_bias else 1) * (2 * model.intermediate_size + hidden)
     biases = heads + hidden + mlp_biases  # counted for every family
