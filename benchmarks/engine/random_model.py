@@ -86,7 +86,7 @@ def _mlps(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
         sizes, experts = {"mlp": config["intermediate_size"]}, 0
     elif "n_shared_experts" in config:
         sizes["mlp.shared_experts"] = inner * config["n_shared_experts"]
-    shapes = {"mlp.gate": (experts, hidden)} if experts else {}
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate": (experts, hidden)} if experts else {}
     for mlp, size in sizes.items():
         shapes |= {f"{mlp}.gate_proj": (size, hidden), f"{mlp}.up_proj": (size, hidden)}
         shapes[f"{mlp}.down_proj"] = (hidden, size)
