@@ -29,6 +29,7 @@ from moonserve.engine.kernels.selector import (
     keeps_integers,
     make_attention,
     make_kernels,
+    resolve_kernels,
     thread_pool_of,
 )
 from moonserve.engine.kernels.shared_cores import SharedCores
@@ -126,17 +127,16 @@ class Engine:
     ) -> Engine:
         """Loads the weights and creates the KV pool in `memory`, or in newly allocated memory if None. Raises
         ConfigError. `dtype` is the compute dtype; None means the layout's dtype, which must not be quantised then.
-        `num_threads` is set for the whole process.
 
         `kernels` and `attention`: auto, native, torch or triton. Native code is compiled once into `cache_folder`
         (`protocol.process.machine.cache_folder`); without a folder, auto means torch. `device`: cpu, cuda (auto means
         triton) or cpu-staged (`engine.cuda.device`). On cuda and cpu-staged the KV pool is in the engine's own memory,
-        and `make_staging` copies between it and `memory`.
+        and `make_staging` copies between it and `memory`. `shared_cores`: those of the host, from which native kernels
+        borrow; None = compute in `num_threads` only, which is set for the whole process.
 
         `stage`: only its layers are loaded and have KV in `memory`. `config` and `layout` describe the whole model, and
         so does the fingerprint, which is equal at all stages. `rank_group`: only this rank's share of the weights is
-        loaded, and only its heads are written to `memory`, which all ranks map. `shared_cores`: those of the host, from
-        which native kernels borrow; None = compute in `num_threads` only."""
+        loaded, and only its heads are written to `memory`, which all ranks map."""
         set_threads(num_threads)
         place = find_device(CPU if device == STAGED else device)
         is_staged = device == STAGED or (place.type == "cuda" and memory is not None)
@@ -145,6 +145,9 @@ class Engine:
         _require_possible(layout, own, rank_group, own_memory=device != CPU, triton=triton)
         if triton and quantise != "auto":
             raise ConfigError(f"--quantize {quantise} is for CPUs only: the Triton kernels read plain weights")
+        grammars = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
+        compiling = None if progress is None else partial(progress, "compiling kernels", 0.0)
+        kernels = resolve_kernels(kernels, config, cache_folder, compiling)
         if kernels == TRANSFORMERS or not config.has_own_kernels:
             from moonserve.engine.kernels.transformers_model import load_over_transformers  # imports transformers
 
@@ -155,8 +158,7 @@ class Engine:
                     "--device cpu, without --quantize, pipeline stages and tensor-parallel ranks; or with --engine vllm"
                 )
             whole = load_over_transformers(model_path, config, layout, num_blocks, memory, dtype, load_format)
-            masks = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
-            return cls(config, whole, whole, whole.pool, whole.fingerprint, grammars=masks)
+            return cls(config, whole, whole, whole.pool, whole.fingerprint, grammars=grammars)
         shard = None if rank_group is None else rank_group.shard
         dtype = dtype or layout.dtype
         weights = load_weights(
@@ -182,17 +184,16 @@ class Engine:
             pool,
             num_threads=num_threads,
             cache_folder=cache_folder,
-            compiling=None if progress is None else partial(progress, "compiling kernels", 0.0),
+            compiling=compiling,
             collectives=None if rank_group is None else rank_group.collectives,
             shared_cores=shared_cores,
         )
-        geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim, weights.sinks)
+        geometry = Geometry(part.num_heads, part.num_kv_heads, part.head_dim, weights.sinks, part.latent_heads)
         backend = make_attention(attention, geometry, pool, cache_folder, thread_pool_of(layers))
         plain = Model(part, layers, backend, gives_logits=own.is_last, logits_gather=rank_group)
         model = with_graphs(plain, config, pool)
         identity = make_fingerprint(weights.digest, layout, dtype)
         host_memory = memory if is_staged else None
-        grammars = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
         return cls(config, model, backend, pool, identity, own, rank_group, host_memory, grammars, shared_cores)
 
     @property

@@ -22,6 +22,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
 }
 
 OTHERS: dict[str, tuple[Any, Any]] = {"olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)}
@@ -53,6 +55,12 @@ _DEFAULTS: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": EOS,
 }
+_LATENT: dict[str, Any] = {
+    **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 18, "v_head_dim": 12, "head_dim": 8},
+    **{"num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 48},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+}
+"""DeepSeek: a layer with a plain MLP, then mixtures, with experts from two of four groups."""
 
 
 def make_model(
@@ -61,7 +69,8 @@ def make_model(
     """Writes a checkpoint to `path` and returns the transformers model from which it was saved, in float32.
     `overrides` are fields of the transformers configuration."""
     config_class, model_class = (FAMILIES | OTHERS)[family]
-    config = config_class(**{**_DEFAULTS, **overrides})
+    latent = _LATENT if family.startswith("deepseek") else {}
+    config = config_class(**{**_DEFAULTS, **latent, **overrides})
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
@@ -72,6 +81,9 @@ def make_model(
                 parameter.data.normal_(std=0.2)
             elif parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     finally:
         torch.random.set_rng_state(state)
     model.save_pretrained(path, max_shard_size=max_shard_size)

@@ -38,31 +38,10 @@ def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "post_attention_layernorm": (hidden,),
-    }
-    experts = config.get("num_experts", 0)
-    inner = config["moe_intermediate_size" if experts else "intermediate_size"]
-    for mlp in [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]:
-        layer |= {
-            f"{mlp}.gate_proj": (inner, hidden),
-            f"{mlp}.up_proj": (inner, hidden),
-            f"{mlp}.down_proj": (hidden, inner),
-        }
-    if experts:
-        norm = (config["head_dim"],)
-        layer |= {"mlp.gate": (experts, hidden), "self_attn.q_norm": norm, "self_attn.k_norm": norm}
     layers = {
         f"model.layers.{number}.{name}.weight": shape
         for number in range(config["num_hidden_layers"])
-        for name, shape in layer.items()
+        for name, shape in (_attention(config) | _mlps(config, number)).items()
     }
     ends: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
@@ -71,6 +50,47 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         ends["lm_head.weight"] = (vocab, hidden)
     return {**ends, **layers}
+
+
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config.get("kv_lora_rank")
+    norms = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if rank is not None:
+        plain, rotary, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+        return norms | {
+            "self_attn.q_proj": (heads * (plain + rotary), hidden),
+            "self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden),
+            "self_attn.kv_a_layernorm": (rank,),
+            "self_attn.kv_b_proj": (heads * (plain + value), rank),
+            "self_attn.o_proj": (hidden, heads * value),
+        }
+    queries, keys = heads * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    norm = (config["head_dim"],)
+    head_norms = {"self_attn.q_norm": norm, "self_attn.k_norm": norm} if config.get("num_experts") else {}
+    return {
+        **norms,
+        **head_norms,
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+    }
+
+
+def _mlps(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's MLP, or of its experts and router."""
+    hidden, experts = config["hidden_size"], config.get("num_experts") or config.get("n_routed_experts", 0)
+    inner = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    sizes = {f"mlp.experts.{number}": inner for number in range(experts)}
+    if layer < config.get("first_k_dense_replace", 0) or not experts:
+        sizes, experts = {"mlp": config["intermediate_size"]}, 0
+    elif "n_shared_experts" in config:
+        sizes["mlp.shared_experts"] = inner * config["n_shared_experts"]
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate": (experts, hidden)} if experts else {}
+    for mlp, size in sizes.items():
+        shapes |= {f"{mlp}.gate_proj": (size, hidden), f"{mlp}.up_proj": (size, hidden)}
+        shapes[f"{mlp}.down_proj"] = (hidden, size)
+    return shapes
 
 
 if __name__ == "__main__":

@@ -73,14 +73,13 @@ def decode_step_bytes(folder: Path, dtype: str, shape: Shape) -> int:
 
 
 def _weights(config: ModelConfig, batch: int) -> int:
-    hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-    attention = hidden * (heads + config.num_heads) * config.head_dim
-    mlps: float = 1
+    inner: float = config.num_layers * config.intermediate_size
     if config.experts is not None:  # those that are expected to be chosen by some of the sequences
         unused = (1 - config.experts.per_token / config.experts.count) ** batch
-        mlps = config.experts.count * (1 - unused)
-    layer = attention + int(3 * hidden * config.intermediate_size * mlps)
-    return config.num_layers * layer + config.vocab_size * hidden
+        used = config.experts.count * (1 - unused)
+        inner = config.experts.inner_size(config.num_layers, config.intermediate_size, used)
+    matrices = config.num_layers * config.attention_weights + int(3 * config.hidden_size * inner)
+    return matrices + config.vocab_size * config.hidden_size
 
 
 def _kv(config: ModelConfig) -> int:

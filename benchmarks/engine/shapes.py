@@ -1,7 +1,7 @@
 """Models, dtypes, batches, contexts and prompts to measure. Every contestant imports it: standard library only.
 
-The models beside the demo model are Llamas with random weights, and MoE, a mixture of experts. 110M is the one of the
-published comparison.
+The models beside the demo model are Llamas with random weights, MoE, a mixture of experts, and MLA, one with latent
+attention. 110M is the one of the published comparison.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DEMO_FOLDER = Path(__file__).parent.parent.parent / "models" / "demo"
-MODELS = ("demo", "110M", "1B", "MoE")
+MODELS = ("demo", "110M", "1B", "MoE", "MLA")
 DTYPES = ("bfloat16", "float32")
 BATCHES = (1, 8, 32)
 CONTEXTS = (512, 2048)
@@ -61,9 +61,31 @@ RANDOM: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
     },
+    "MLA": SMALL
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "moe_intermediate_size": 512,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "topk_method": "greedy",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 64,
+    },
 }
 """The config.json of each model with random weights; 1B has the shapes of Llama 3.2. MoE is in the shape of Qwen3-MoE,
-with a billion weights, of which a token uses a fifth."""
+with a billion weights, of which a token uses a fifth; MLA in the shape of DeepSeek-V2-Lite, with its heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

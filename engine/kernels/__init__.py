@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from moonserve.engine.cuda.streams import to_device
+from moonserve.engine.model.config.latents import LatentHeads
 
 # -- attention
 
@@ -28,6 +29,7 @@ class Geometry:
     head_dim: int
     # Per layer [heads] float32: logit of each query head of attending to nothing, its attention sink. Empty: no sinks.
     sinks: tuple[torch.Tensor, ...] = ()
+    latents: LatentHeads | None = None  # None: heads attend to K and V, not to latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Attention(StepOrder, Protocol):
         values: torch.Tensor,
     ) -> torch.Tensor:
         """Computes attention of one layer: queries [tokens, heads, head_dim] → [tokens, heads · head_dim]. This step's
-        keys and values [tokens, kv_heads, head_dim] are also in the pool already."""
+        keys and values [tokens, kv_heads, head_dim] are also in the pool already. Latents: [tokens, heads · rank]."""
 
 
 def singles_first(lengths: Sequence[tuple[int, int]]) -> list[int]:
@@ -117,7 +119,8 @@ Pass = Any
 """State of a step in progress, with its hidden states; opaque to all but the kernels that began it."""
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; heads of a token are contiguous."""
+"""Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; heads of a token are contiguous.
+With latent attention, queries [tokens, heads, pooled] in the latents' space; keys and values are in the pool only."""
 
 
 class AllReduce(Protocol):

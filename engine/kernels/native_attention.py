@@ -28,11 +28,12 @@ from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.protocol.process.native_libraries import CompilerError, c_fields
 
 _SOURCE = Path(__file__).parent / "native" / "attention" / "attention.cpp"
-_QUANTISED = _SOURCE.with_name("quantised_attention.cpp")
+_QUANTISED, _LATENT = (_SOURCE.with_name(f"{kind}_attention.cpp") for kind in ("quantised", "latent"))
 _CPP_TYPES = {"float32": "float", "bfloat16": "Bfloat16", "int8": "Int8", "fp8": "Fp8"}
 # Limits in plan.h.
 _MAX_HEADS = 128
 _MAX_HEAD_DIM = 256
+_MAX_POOLED = 640
 # Tokens of a tile times query heads per KV head (MAX_ROWS of prefill.h).
 _TILE_ROWS = 192
 # Decode splits the context of a token at multiples of a length of at least 256, chosen for about 16 pieces. The split
@@ -48,7 +49,7 @@ class _Call(ctypes.Structure):
     """C structure `Plan` of plan.h."""
 
     _fields_ = (
-        *c_fields(ctypes.c_int64, "block_size heads kv_heads head_dim slot_stride window"),
+        *c_fields(ctypes.c_int64, "block_size heads kv_heads key_dim head_dim slot_stride window"),
         *c_fields(ctypes.c_void_p, "thread_pool tables pieces"),
         ("num_pieces", ctypes.c_int64),
         ("singles", ctypes.c_void_p),
@@ -84,13 +85,16 @@ class NativePagedAttention:
     ) -> None:
         _check_limits(geometry)
         self._geometry = geometry
+        latents, size = geometry.latents, geometry.head_dim
+        self._key_dim, self._value_dim = (size, size) if latents is None else (latents.pooled, latents.rank)
+        self._scale = size**-0.5 if latents is None else latents.scale
         self._block_size = pool.layout.block_size
         self._tile_tokens = max(1, _TILE_ROWS * geometry.num_kv_heads // geometry.num_heads)
         self._keys = [piece.data_ptr() for piece in pool.keys]
         self._values = [piece.data_ptr() for piece in pool.values]
         self._sinks = [sinks * math.log2(math.e) for sinks in geometry.sinks]
         self._pool = pool  # keeps the pool's memory alive
-        library, name = _kernel_of(pool, cache_folder)
+        library, name = _kernel_of(pool, cache_folder, is_latent=latents is not None)
         self._thread_pool = ThreadPool(library, torch.get_num_threads()) if thread_pool is None else thread_pool
         self._kernel = library[name]
         pointer = ctypes.c_void_p
@@ -130,7 +134,7 @@ class NativePagedAttention:
         starts = range(0, max(1, len(output)), _SINGLES_AT_ONCE)
         parts = [_cut(output[start : start + _SINGLES_AT_ONCE], window) for start in starts]
         most = max(len(pieces) for pieces, _ in parts)
-        partials = np.empty((most, geometry.num_heads, geometry.head_dim + 2), dtype=np.float32)
+        partials = np.empty((most, geometry.num_heads, self._value_dim + 2), dtype=np.float32)
         tables = np.ascontiguousarray(tables, dtype=np.int64)
         calls = [
             self._call(window, tables, singles, pieces, tiles if index == 0 else tiles[:0], partials)
@@ -164,7 +168,8 @@ class NativePagedAttention:
             self._block_size,
             geometry.num_heads,
             geometry.num_kv_heads,
-            geometry.head_dim,
+            self._key_dim,
+            self._value_dim,
             self._pool.slot_stride,
             _NO_WINDOW if window is None else window,
             self._thread_pool.address,
@@ -176,7 +181,7 @@ class NativePagedAttention:
             tiles.ctypes.data,
             len(tiles),
             partials.ctypes.data,
-            geometry.head_dim**-0.5 * math.log2(math.e),
+            self._scale * math.log2(math.e),
         )
 
     def attend(
@@ -187,10 +192,9 @@ class NativePagedAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        geometry = self._geometry
-        if queries.stride()[1:] != (geometry.head_dim, 1):
+        if queries.stride()[1:] != (self._key_dim, 1):
             queries = queries.contiguous()
-        output = queries.new_empty(plan.num_rows, geometry.num_heads * geometry.head_dim)
+        output = queries.new_empty(plan.num_rows, self._geometry.num_heads * self._value_dim)
         for address in plan.addresses:
             self._kernel(
                 queries.data_ptr(),
@@ -204,12 +208,12 @@ class NativePagedAttention:
         return output
 
 
-def _kernel_of(pool: KvTensors, cache_folder: Path | None) -> tuple[ctypes.CDLL, str]:
+def _kernel_of(pool: KvTensors, cache_folder: Path | None, *, is_latent: bool) -> tuple[ctypes.CDLL, str]:
     """Returns the library for the pool's dtypes and the name of the function in it."""
-    if not pool.layout.is_quantised:
+    if not pool.layout.is_quantised and not is_latent:
         return load_kernels(_SOURCE, cache_folder), f"attend_{pool.dtype}"
     types = f"-DQUERIES={_CPP_TYPES[pool.dtype]}", f"-DPOOL={_CPP_TYPES[pool.layout.dtype]}"
-    return load_kernels(_QUANTISED, cache_folder, flags=(*FLAGS, *types)), "attend"
+    return load_kernels(_LATENT if is_latent else _QUANTISED, cache_folder, flags=(*FLAGS, *types)), "attend"
 
 
 def _cut(
@@ -234,9 +238,9 @@ def split_context(end: int, window: int | None) -> list[tuple[int, int]]:
 
 
 def _check_limits(geometry: Geometry) -> None:
-    for what, value, limit in (
-        ("heads", geometry.num_heads, _MAX_HEADS),
-        ("head_dim", geometry.head_dim, _MAX_HEAD_DIM),
-    ):
+    width = ("head_dim", geometry.head_dim, _MAX_HEAD_DIM)
+    if geometry.latents is not None:
+        width = ("kv_lora_rank + qk_rope_head_dim", geometry.latents.pooled, _MAX_POOLED)
+    for what, value, limit in (("heads", geometry.num_heads, _MAX_HEADS), width):
         if value > limit:
             raise CompilerError(f"{what} {value} is above the kernel's limit of {limit}")

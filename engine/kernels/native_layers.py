@@ -20,13 +20,15 @@ from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.weight_packing import Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.config.experts import Experts
+from moonserve.engine.model.config.latents import LatentHeads
 from moonserve.engine.model.weights import Weights
-from moonserve.engine.model.weights.layer_weights import LayerWeights
+from moonserve.engine.model.weights.layer_weights import LayerWeights, MlpWeights, Projection
 from moonserve.engine.model.weights.quantised_matrix import LANES, QuantisedMatrix
 from moonserve.protocol.process.native_libraries import CompilerError
 
 _GROUP_ROWS = 256  # GROUP of tile_product.h
-_MOST_EXPERTS_PER_TOKEN = 64  # of layers.cpp
+_MOST_EXPERTS, _MOST_EXPERTS_PER_TOKEN = 1024, 64  # of router.h
 _WORD_BYTES = 4
 _QUANTISED_FORMATS = {"int8": 1, "fp8": 2}  # `pool_format` of layers.cpp
 
@@ -45,31 +47,43 @@ class _Pass:
 class _Layer:
     """Memory that a layer's C++ structure points to."""
 
-    matrices: tuple[Matrix, Matrix, Matrix | None]  # qkv, o, router
+    matrices: list[Matrix | None]  # qkv, o, router; latents' queries, keys, values; gate_up and down of shared experts
     mlps: ctypes.Array[CMlp]
     owners: list[Matrix]  # of the memory that `mlps` points to
-    norms: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # input, qk, post; float32
+    vectors: list[torch.Tensor | None]  # norms: input, qk, post, query latents, latents; corrections; float32
 
     @classmethod
     def make(cls, weights: LayerWeights, arena: Arena) -> _Layer:
-        qk_norm = None if weights.qk_norm is None else _floats(weights.qk_norm)
-        qkv, o = pack(weights.qkv, weights.qkv_bias, arena), pack(weights.o, weights.o_bias, arena)
-        router = None if weights.router is None else pack(weights.router, weights.router_bias, arena)
-        owners = []
-        for mlp in weights.mlps:
-            owners += [pack_gates(mlp.gate_up, mlp.gate_up_bias, arena), pack(mlp.down, mlp.down_bias, arena)]
+        def packed(weight: Projection | None, bias: torch.Tensor | None = None) -> Matrix | None:
+            return None if weight is None else pack(weight, bias, arena)
+
+        def mlp(own: MlpWeights) -> list[Matrix]:
+            return [pack_gates(own.gate_up, own.gate_up_bias, arena), pack(own.down, own.down_bias, arena)]
+
+        latents, matrices = weights.latents, [packed(weights.qkv, weights.qkv_bias), packed(weights.o, weights.o_bias)]
+        matrices.append(packed(weights.router, weights.router_bias))
+        norms = [weights.input_norm, weights.qk_norm, weights.post_norm, None, None]
+        if latents is not None:
+            norms[3:] = [latents.query_norm, latents.norm]
+            matrices += [packed(latents.queries), packed(latents.keys), packed(latents.values)]
+        else:
+            matrices += [None, None, None]
+        matrices += [None, None] if weights.shared is None else mlp(weights.shared)
+        owners = [each for own in weights.mlps for each in mlp(own)]
         structures = [each.structure() for each in owners]
-        return cls(
-            (qkv, o, router),
-            (CMlp * len(weights.mlps))(*map(CMlp, structures[::2], structures[1::2])),
-            owners,
-            (_floats(weights.input_norm), qk_norm, _floats(weights.post_norm)),
-        )
+        mlps = (CMlp * len(weights.mlps))(*map(CMlp, structures[::2], structures[1::2]))
+        vectors = [None if vector is None else _floats(vector) for vector in (*norms, weights.corrections)]
+        return cls(matrices, mlps, owners, vectors)
+
+    @property
+    def inner_size(self) -> int:
+        """Largest inner size of an MLP."""
+        return LANES * max(each.num_panels for each in (self.owners[0], self.matrices[-2]) if each is not None)
 
     def structure(self, keys: torch.Tensor, values: torch.Tensor) -> CLayer:
         matrices = [CMatrix() if matrix is None else matrix.structure() for matrix in self.matrices]
-        norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
-        return CLayer(*matrices, self.mlps, *norms, keys.data_ptr(), values.data_ptr())
+        vectors = [None if vector is None else vector.data_ptr() for vector in self.vectors]
+        return CLayer(*matrices, self.mlps, *vectors, keys.data_ptr(), values.data_ptr())
 
 
 class NativeKernels:
@@ -96,7 +110,8 @@ class NativeKernels:
         self._config = config
         self._dtype = weights.embedding.dtype
         self._pool = pool
-        self._rope = RopeTable(config.rope, config.head_dim, self._dtype)
+        latents = config.latent_heads
+        self._rope = RopeTable(config.rope, config.head_dim if latents is None else latents.rotary, self._dtype)
         self.thread_pool = self._library.make_thread_pool(
             num_threads, shared_cores
         )  # attention may use it between two calls
@@ -106,15 +121,18 @@ class NativeKernels:
         arena = Arena(packed_bytes(weights.projections), compactor)
         self._layers = [_Layer.make(layer, arena) for layer in weights.layers]
         self._lm_head = pack(weights.lm_head, None, arena)
-        inner_size = self._layers[0].owners[0].num_panels * LANES
+        inner_size = max(layer.inner_size for layer in self._layers)
         self._normed = torch.empty(_GROUP_ROWS, config.hidden_size, dtype=self._dtype)
         self._inner = torch.empty(_GROUP_ROWS, inner_size, dtype=self._dtype)
+        fused, wide = (0, 0) if latents is None else _latent_widths(latents, config.num_heads)
+        self._fused = torch.empty(_GROUP_ROWS, fused, dtype=self._dtype)
+        self._wide = torch.empty(_GROUP_ROWS, wide, dtype=self._dtype)
         rows = 0 if config.experts is None else _GROUP_ROWS
         self._gathered, self._mixed = torch.empty(2, rows, config.hidden_size, dtype=self._dtype).unbind()
         self._shares = torch.empty(rows, 0 if config.experts is None else config.experts.count)
         self._chosen = torch.empty(rows, dtype=torch.int64)
         self._inputs = torch.empty(_GROUP_ROWS * _row_bytes(weights), dtype=torch.uint8)
-        self._structure = self._make_structure(inner_size)
+        self._structure = self._make_structure()
         self._address = ctypes.addressof(self._structure)
 
     @property
@@ -122,18 +140,20 @@ class NativeKernels:
         """True if these kernels are the fastest for prompts too, not only for single tokens."""
         return self._library.suits_many_rows
 
-    def _make_structure(self, inner_size: int) -> CModel:
-        config, pool, experts = self._config, self._pool, self._config.experts
+    def _make_structure(self) -> CModel:
+        config, pool, experts, latents = self._config, self._pool, self._config.experts, self._config.latent_heads
         clamped = None if experts is None else experts.clamped
         layers = (CLayer * len(self._layers))(*map(_Layer.structure, self._layers, pool.keys, pool.values))
         return CModel(
             config.hidden_size,
-            inner_size,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             config.vocab_size,
-            *((0, 0, 0) if experts is None else (experts.count, experts.per_token, experts.normalised)),
+            *((0, 0, 0, 0) if latents is None else (latents.rank, latents.rotary, latents.plain, latents.value)),
+            0 if latents is None else latents.query_rank or 0,
+            *((0,) * 6 if experts is None else _routing(experts)),
+            1.0 if experts is None or experts.router is None else experts.router.scaling,
             *((0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)),
             _products(config),
             pool.slot_stride,
@@ -150,15 +170,19 @@ class NativeKernels:
             self._mixed.data_ptr(),
             self._shares.data_ptr(),
             self._chosen.data_ptr(),
+            self._fused.data_ptr(),
+            self._wide.data_ptr(),
             config.rms_norm_eps,
         )
 
     def begin(self, step: Step) -> _Pass:
-        config = self._config
-        queries, keys = config.num_heads, config.num_kv_heads
+        config, latents = self._config, self._config.latent_heads
+        queries, keys, size = config.num_heads, config.num_kv_heads, config.head_dim
+        if latents is not None:
+            keys, size = 0, latents.pooled  # no attention needs what is in the pool
         tokens = len(step.token_ids)
         hidden = torch.empty(tokens, config.hidden_size, dtype=self._dtype)
-        heads = torch.empty(tokens, queries + 2 * keys, config.head_dim, dtype=self._dtype)
+        heads = torch.empty(tokens, queries + 2 * keys, size, dtype=self._dtype)
         tables = self._rope.tables(step.longest)
         structure = CStep(
             tokens,
@@ -211,11 +235,23 @@ def _floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().contiguous()
 
 
+def _latent_widths(latents: LatentHeads, num_heads: int) -> tuple[int, int]:
+    """Returns the widths of `fused` and `wide` of layers.cpp."""
+    queries = num_heads * (latents.plain + latents.rotary)
+    return (latents.query_rank or queries) + latents.pooled, max(queries, num_heads * latents.value)
+
+
+def _routing(experts: Experts) -> tuple[int, ...]:
+    groups = (1, 1) if experts.router is None else (experts.router.groups, experts.router.chosen_groups)
+    return (experts.count, experts.per_token, *groups, experts.normalised, experts.router is not None)
+
+
 def _products(config: ModelConfig) -> int:
     """Returns the multiplications per token of a layer's projections."""
-    mlps = 1 if config.experts is None else config.experts.per_token
-    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    return config.hidden_size * (heads + 3 * mlps * config.intermediate_size)
+    inner = config.intermediate_size
+    if config.experts is not None:
+        inner = inner * config.experts.per_token + config.experts.shared_size
+    return config.attention_weights + 3 * config.hidden_size * inner
 
 
 def _row_bytes(weights: Weights) -> int:
@@ -232,13 +268,18 @@ def _check_limits(config: ModelConfig, weights: Weights) -> None:
     """Raises CompilerError if the weights are not on the CPU, or a row of input is not a whole number of words."""
     if weights.embedding.device.type != "cpu":
         raise CompilerError("native kernels are for CPUs")
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "heads · head_dim": config.num_heads * config.head_dim,
-    }
-    if config.experts is not None and config.experts.per_token > _MOST_EXPERTS_PER_TOKEN:
-        raise CompilerError(f"native kernels choose at most {_MOST_EXPERTS_PER_TOKEN} experts per token")
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    if config.latent_heads is None:
+        sizes["heads · head_dim"] = config.num_heads * config.head_dim
+    else:
+        own = config.latent_heads
+        sizes |= {"q_lora_rank": own.query_rank or 0, "qk_nope_head_dim": own.plain}
+        sizes["heads · v_head_dim"] = config.num_heads * own.value
+    if config.experts is not None:
+        count, per_token = config.experts.count, config.experts.per_token
+        sizes |= {"shared experts": config.experts.shared_size, "first layers": config.experts.dense_size}
+        if count > _MOST_EXPERTS or per_token > _MOST_EXPERTS_PER_TOKEN:
+            raise CompilerError(f"native kernels choose at most {_MOST_EXPERTS_PER_TOKEN} of {_MOST_EXPERTS} experts")
     for what, size in sizes.items():
         if size * weights.embedding.element_size() % _WORD_BYTES:
             raise CompilerError(f"{what} {size} is odd")

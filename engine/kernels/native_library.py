@@ -69,9 +69,9 @@ class CLayer(ctypes.Structure):
     """C structure `Layer` of layers.cpp."""
 
     _fields_ = (
-        *c_fields(CMatrix, "qkv o router"),
+        *c_fields(CMatrix, "qkv o router queries latent_keys latent_values shared_gate_up shared_down"),
         ("mlps", ctypes.POINTER(CMlp)),
-        *c_fields(ctypes.c_void_p, "input_norm qk_norm post_norm keys values"),
+        *c_fields(ctypes.c_void_p, "input_norm qk_norm post_norm query_norm latent_norm corrections keys values"),
     )
 
 
@@ -79,13 +79,15 @@ class CModel(ctypes.Structure):
     """C structure `Model` of layers.cpp."""
 
     _fields_ = (
-        *c_fields(ctypes.c_int64, "hidden_size inner_size heads kv_heads head_dim vocab_size experts"),
-        *c_fields(ctypes.c_int64, "experts_per_token normalised"),
-        *c_fields(ctypes.c_double, "alpha limit"),
+        *c_fields(ctypes.c_int64, "hidden_size heads kv_heads head_dim vocab_size"),
+        *c_fields(ctypes.c_int64, "rank rotary plain value query_rank"),
+        *c_fields(ctypes.c_int64, "experts per_token groups chosen_groups normalised is_grouped"),
+        *c_fields(ctypes.c_double, "scaling alpha limit"),
         *c_fields(ctypes.c_int64, "layer_products slot_stride pool_format"),
         ("layers", ctypes.POINTER(CLayer)),
         ("lm_head", CMatrix),
         *c_fields(ctypes.c_void_p, "final_norm embedding thread_pool normed inner inputs gathered mixed shares chosen"),
+        *c_fields(ctypes.c_void_p, "fused wide"),
         ("epsilon", ctypes.c_float),
     )
 

@@ -12,12 +12,13 @@ import torch
 from moonserve.engine.kernels import AllReduce, Attention, Geometry, Heads, Kernels, Pass, Step
 from moonserve.engine.kernels.native_attention import NativePagedAttention
 from moonserve.engine.kernels.native_layers import NativeKernels
-from moonserve.engine.kernels.native_library import ThreadPool
+from moonserve.engine.kernels.native_library import SOURCE, ThreadPool, load_kernels
 from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.torch_attention import TorchPagedAttention
 from moonserve.engine.kernels.torch_layers import TorchKernels
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.config.latents import LatentHeads
 from moonserve.engine.model.weights import Weights
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.native_libraries import CompilerError
@@ -39,6 +40,7 @@ def make_attention(
     has. Raises ConfigError for an unknown name, or if the implementation is not available."""
     if name not in ATTENTION_NAMES:
         raise ConfigError(f"attention backend {name!r} is not one of {', '.join(ATTENTION_NAMES)}")
+    name = _for_latents(name, geometry.latents)
     if name == "triton" or (name == "auto" and pool.device.type == "cuda"):
         from moonserve.engine.cuda.attention import TritonAttention  # not needed on CPUs
 
@@ -49,6 +51,27 @@ def make_attention(
         return NativePagedAttention(geometry, pool, cache_folder, thread_pool)
     except CompilerError as error:
         raise ConfigError(f"native attention is not available: {error}; or start with --kernels torch") from error
+
+
+def _for_latents(name: str, latents: LatentHeads | None) -> str:
+    """Returns the name, or native instead of auto for latent attention. Raises ConfigError for names without it."""
+    if latents is not None and name not in ("auto", NativeKernels.name):
+        raise ConfigError(f"{name} has no latent attention; start with --kernels native or {TRANSFORMERS}")
+    return name if latents is None else NativeKernels.name
+
+
+def resolve_kernels(
+    name: str, config: ModelConfig, cache_folder: Path | None, compiling: Callable[[], None] | None
+) -> str:
+    """Returns `name`, or TRANSFORMERS instead of auto for latent attention where native code cannot be compiled.
+    `compiling`: see `make_kernels`."""
+    if name == "auto" and config.latent_heads is not None:
+        try:
+            load_kernels(SOURCE, cache_folder, compiling)
+        except CompilerError:
+            return TRANSFORMERS
+        return TRANSFORMERS if cache_folder is None else name
+    return name
 
 
 FEW_TOKENS = 16
@@ -126,12 +149,14 @@ def make_kernels(
         raise ConfigError(f"kernels {name!r} are not one of {', '.join(KERNEL_NAMES)}")
     if name == "triton" or pool.device.type == "cuda":
         return _triton_kernels(name, config, weights, pool)
+    name = _for_latents(name, config.latent_heads)
     if name == "torch" or (name == "auto" and cache_folder is None):
         return TorchKernels(config, weights, pool, collectives)
     try:
         native = NativeKernels(config, weights, pool, num_threads, cache_folder, compiling, collectives, shared_cores)
     except CompilerError as error:
-        raise ConfigError(f"native kernels are not available: {error}; or start with --kernels torch") from error
+        other = "torch" if config.latent_heads is None else TRANSFORMERS
+        raise ConfigError(f"native kernels are not available: {error}; or start with --kernels {other}") from error
     if name == "native" or native.suits_many_rows or weights.is_quantised or config.experts is not None:
         return native
     return MixedKernels(native, TorchKernels(config, weights, pool, collectives))

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from moonserve.engine.kernels import AllReduce, Heads, Step
 from moonserve.engine.kernels.rope import RopeTable, apply_rope
 from moonserve.engine.kv_cache.tensors import KvTensors
-from moonserve.engine.model.config import ClampedGate, ModelConfig
+from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.config.experts import ClampedGate
 from moonserve.engine.model.weights import Weights
 from moonserve.engine.model.weights.layer_weights import LayerWeights, plain
 

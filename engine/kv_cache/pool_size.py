@@ -134,16 +134,17 @@ BITS_PER_WEIGHT = {"int4": 4.5, "int8": 8.125}
 def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -> int:
     """Returns the bytes of all weights as the engine holds them. `quantise`: a `--quantize` value."""
     hidden, heads = model.hidden_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    attention = hidden * heads + model.num_heads * model.head_dim * hidden
-    mlp = 3 * hidden * model.intermediate_size
-    mlps = 1 if model.experts is None else model.experts.count
-    router = 0 if model.experts is None else mlps * (hidden + 1)
-    mlp *= mlps
+    inner, mlps, router = model.num_layers * model.intermediate_size, 1, 0
+    if model.experts is not None:
+        mlps = model.experts.count
+        inner = int(model.experts.inner_size(model.num_layers, model.intermediate_size, mlps))
+        router = mlps * (hidden + 1)
+    attention, mlp = model.num_layers * model.attention_weights, 3 * hidden * inner
     mlp_biases = (mlps if model.mlp_bias else 1) * (2 * model.intermediate_size + hidden)
     biases = heads + hidden + mlp_biases  # counted for every family
     norms = 2 * hidden + 2 * model.head_dim + model.num_heads * model.attention_sinks
     vectors = hidden + model.num_layers * (biases + norms + router)
-    matrices, vocabulary = model.num_layers * (attention + mlp), model.vocab_size * hidden
+    matrices, vocabulary = attention + mlp, model.vocab_size * hidden
     if quantise in BITS_PER_WEIGHT:
         rounded = matrices * BITS_PER_WEIGHT[quantise] + vocabulary * BITS_PER_WEIGHT["int8"]
         return (vectors + vocabulary) * dtype_bytes + int(rounded) // 8
@@ -151,7 +152,7 @@ def weight_bytes(model: ModelConfig, dtype_bytes: int, quantise: str = "auto") -
     if model.quantised is not None and not model.quantised.is_float:
         bits = model.quantised.bits_per_weight
         if model.quantised.method == "mxfp4":  # of experts only
-            vectors, matrices = vectors + model.num_layers * attention, model.num_layers * mlp
+            vectors, matrices = vectors + attention, mlp
         head = head if model.quantised.head_bits is None else model.quantised.head_bits * vocabulary
     return (vectors + vocabulary) * dtype_bytes + int(matrices * bits + head) // 8
 

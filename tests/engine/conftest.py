@@ -42,6 +42,16 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 48}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40} | CLAMPED),
 }
+GROUPS = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}
+PLAIN = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.3}
+LATENTS: dict[str, tuple[str, dict[str, object]]] = {
+    "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek-v2-groups": ("deepseek_v2", {"q_lora_rank": 24, "rope_parameters": YARN_ROPE | MSCALES} | GROUPS),
+    "deepseek-v3": ("deepseek_v3", {"q_lora_rank": 24, "rope_parameters": YARN_ROPE | MSCALES}),
+    "deepseek-v3-plain": ("deepseek_v3", PLAIN),
+}
+"""Models with latent attention, which torch does not compute."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,11 @@ class Pair:
         attention: str = "torch",
         **options: Any,
     ) -> Engine:
-        """Loads the engine. Attention uses torch unless `attention` is given, whatever `kernels` the layers use."""
+        """Loads the engine. Attention uses torch unless `attention` is given, whatever `kernels` the layers use. Of
+        latent attention, native takes the place of torch's attention, and transformers of its layers."""
         config = load_model_config(self.path)
+        if config.latent_heads is not None:
+            kernels, attention = "transformers" if kernels == "torch" else kernels, "native"
         return Engine.load(
             self.path,
             config=config,
@@ -126,7 +139,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     made: dict[str, Pair] = {}
-    for name, (family, overrides) in VARIANTS.items():
+    for name, (family, overrides) in (VARIANTS | LATENTS).items():
         path = tmp_path_factory.mktemp(name)
         made[name] = Pair(path, make_model(family, path, **overrides))
     return made

@@ -60,16 +60,17 @@ def _waited_s() -> float:
     return nanoseconds / 1e9
 
 
-NATIVE, TORCH = "moonserve native", "moonserve torch"
+NATIVE, TORCH, LAYERS = "moonserve native", "moonserve torch", "moonserve transformers"
 INT8, INT4 = "moonserve int8", "moonserve int4"
 TRANSFORMERS, VLLM, LLAMA_CPP = "transformers", "vLLM", "llama.cpp"
 LLAMA_CPP_8, LLAMA_CPP_4 = "llama.cpp Q8_0", "llama.cpp Q4_0"
-CONTESTANTS = (NATIVE, INT8, INT4, TORCH, TRANSFORMERS, VLLM, LLAMA_CPP, LLAMA_CPP_8, LLAMA_CPP_4)
+CONTESTANTS = (NATIVE, INT8, INT4, TORCH, LAYERS, TRANSFORMERS, VLLM, LLAMA_CPP, LLAMA_CPP_8, LLAMA_CPP_4)
 _MODULES = {
     NATIVE: "benchmarks.engine.speed.moonserve",
     INT8: "benchmarks.engine.speed.moonserve",
     INT4: "benchmarks.engine.speed.moonserve",
     TORCH: "benchmarks.engine.speed.moonserve",
+    LAYERS: "benchmarks.engine.speed.moonserve",
     TRANSFORMERS: "benchmarks.engine.speed.transformers",
     VLLM: "benchmarks.engine.speed.vllm",
     **dict.fromkeys((LLAMA_CPP, LLAMA_CPP_8, LLAMA_CPP_4), "benchmarks.engine.speed.llama_cpp"),

@@ -7,9 +7,10 @@
 #include "matrix_product.h"
 #include "tile_product.h"
 #include "quantise.h"
+#include "latents.h"
 #include "norm_and_rope.h"
+#include "router.h"
 
-constexpr int64_t MOST_EXPERTS_PER_TOKEN = 64;
 constexpr int64_t MANY_PRODUCTS = 32'000'000; /* of a layer: some tenths of a millisecond on one core */
 constexpr int64_t ROWS_AT_ONCE = 8; /* fewest rows per part of an operation too short to divide by single rows */
 
@@ -18,20 +19,23 @@ struct Mlp {
 };
 
 struct Layer {
-    Matrix qkv, o, router;
+    Matrix qkv, o, router; /* router: no panels if the layer has one MLP */
+    LatentMatrices latents;
+    Mlp shared;              /* beside experts; no panels: there is none */
     const Mlp *mlps;         /* one, or of each expert */
     const float *input_norm, *qk_norm, *post_norm; /* qk_norm [heads + kv_heads, head_dim], or null */
+    const float *query_norm, *latent_norm; /* of the latents of queries, and of keys and values */
+    const float *corrections;              /* [experts], of the router, or null */
     void *keys, *values;                           /* this layer's part of the pool: [slots, kv_heads, head_dim],
                                                       * a slot every `slot_stride` elements */
 };
 
 struct Model {
-    int64_t hidden_size, inner_size; /* inner_size is a multiple of 16 */
-    int64_t heads, kv_heads, head_dim, vocab_size;
-    int64_t experts, experts_per_token; /* 0: every layer has one MLP */
-    int64_t normalised;                 /* 1: a token's weights of experts have the sum 1 */
-    double alpha, limit;                /* of a clamped gate; 0: gates have SiLU */
-    int64_t layer_products;             /* multiplications per token in a layer's matrices */
+    int64_t hidden_size, heads, kv_heads, head_dim, vocab_size;
+    Latents latents;
+    Router router;
+    double alpha, limit;    /* of a clamped gate; 0: gates have SiLU */
+    int64_t layer_products; /* multiplications per token in a layer's matrices */
     int64_t slot_stride;
     int64_t pool_format; /* 0: heads as they are computed, 1: rows of int8, 2: rows of fp8 */
     const Layer *layers;
@@ -39,11 +43,12 @@ struct Model {
     const float *final_norm;
     const void *embedding;
     ThreadPool *thread_pool;
-    void *normed, *inner; /* scratch of GROUP rows: [hidden_size] and [inner_size] */
+    void *normed, *inner; /* scratch of GROUP rows: [hidden_size], and the largest inner size of an MLP */
     void *inputs;         /* the same of `Inputs` or `TileRows` for the widest matrix */
     void *gathered, *mixed; /* the same of [hidden_size], for experts */
     float *shares;          /* the same of [experts]: weights of the chosen ones, -1 for others */
     int64_t *chosen;        /* [GROUP]: rows of one expert */
+    void *fused, *wide;     /* scratch of GROUP rows: outputs of `qkv`, and queries or values of all heads, for latents */
     float epsilon;
 };
 
@@ -52,7 +57,8 @@ struct Step {
     const int64_t *positions, *slots;
     const void *cosines, *sines; /* [positions, head_dim] */
     void *hidden;                /* [tokens, hidden_size] */
-    void *heads;                 /* [tokens, heads + 2 kv_heads, head_dim]: queries, keys, values */
+    void *heads;                 /* [tokens, heads + 2 kv_heads, head_dim]: queries, keys, values; with latent
+                                  * attention [tokens, heads, pooled]: queries in the latents' space */
 };
 
 template <typename T, typename Finish>
@@ -131,8 +137,70 @@ static void borrow_threads(const Model *model, const Step *step) {
     pool->borrowed = pool->num_borrowers > 0 && is_long ? idle_cores(pool) : 0;
 }
 
+/* -- latent attention */
+
+/* Completes a row of `fused`: normalizes the latents of queries, and latents and rotated key, which go to the pool. */
+template <typename T>
+static void place_latents(const Model *model, const Layer *layer, const Step *step, int64_t token, T *row, int64_t before) {
+    const Latents &own = model->latents;
+    T *pooled = row + before;
+    const int64_t position = step->positions[token] * own.rotary;
+    if (own.query_rank > 0) normalize(row, layer->query_norm, row, own.query_rank, LATENT_EPSILON);
+    normalize(pooled, layer->latent_norm, pooled, own.rank, LATENT_EPSILON);
+    rotate(pooled + own.rank, (const T *)step->cosines + position, (const T *)step->sines + position, own.rotary);
+    store_heads(model, layer->keys, pooled, step->slots[token]);
+    store_heads(model, layer->values, pooled + model->head_dim, step->slots[token]);
+}
+
+/* Rotates the queries of one token, and copies what was rotated behind their part in the latents' space. */
+template <typename T> static void place_queries(const Model *model, const Step *step, int64_t token, const T *queries) {
+    const Latents &own = model->latents;
+    const int64_t position = step->positions[token] * own.rotary;
+    T *to = (T *)step->heads + token * model->heads * own.pooled() + own.rank;
+    for (int64_t head = 0; head < model->heads; head++, to += own.pooled()) {
+        memcpy(to, queries + head * (own.plain + own.rotary) + own.plain, own.rotary * sizeof(T));
+        rotate(to, (const T *)step->cosines + position, (const T *)step->sines + position, own.rotary);
+    }
+}
+
+template <typename T> static void project_latents(const Model *model, const Step *step, const Layer *layer) {
+    const Latents &own = model->latents;
+    const int64_t query = own.plain + own.rotary, all = model->heads * query, size = model->hidden_size;
+    const int64_t before = own.query_rank > 0 ? own.query_rank : all, width = before + own.pooled();
+    const int64_t stride = own.query_rank > 0 ? all : width; /* of queries */
+    T *fused = (T *)model->fused, *queries = own.query_rank > 0 ? (T *)model->wide : fused;
+    for (int64_t first = 0; first < step->tokens; first += GROUP) {
+        const int64_t rows = least(GROUP, step->tokens - first);
+        shared_norm(model, (const T *)step->hidden + first * size, layer->input_norm, rows);
+        shared_product(model, layer->qkv, (const T *)model->normed, size, rows, Store<T>{fused, width, width});
+        parallel_for(model->thread_pool, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+            for (int64_t row = from; row < to; row++)
+                place_latents(model, layer, step, first + row, fused + row * width, before);
+        });
+        if (own.query_rank > 0)
+            shared_product(model, layer->latents.queries, fused, width, rows, Store<T>{queries, all, all});
+        parallel_for(model->thread_pool, rows, ROWS_AT_ONCE, [&](int64_t from, int64_t to) {
+            for (int64_t row = from; row < to; row++) place_queries(model, step, first + row, queries + row * stride);
+        });
+        T *out = (T *)step->heads + first * model->heads * own.pooled();
+        product_by_head(model->thread_pool, layer->latents.keys, queries, stride, query, rows,
+                        StoreHeads<T>{out, model->heads * own.pooled(), own.pooled(), own.rank});
+    }
+}
+
+/* Returns attention's results for rows as the layer's output projection reads them, [heads, size of a value]. */
+template <typename T> static const T *values_of(const Model *model, const Layer *layer, const T *attended, int64_t rows) {
+    const Latents &own = model->latents;
+    if (own.rank == 0) return attended;
+    T *values = (T *)model->wide;
+    product_by_head(model->thread_pool, layer->latents.values, attended, model->heads * own.rank, own.rank, rows,
+                    StoreHeads<T>{values, model->heads * own.value, own.value, own.value});
+    return values;
+}
+
 template <typename T> static void project(const Model *model, const Step *step, const Layer *layer) {
     borrow_threads(model, step);
+    if (model->latents.rank > 0) return project_latents<T>(model, step, layer);
     const int64_t size = model->hidden_size, width = (model->heads + 2 * model->kv_heads) * model->head_dim;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = least(GROUP, step->tokens - first);
@@ -149,29 +217,13 @@ template <typename T> static void project(const Model *model, const Step *step, 
 template <typename T, typename Finish>
 static void mlp(const Model *model, const Mlp &own, const T *input, int64_t rows, const Finish &finish) {
     T *inner = (T *)model->inner;
+    const int64_t size = own.gate_up.num_panels * PANEL / 2;
     const float alpha = (float)model->alpha, limit = (float)model->limit;
     if (limit > 0.0f)
         shared_product(model, own.gate_up, input, model->hidden_size, rows,
-                       ClampedGate<T>{inner, model->inner_size, alpha, limit});
-    else shared_product(model, own.gate_up, input, model->hidden_size, rows, Gate<T>{inner, model->inner_size});
-    shared_product(model, own.down, inner, model->inner_size, rows, finish);
-}
-
-/* Replaces a row of router logits by the softmax of the highest ones, and -1 for the others. */
-static void choose(float *row, const Model *model) {
-    int64_t best[MOST_EXPERTS_PER_TOKEN];
-    float values[MOST_EXPERTS_PER_TOKEN], most = row[0], total = 0.0f, sum = 0.0f;
-    for (int64_t e = 1; e < model->experts; e++) most = row[e] > most ? row[e] : most;
-    for (int64_t e = 0; e < model->experts; e++) total += row[e] = expf(row[e] - most);
-    for (int64_t n = 0; n < model->experts_per_token; n++) {
-        best[n] = -1;
-        for (int64_t e = 0; e < model->experts; e++) /* a sum that is not finite chooses any */
-            if (row[e] != -1.0f && (best[n] < 0 || row[e] > row[best[n]])) best[n] = e;
-        sum += values[n] = row[best[n]] / total;
-        row[best[n]] = -1.0f;
-    }
-    for (int64_t e = 0; e < model->experts; e++) row[e] = -1.0f;
-    for (int64_t n = 0; n < model->experts_per_token; n++) row[best[n]] = model->normalised ? values[n] / sum : values[n];
+                       ClampedGate<T>{inner, size, alpha, limit});
+    else shared_product(model, own.gate_up, input, model->hidden_size, rows, Gate<T>{inner, size});
+    shared_product(model, own.down, inner, size, rows, finish);
 }
 
 /* Adds an expert's outputs for its rows, multiplied by their shares. */
@@ -190,11 +242,13 @@ template <typename T> struct AddShare {
 
 /* Returns what the experts make of the normalized rows: each reads its weights once, in order, for the rows it has. */
 template <typename T> static const T *mix_experts(const Model *model, const Layer *layer, int64_t rows) {
-    const int64_t size = model->hidden_size, experts = model->experts;
+    const int64_t size = model->hidden_size, experts = model->router.experts;
     const T *normed = (const T *)model->normed;
     T *gathered = (T *)model->gathered, *mixed = (T *)model->mixed;
-    shared_product(model, layer->router, normed, size, rows, Widen<T>{model->shares, experts, experts});
-    for (int64_t row = 0; row < rows; row++) choose(model->shares + row * experts, model);
+    if (model->router.is_grouped)
+        shared_product(model, layer->router, normed, size, rows, Store<float>{model->shares, experts, experts});
+    else shared_product(model, layer->router, normed, size, rows, Widen<T>{model->shares, experts, experts});
+    for (int64_t row = 0; row < rows; row++) choose(model->shares + row * experts, model->router, layer->corrections);
     memset(mixed, 0, rows * size * sizeof(T));
     for (int64_t expert = 0; expert < experts; expert++) {
         int64_t count = 0;
@@ -206,6 +260,7 @@ template <typename T> static const T *mix_experts(const Model *model, const Laye
         mlp(model, layer->mlps[expert], gathered, count,
             AddShare<T>{mixed, model->shares + expert, model->chosen, size, experts});
     }
+    if (layer->shared.down.num_panels > 0) mlp(model, layer->shared, normed, rows, Add<T>{mixed, size, size});
     return mixed;
 }
 
@@ -215,15 +270,17 @@ template <typename T> static void add_rows(const T *from, T *to, int64_t count) 
 }
 
 template <typename T> static void finish(const Model *model, const Step *step, const Layer *layer, const T *attended) {
-    const int64_t size = model->hidden_size, seen_size = model->heads * model->head_dim;
+    const Latents &own = model->latents;
+    const int64_t size = model->hidden_size, seen = model->heads * (own.rank > 0 ? own.rank : model->head_dim);
+    const int64_t value = own.rank > 0 ? model->heads * own.value : seen;
     const T *normed = (const T *)model->normed;
     for (int64_t first = 0; first < step->tokens; first += GROUP) {
         const int64_t rows = least(GROUP, step->tokens - first);
         T *hidden = (T *)step->hidden + first * size;
         const Add<T> residual = {hidden, size, size};
-        shared_product(model, layer->o, attended + first * seen_size, seen_size, rows, residual);
+        shared_product(model, layer->o, values_of(model, layer, attended + first * seen, rows), value, rows, residual);
         shared_norm(model, hidden, layer->post_norm, rows);
-        if (model->experts == 0) mlp(model, layer->mlps[0], normed, rows, residual);
+        if (layer->router.num_panels == 0) mlp(model, layer->mlps[0], normed, rows, residual);
         else add_rows(mix_experts<T>(model, layer, rows), hidden, rows * size);
     }
 }
@@ -242,7 +299,7 @@ template <typename T> static void feed(const Model *model, const Step *step, con
         const int64_t rows = least(GROUP, step->tokens - first);
         const T *hidden = (const T *)step->hidden + first * size;
         shared_norm(model, hidden, layer->post_norm, rows);
-        if (model->experts == 0) mlp(model, layer->mlps[0], (const T *)model->normed, rows, Store<T>{out + first * size, size, size});
+        if (layer->router.num_panels == 0) mlp(model, layer->mlps[0], (const T *)model->normed, rows, Store<T>{out + first * size, size, size});
         else memcpy(out + first * size, mix_experts<T>(model, layer, rows), rows * size * sizeof(T));
     }
 }

@@ -8,33 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from moonserve.engine.model.config.experts import (
+    Experts,
+    deepseek_experts,
+    gpt_oss_experts,
+    mixtral_experts,
+    qwen_experts,
+)
+from moonserve.engine.model.config.latents import LatentHeads, latent_heads
 from moonserve.engine.model.config.quantised_checkpoint import QuantisedCheckpoint, read_quantised_checkpoint
 from moonserve.engine.model.config.rope import RopeConfig, read_rope
 from moonserve.engine.model.model_folder import JsonFields, read_json
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import DTYPE_BYTES, KvLayout
-
-
-@dataclass(frozen=True, slots=True)
-class ClampedGate:
-    """Activation of gpt-oss: gate · sigmoid(alpha · gate) · (up + 1), of gates of at most `limit` and ups within it."""
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """A mixture of experts in place of each layer's MLP: a router chooses `per_token` of `count` for every token."""
-
-    count: int
-    per_token: int
-    normalised: bool  # the weights of the chosen ones are divided by their sum
-    module: str  # name of the mixture in a checkpoint
-    projections: tuple[str, str, str]  # names of an expert's gate, up and down
-    clamped: ClampedGate | None = None  # None: SiLU. gpt-oss, which also stacks all experts in one tensor of each kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +59,18 @@ class ModelConfig:
     # Multi-head latent attention: K and V of a token are compressed to this many values and a rotated key. The pool has
     # the first half of these as the token's K and the second one as its V. None: the model has none.
     latent_rank: int | None = None
+    latent_heads: LatentHeads | None = None  # how an own family attends to latents
 
     @property
     def has_own_kernels(self) -> bool:
         return not self.transformers_config
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of weights in the matrices of one layer's attention."""
+        if self.latent_heads is not None:
+            return self.latent_heads.num_weights(self.hidden_size, self.num_heads)
+        return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
 
     def resolve_dtype(self, name: str) -> str:
         """Returns the compute dtype for a `--dtype` value; auto means the checkpoint's own. Raises ConfigError."""
@@ -86,13 +83,14 @@ class ModelConfig:
     @property
     def kv_identity(self) -> str:
         """Everything that KV depends on in addition to the weights and their shapes; part of the fingerprint."""
-        experts = "" if self.experts is None else f"|{self.experts}"
-        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|{self.transformers_config}{experts}"
+        more = "".join(f"|{each}" for each in (self.experts, self.latent_heads) if each is not None)
+        return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|{self.transformers_config}{more}"
 
     def of_layers(self, layers: range) -> ModelConfig:
         """Returns the configuration of a pipeline stage that has only these layers, renumbered from 0."""
         windows = self.sliding_windows[layers.start : layers.stop]
-        return replace(self, num_layers=len(layers), sliding_windows=windows)
+        experts = None if self.experts is None else self.experts.of_layers(layers)
+        return replace(self, num_layers=len(layers), sliding_windows=windows, experts=experts)
 
     def kv_layout(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> KvLayout:
         """Returns the layout of this model's KV cache. `dtype` is a `--dtype` value, `kv_dtype` a `--kv-cache-dtype`
@@ -128,6 +126,7 @@ class _Family:
     experts: Callable[[JsonFields], Experts] | None = None
     inner_size: str = "intermediate_size"  # field of the MLP's or an expert's inner size
     attention_sinks: bool = False
+    latents: Callable[[JsonFields], LatentHeads] | None = None
     # Defaults of transformers for fields that config.json lacks.
     default_bias: bool = False
     default_head_dim: int | None = None  # None = hidden_size / num_attention_heads
@@ -171,46 +170,6 @@ def _windows_by_layer(fields: JsonFields, window: int | None, default: Sequence[
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _experts(
-    fields: JsonFields,
-    count: int,
-    per_token: int,
-    *,
-    normalised: bool,
-    module: str,
-    projections: tuple[str, str, str],
-    clamped: ClampedGate | None = None,
-) -> Experts:
-    """`count`, `per_token`: defaults of transformers."""
-    found = Experts(
-        count=fields.optional_count("num_experts") or fields.count("num_local_experts", default=count),
-        per_token=fields.count("num_experts_per_tok", default=per_token),
-        normalised=normalised,
-        module=module,
-        projections=projections,
-        clamped=clamped,
-    )
-    if found.per_token > found.count:
-        raise fields.error(f"num_experts_per_tok {found.per_token} is above the number of experts, {found.count}")
-    return found
-
-
-def _qwen_experts(fields: JsonFields) -> Experts:
-    normalised = fields.flag("norm_topk_prob", default=False)
-    projections = ("gate_proj", "up_proj", "down_proj")
-    return _experts(fields, 128, 8, normalised=normalised, module="mlp", projections=projections)
-
-
-def _mixtral_experts(fields: JsonFields) -> Experts:
-    return _experts(fields, 8, 2, normalised=True, module="block_sparse_moe", projections=("w1", "w3", "w2"))
-
-
-def _gpt_oss_experts(fields: JsonFields) -> Experts:
-    gate = ClampedGate(fields.number("swiglu_alpha", default=1.702), fields.number("swiglu_limit", default=7.0))
-    projections = ("gate_up_proj", "gate_up_proj", "down_proj")
-    return _experts(fields, 128, 4, normalised=True, module="mlp", projections=projections, clamped=gate)
-
-
 _FAMILIES = {
     "LlamaForCausalLM": _Family(("attention_bias", "attention_bias", "mlp_bias"), _no_window),
     "MistralForCausalLM": _Family(
@@ -222,7 +181,7 @@ _FAMILIES = {
     "MixtralForCausalLM": _Family(
         (False, False, False),
         lambda fields, num_layers: (fields.optional_count("sliding_window"),) * num_layers,
-        experts=_mixtral_experts,
+        experts=mixtral_experts,
         default_kv_heads=8,
         default_positions=131_072,
     ),
@@ -244,7 +203,7 @@ _FAMILIES = {
         ("attention_bias", "attention_bias", False),
         _qwen_windows,
         qk_norm=True,
-        experts=_qwen_experts,
+        experts=qwen_experts,
         inner_size="moe_intermediate_size",
         default_kv_heads=4,
         default_positions=32_768,
@@ -252,12 +211,27 @@ _FAMILIES = {
     "GptOssForCausalLM": _Family(
         ("attention_bias", "attention_bias", True),
         _gpt_oss_windows,
-        experts=_gpt_oss_experts,
+        experts=gpt_oss_experts,
         attention_sinks=True,
         default_bias=True,
         default_head_dim=64,
         default_kv_heads=8,
         default_positions=131_072,
+    ),
+    "DeepseekV2ForCausalLM": _Family(
+        (False, False, False),
+        _no_window,
+        experts=partial(deepseek_experts, has_corrections=False),
+        inner_size="moe_intermediate_size",
+        latents=latent_heads,
+    ),
+    "DeepseekV3ForCausalLM": _Family(
+        (False, False, False),
+        _no_window,
+        experts=partial(deepseek_experts, has_corrections=True),
+        inner_size="moe_intermediate_size",
+        latents=latent_heads,
+        default_positions=4096,
     ),
 }
 
@@ -265,10 +239,13 @@ SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
 def is_own_family(fields: JsonFields) -> bool:
-    """True if this package computes the model itself. Layers that have a plain MLP among mixtures are transformers'."""
+    """True if this package computes the model itself. Layers that have a plain MLP among Qwen's mixtures, and biases of
+    DeepSeek are transformers'."""
     families = [_FAMILIES[name] for name in fields.strings("architectures") or () if name in _FAMILIES]
     if not families or families[0].experts is None:
         return bool(families)
+    if families[0].latents is not None:
+        return not any(fields.flag(name, default=False) for name in ("attention_bias", "mlp_bias"))
     return fields.count("decoder_sparse_step", default=1) == 1 and not fields.token_ids("mlp_only_layers")
 
 
@@ -283,7 +260,8 @@ def load_model_config(path: Path) -> ModelConfig:
     num_layers = fields.count("num_hidden_layers")
     num_heads = fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
-    head_dim = _head_dim(fields, family, hidden_size, num_heads)
+    latents = None if family.latents is None else family.latents(fields)
+    head_dim = _head_dim(fields, family, hidden_size, num_heads) if latents is None else latents.pooled // 2
     vocab_size = fields.count("vocab_size")
     max_positions = fields.count("max_position_embeddings", default=family.default_positions)
     qkv_bias, o_bias, mlp_bias = (
@@ -297,7 +275,7 @@ def load_model_config(path: Path) -> ModelConfig:
         intermediate_size=fields.count(family.inner_size),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, family, num_heads),
+        num_kv_heads=_num_kv_heads(fields, family, num_heads) if latents is None else 1,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
         max_position_embeddings=max_positions,
@@ -314,6 +292,8 @@ def load_model_config(path: Path) -> ModelConfig:
         eos_token_ids=eos_token_ids(path, fields, vocab_size),
         experts=None if family.experts is None else family.experts(fields),
         quantised=read_quantised_checkpoint(fields),
+        latent_rank=None if latents is None else latents.rank,
+        latent_heads=latents,
     )
 
 

@@ -63,6 +63,14 @@ def read_rope(fields: JsonFields, *, max_position_embeddings: int) -> RopeConfig
     )
 
 
+def score_factor(fields: JsonFields) -> float:
+    """Returns the factor of DeepSeek's attention scores for long contexts: 1 unless `mscale_all_dim` is given."""
+    given = _given(fields)
+    if given is None or _rope_type(given) == "default":
+        return 1.0
+    return _mscale(given.number("factor", default=1.0), given.number("mscale_all_dim", default=0.0)) ** 2
+
+
 def _given(fields: JsonFields) -> JsonFields | None:
     """Returns the rope settings, from the older form unless it is empty. Raises ConfigError for settings per layer."""
     for name in ("rope_scaling", "rope_parameters"):

@@ -106,6 +106,8 @@ def load_weights(
         else:
             given = {name: source.shape for name, source in stored.items()}
             optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+            if config.latent_heads is not None:  # a layer that predicts one token more (V3)
+                optional |= {name for name in given if name.startswith(f"model.layers.{config.num_layers}.")}
             check_shapes(path, {name: own[0].shape for name, own in places.items()}, given, optional)
             digest = _fill_from_files(config, files, stored, places, progress or (lambda _stage, _done: None))
     return build(xxhash.xxh3_128_hexdigest(f"{digest}{storage.identity}".encode()) if storage.identity else digest)

@@ -13,8 +13,10 @@ from itertools import accumulate
 import torch
 
 from moonserve.engine.model.config import ModelConfig
+from moonserve.engine.model.config.latents import LatentHeads
 from moonserve.engine.model.partition import Shard
 from moonserve.engine.model.weights.quantised_matrix import (
+    PANEL,
     HugePages,
     QuantisedMatrix,
     QuantisedRows,
@@ -51,11 +53,23 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    """Weights of latent attention beside those of other layers. Rows of rotated parts are in halves, as `rotate` of the
+    kernels needs them. A head's rows of `keys` and `values` are followed by rows of zeros, up to whole panels."""
+
+    query_norm: torch.Tensor | None  # [query rank], and
+    queries: Projection | None  # [heads · (plain + rotary), query rank]; None: `qkv` gives queries, not their latents
+    norm: torch.Tensor  # [rank]
+    keys: torch.Tensor  # [heads · rows, plain]: from queries to the latents' space, `rank` rows of each head
+    values: torch.Tensor  # [heads · rows, rank]: from that space to a head's values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Weights of one decoder layer; matrices are [out, in]."""
 
     input_norm: torch.Tensor
-    qkv: Projection  # q rows, then k, then v
+    qkv: Projection  # q rows, then k, then v; or of queries or their latents, then of latents, then of the rotated key
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: norms of q and k, repeated per head
     o: Projection
@@ -65,11 +79,18 @@ class LayerWeights:
     router: torch.Tensor | None  # [experts, hidden]; None: the layer has one MLP
     router_bias: torch.Tensor | None
     mlps: Sequence[MlpWeights]  # of each expert
+    corrections: torch.Tensor | None = None  # [experts] float32: added to the router's scores for the choice
+    shared: MlpWeights | None = None  # used by every token beside experts
+    latents: LatentWeights | None = None
 
     @property
     def projections(self) -> Iterator[Projection]:
         yield from (self.qkv, self.o)
-        for mlp in self.mlps:
+        if self.latents is not None:
+            yield from (self.latents.keys, self.latents.values)
+            if self.latents.queries is not None:
+                yield self.latents.queries
+        for mlp in (*self.mlps, *([] if self.shared is None else [self.shared])):
             yield from (mlp.gate_up, mlp.down)
 
 
@@ -205,16 +226,17 @@ def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Pl
         return bias if shard.is_first else None
 
     hidden, inner = config.hidden_size, _Part(config.intermediate_size, shard.inner)
-    q_rows = _of_heads(config, config.num_heads, shard.heads)
-    kv_rows = _of_heads(config, config.num_kv_heads, shard.kv_heads)
-    qkv = ("self_attn", ("q_proj", "k_proj", "v_proj"))
-    qkv_rows = (q_rows, kv_rows, kv_rows)
+    latents = config.latent_heads
+    q_rows = _of_heads(config.num_heads, config.head_dim if latents is None else latents.value, shard.heads)
+    kv_rows = _of_heads(config.num_kv_heads, config.head_dim, shard.kv_heads)
+    qkv_names = ("self_attn", ("q_proj", "k_proj", "v_proj"))
 
-    def mlp(module: str, gate: str, up: str, down: str) -> MlpWeights:
+    def mlp(module: str, gate: str, up: str, down: str, size: int | None = None) -> MlpWeights:
+        own = inner if size is None else _Part(size, range(size))
         return MlpWeights(
-            gate_up=fused(module, (gate, up), (inner, inner), hidden, pairs=True),
-            gate_up_bias=fused_bias(module, (gate, up), (inner, inner)) if config.mlp_bias else None,
-            down=cut(f"{module}.{down}.weight", hidden, inner),
+            gate_up=fused(module, (gate, up), (own, own), hidden, pairs=True),
+            gate_up_bias=fused_bias(module, (gate, up), (own, own)) if config.mlp_bias else None,
+            down=cut(f"{module}.{down}.weight", hidden, own),
             down_bias=once(vector(f"{module}.{down}.bias", hidden)) if config.mlp_bias else None,
         )
 
@@ -254,8 +276,10 @@ def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Pl
         return mlps
 
     experts = config.experts
-    router, router_bias = None, None
-    if experts is None:
+    router, router_bias, corrections, shared = None, None, None, None
+    if experts is not None and layer < experts.dense_layers:
+        mlps = [mlp("mlp", *experts.projections, experts.dense_size)]
+    elif experts is None:
         mlps = [mlp("mlp", "gate_proj", "up_proj", "down_proj")]
     elif experts.clamped is not None:
         mlps = stacked(f"{experts.module}.experts", experts.count)
@@ -264,10 +288,20 @@ def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Pl
     else:
         mlps = [mlp(f"{experts.module}.experts.{number}", *experts.projections) for number in range(experts.count)]
         router = vector(f"{experts.module}.gate.weight", experts.count, hidden)
+        if experts.shared_size:
+            shared = mlp(f"{experts.module}.shared_experts", *experts.projections, experts.shared_size)
+        if experts.router is not None and experts.router.has_corrections:
+            corrections = torch.empty(experts.count)
+            name = f"model.layers.{layer}.{experts.module}.gate.e_score_correction_bias"
+            places[name] = [Destination(corrections, [experts.count])]
+    if latents is None:
+        qkv, latent_weights = fused(*qkv_names, (q_rows, kv_rows, kv_rows), hidden), None
+    else:
+        qkv, latent_weights = _allocate_latents(config, latents, storage, layer, places)
     return LayerWeights(
         input_norm=vector("input_layernorm.weight", hidden),
-        qkv=fused(*qkv, qkv_rows, hidden),
-        qkv_bias=fused_bias(*qkv, qkv_rows) if config.qkv_bias else None,
+        qkv=qkv,
+        qkv_bias=fused_bias(*qkv_names, (q_rows, kv_rows, kv_rows)) if config.qkv_bias else None,
         qk_norm=_allocate_qk_norm(config, storage.dtype, layer, places, shard) if config.qk_norm else None,
         o=cut("self_attn.o_proj.weight", hidden, q_rows),
         o_bias=once(vector("self_attn.o_proj.bias", hidden)) if config.o_bias else None,
@@ -276,12 +310,73 @@ def allocate_layer(config: ModelConfig, storage: Storage, layer: int, places: Pl
         router=router,
         router_bias=router_bias,
         mlps=mlps,
+        corrections=corrections,
+        shared=shared,
+        latents=latent_weights,
     )
 
 
-def _of_heads(config: ModelConfig, count: int, own: range) -> _Part:
+def _allocate_latents(
+    config: ModelConfig, latents: LatentHeads, storage: Storage, layer: int, places: Places
+) -> tuple[Projection, LatentWeights]:
+    """Returns `qkv` and the other weights of latent attention."""
+    heads, hidden, rank, plain = config.num_heads, config.hidden_size, latents.rank, latents.plain
+    module, width = f"model.layers.{layer}.self_attn", plain + latents.rotary
+
+    def norm(name: str, size: int) -> torch.Tensor:
+        tensor = storage.vector(size)
+        places[f"{module}.{name}.weight"] = [Destination(tensor, [size])]
+        return tensor
+
+    def halves(start: int) -> list[range]:
+        end = start + latents.rotary
+        return [range(start, end, 2), range(start + 1, end, 2)] if latents.is_interleaved else [range(start, end)]
+
+    def in_order(inputs: int, *sources: tuple[str, Sequence[range]]) -> Projection:
+        """Returns a matrix of the given rows of stored ones."""
+        names = [f"{module}.{name}.weight" for name, _rows in sources]
+        format = storage.format_of(*names)
+        counts = [sum(map(len, rows)) for _name, rows in sources]
+        matrix, first = storage.matrix(sum(counts), inputs, format), 0
+        for name, (_, rows), count in zip(names, sources, counts, strict=True):
+            places[name] = []
+            for part in rows:
+                own, chosen = _rows_of(matrix, first, len(part)), (slice(part.start, part.stop, part.step),)
+                places[name].append(Destination(own, [count, inputs], chosen, first, format))
+                first += len(part)
+        return matrix
+
+    starts = range(0, heads * width, width)
+    by_head = [part for start in starts for part in (range(start, start + plain), *halves(start + plain))]
+    pooled = ("kv_a_proj_with_mqa", [range(rank), *halves(rank)])
+    query_norm, queries = None, None
+    if latents.query_rank is None:
+        qkv = in_order(hidden, ("q_proj", by_head), pooled)
+    else:
+        qkv = in_order(hidden, ("q_a_proj", [range(latents.query_rank)]), pooled)
+        query_norm = norm("q_a_layernorm", latents.query_rank)
+        queries = in_order(latents.query_rank, ("q_b_proj", by_head))
+    keys, values = (
+        torch.zeros(heads, -(-outputs // PANEL) * PANEL, inputs, dtype=storage.dtype)
+        for outputs, inputs in ((rank, plain), (latents.value, rank))
+    )
+    shape = [heads * (plain + latents.value), rank]
+    expanded = places[f"{module}.kv_b_proj.weight"] = []
+    for head, start in enumerate(range(0, shape[0], plain + latents.value)):
+        middle, end = start + plain, start + plain + latents.value
+        expanded.append(Destination(keys[head, :rank].mT, shape, (slice(start, middle),)))
+        expanded.append(Destination(values[head, : latents.value], shape, (slice(middle, end),)))
+    return qkv, LatentWeights(
+        query_norm=query_norm,
+        queries=queries,
+        norm=norm("kv_a_layernorm", rank),
+        keys=keys.flatten(0, 1),
+        values=values.flatten(0, 1),
+    )
+
+
+def _of_heads(count: int, dim: int, own: range) -> _Part:
     """Returns the rows of heads `own` in a projection to `count` heads."""
-    dim = config.head_dim
     return _Part(count * dim, range(own.start * dim, own.stop * dim))
 
 

@@ -202,6 +202,17 @@ def test_missing_compiler_is_reported_with_remedy(llama: Pair, tmp_path: Path, m
             llama.engine(**options, cache_folder=tmp_path)
 
 
+def test_latent_attention_is_transformers_without_a_compiler_and_never_torchs(
+    pairs: dict[str, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pairs["deepseek-v2"]
+    assert pair.engine(kernels="auto").kernels_name == "native"
+    with pytest.raises(ConfigError, match="torch has no latent attention; start with --kernels native or transformers"):
+        make_kernels("torch", *replica(pair, "float32"), num_threads=1, cache_folder=kernels_folder())
+    monkeypatch.setenv("PATH", "")
+    assert pair.engine(kernels="auto", cache_folder=tmp_path).kernels_name == "transformers"
+
+
 def test_without_a_cache_folder_nothing_is_compiled(llama: Pair) -> None:
     engine = llama.engine(kernels="auto", attention="auto", cache_folder=None)
     assert (engine.kernels_name, engine.attention_name) == ("torch", "torch")

@@ -14,7 +14,7 @@ from moonserve.engine.kernels import native_attention
 from moonserve.engine.model.batch import PromptScores
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.request import PromptLogprobs, SamplingParams
-from tests.engine.conftest import VARIANTS, Pair, tokens_of
+from tests.engine.conftest import LATENTS, VARIANTS, Pair, tokens_of
 from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt
 from tests.random_models import make_model
 
@@ -30,7 +30,7 @@ def engines(pairs: dict[str, Pair], kernels: str) -> dict[str, Engine]:
     return {name: pair.engine(kernels=kernels, attention=kernels) for name, pair in pairs.items()}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *LATENTS])
 def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     name: str, pairs: dict[str, Pair], engines: dict[str, Engine]
 ) -> None:
@@ -39,7 +39,7 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(
     pairs[name].check(engines[name], prompts, num_top=5, chunk_size=37)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3-biases", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3-biases", "mixtral", "gpt-oss", "deepseek-v2"])
 def test_bfloat16_stays_close_to_float32(name: str, pairs: dict[str, Pair], kernels: str) -> None:
     off_by = pairs[name].off_by(pairs[name].engine(dtype="bfloat16", kernels=kernels))
     assert off_by.max() < 0.5
@@ -128,7 +128,7 @@ def computed(engine: Engine, tokens: Sequence[int], ends: Sequence[int]) -> tupl
 
 @pytest.mark.parametrize("kept", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt-oss", "deepseek-v3"])
 def test_recomputed_output_has_the_same_bits(
     name: str, dtype: str, kept: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +139,18 @@ def test_recomputed_output_has_the_same_bits(
     decoded = computed(engine, tokens, DECODED)
     for again in ([0, ALL_TOKENS], [0, 20, 36, 37, 200, ALL_TOKENS], [0, 36, 38, 39, 339, ALL_TOKENS]):
         assert computed(engine, tokens, again) == decoded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_latent_attention_depend_neither_on_the_batch_nor_on_chunks_nor_on_threads(
+    dtype: str, pairs: dict[str, Pair]
+) -> None:
+    sampling = SamplingParams(max_tokens=10, temperature=0.0, num_logprobs=5)
+    prompts = [random_prompt(length, seed=length) for length in (1, 16, 70, 600)]
+    engines = [pairs["deepseek-v3"].engine(dtype=dtype, kernels="native", num_threads=count) for count in (1, 3)]
+    together = [generate(engine, prompts, sampling, chunk_size=37) for engine in engines]
+    alone = [generate(engines[0], [prompt], sampling)[0] for prompt in prompts]
+    assert together == [alone, alone]
 
 
 # -- log-probabilities of prompt tokens

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,6 +102,12 @@ def test_any_division_into_stages_gives_the_same_bits(
     for step in steps():
         assert pipeline.execute(step) == whole.execute(step)
     assert pipeline.pool() == bytes(whole.memory)
+
+
+def test_stages_of_latent_attention_give_the_same_bits(tmp_path: Path) -> None:
+    """The first stage has the layer with a plain MLP, the second one the mixtures."""
+    pair = Pair(tmp_path, make_model("deepseek_v3", tmp_path))
+    test_any_division_into_stages_gives_the_same_bits(pair, "native", (1, 2), {"dtype": "bfloat16"})
 
 
 def test_stage_has_the_fingerprint_of_the_model_and_only_its_own_weights(pair: Pair) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moonserve.engine.kv_cache.pool_size import weight_bytes
 from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.partition import split_into_shards
 from moonserve.engine.model.weights import load_weights
@@ -91,6 +92,18 @@ def test_tied_models_may_store_their_head_twice(tmp_path: Path) -> None:
     rewrite(tmp_path, tensors)
     weights = load_weights(tmp_path, load_model_config(tmp_path), torch.float32)
     assert weights.lm_head is weights.embedding
+
+
+def test_deepseeks_layer_that_predicts_further_tokens_is_not_read(tmp_path: Path) -> None:
+    make_model("deepseek_v3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, tensors | {"model.layers.3.eh_proj.weight": torch.ones(2, 2)})
+    config = load_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.float32)
+    layers = [each.numel() for layer in weights.layers for each in layer.projections if isinstance(each, torch.Tensor)]
+    padding = 3 * 4 * (16 * 18 + 20 * 16)  # of the heads' rows to panels: 16 and 12 become 32
+    matrices = weight_bytes(config, 1) - 2 * weights.embedding.numel()
+    assert 0.95 * matrices < sum(layers) - padding < matrices, "and vectors"
 
 
 def test_files_that_cannot_be_read_are_named(checkpoint: Path) -> None:

@@ -6,10 +6,10 @@
 #include "decode.h"
 #include "prefill.h"
 
-template <typename T, typename S> static void attend_tiles(const Plan &plan, const Tensors<T, S> &tensors) {
+template <bool LATENT, typename T, typename S> static void attend_tiles(const Plan &plan, const Tensors<T, S> &tensors) {
     parallel_for(plan.thread_pool, plan.num_tiles * plan.kv_heads, 1, [&](int64_t from, int64_t to) {
         for (int64_t n = from; n < to; n++) /* all tiles of a KV head in a row: its K and V stay cached */
-            attend_tile(plan, tensors, plan.tiles[n % plan.num_tiles], n / plan.num_tiles);
+            attend_tile<LATENT>(plan, tensors, plan.tiles[n % plan.num_tiles], n / plan.num_tiles);
     });
 }
 
@@ -27,7 +27,7 @@ template <int64_t DIM, typename T, typename S> static void attend_pieces(const P
 }
 
 template <typename T, typename S> static void attend(const Plan &plan, const Tensors<T, S> &tensors) {
-    if (plan.num_tiles > 0) attend_tiles(plan, tensors);
+    if (plan.num_tiles > 0) attend_tiles<false>(plan, tensors);
     if (plan.num_singles == 0) return;
     using R = typename Read<T, S>::Type;
     const R *keys = (const R *)tensors.keys, *values = (const R *)tensors.values;

@@ -343,13 +343,13 @@ static void attend_piece(const Plan &plan, const Tensors<T, S> &tensors, const P
 }
 
 /* Computes one token's output from its pieces, in their order. A sink is a score without a value. */
-template <typename T, typename S>
+template <int64_t WIDEST = MAX_HEAD_DIM, typename T, typename S>
 static void merge_pieces(const Plan &plan, const Tensors<T, S> &tensors, const Single &single) {
     const int64_t entry = plan.head_dim + 2, step = plan.heads * entry;
     for (int64_t h = 0; h < plan.heads; h++) {
         const float *partial = plan.partials + single.first_piece * step + h * entry;
         const float sink = tensors.sinks == nullptr ? NOTHING : tensors.sinks[h];
-        float highest = sink, total = 0.0f, sums[MAX_HEAD_DIM] = {};
+        float highest = sink, total = 0.0f, sums[WIDEST] = {};
         for (int64_t p = 0; p < single.num_pieces; p++)
             highest = partial[p * step] > highest ? partial[p * step] : highest;
         for (int64_t p = 0; p < single.num_pieces; p++) {

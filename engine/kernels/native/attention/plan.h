@@ -12,6 +12,7 @@
 
 constexpr int64_t MAX_HEADS = 128;
 constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_POOLED = 640; /* of a token with latent attention; DeepSeek has 576 */
 
 /* A part of the context of one single token: decode is split over the context. */
 struct Piece {
@@ -35,7 +36,8 @@ struct Tile {
 };
 
 struct Plan {
-    int64_t block_size, heads, kv_heads, head_dim;
+    int64_t block_size, heads, kv_heads;
+    int64_t key_dim, head_dim; /* of queries and keys, of values; they differ with latent attention only (latents.h) */
     int64_t slot_stride; /* elements of the pool from one token to the next; at least kv_heads · head_size */
     int64_t window; /* number of tokens that a token sees, including itself */
     ThreadPool *thread_pool;
@@ -67,5 +69,5 @@ INLINE int64_t place(const Plan &plan, int64_t table, int64_t token) {
 }
 
 template <typename T> INLINE int64_t words_per_head(const Plan &plan) {
-    return (plan.head_dim + PER_WORD<T> - 1) / PER_WORD<T>;
+    return (plan.key_dim + PER_WORD<T> - 1) / PER_WORD<T>;
 }

@@ -23,28 +23,38 @@ constexpr int64_t MAX_VECTORS = MAX_ROWS / LANES;
  * must stay small: the tile then adds finite values, whose factor becomes 0 once a token is seen. */
 constexpr float HIDDEN = -1e9f;
 
+/* Most elements of a key. */
+template <bool LATENT> constexpr int64_t WIDEST = LATENT ? MAX_POOLED : MAX_HEAD_DIM;
+
 /* Workspace of one tile of tokens and one KV head. Rows are in bands of WIDTH vectors; a band's part of `queries` and
  * `sums` is [words or dims, vectors in this band]. */
-struct Workspace {
-    Words queries[MAX_VECTORS * MAX_HEAD_DIM];
-    Floats sums[MAX_VECTORS * MAX_HEAD_DIM];
+template <int64_t WIDEST> struct Workspace {
+    Words queries[MAX_VECTORS * WIDEST];
+    Floats sums[MAX_VECTORS * WIDEST];
     Floats highest[MAX_VECTORS], totals[MAX_VECTORS];
     Integers positions[MAX_VECTORS];
-    Words keys[KEY_TILE * MAX_HEAD_DIM / LANES];   /* [keys, words] */
-    Words values[KEY_TILE * MAX_HEAD_DIM / LANES]; /* [keys / PER_WORD, head_dim]: neighbouring keys share a word */
+    Words keys[KEY_TILE * WIDEST / LANES];   /* [keys, words] */
+    Words values[KEY_TILE * WIDEST / LANES]; /* [keys / PER_WORD, head_dim]: neighbouring keys share a word */
     float key_scales[KEY_TILE], value_scales[KEY_TILE]; /* of a quantised pool */
     Floats scores[KEY_TILE * WIDTH];
     Words weights[KEY_TILE * WIDTH];
 };
 
-/* Constants of the work on one tile. */
-template <typename T, typename S> struct Work {
+/* Constants of the work on one tile. LATENT: see latents.h. */
+template <typename T, typename S, bool LATENT> struct Work {
     const Plan &plan;
     const Tensors<T, S> &tensors;
     const Tile &tile;
     int64_t kv_head, group, words, dims; /* dims: head_dim, rounded up to a multiple of HEIGHT */
-    Workspace &space;
+    Workspace<WIDEST<LATENT>> &space;
 };
+
+template <bool LATENT, typename T, typename S>
+static Work<T, S, LATENT> make_work(const Plan &plan, const Tensors<T, S> &tensors, const Tile &tile, int64_t kv_head,
+                                    Workspace<WIDEST<LATENT>> &space) {
+    const int64_t dims = (plan.head_dim + HEIGHT - 1) / HEIGHT * HEIGHT;
+    return {plan, tensors, tile, kv_head, plan.heads / plan.kv_heads, words_per_head<T>(plan), dims, space};
+}
 
 /* out[m][n] = keep[n] · out[m][n] + Σₖ left[m, k] · right[k][n] for HEIGHT m and VECTORS n. */
 template <typename T, int VECTORS, bool KEEP>
@@ -76,7 +86,8 @@ INLINE void multiply(Floats *out, const Floats *keep, const uint32_t *left, int6
 
 /* Row r is token r / group with query head r % group. Lanes behind the last row repeat its token with zero queries. A
  * row with a sink begins as if it had seen that score, without a value. */
-template <typename T, typename S> static void load_queries(const Work<T, S> &work, int64_t num_vectors) {
+template <typename T, typename S, bool LATENT>
+static void load_queries(const Work<T, S, LATENT> &work, int64_t num_vectors) {
     const Plan &plan = work.plan;
     const int64_t num_rows = work.tile.num_tokens * work.group;
     const float *sinks = work.tensors.sinks == nullptr ? nullptr : work.tensors.sinks + work.kv_head * work.group;
@@ -85,13 +96,13 @@ template <typename T, typename S> static void load_queries(const Work<T, S> &wor
         uint32_t *to = (uint32_t *)(work.space.queries + band * work.words);
         for (int64_t r = 0; r < width * LANES; r++) {
             const int64_t row = band * LANES + r, token = least(row, num_rows - 1) / work.group;
-            uint32_t words[MAX_HEAD_DIM];
+            uint32_t words[WIDEST<LATENT>];
             words[work.words - 1] = 0;
             if (row >= num_rows) memset(words, 0, work.words * sizeof words[0]);
             else {
                 const int64_t head = work.kv_head * work.group + row % work.group;
                 const T *from = work.tensors.queries + (work.tile.row + token) * work.tensors.query_stride;
-                memcpy(words, from + head * plan.head_dim, plan.head_dim * sizeof(T));
+                memcpy(words, from + head * plan.key_dim, plan.key_dim * sizeof(T));
             }
             for (int64_t w = 0; w < work.words; w++) to[w * width * LANES + r] = words[w];
             ((int32_t *)work.space.positions)[row] = (int32_t)(work.tile.position + token);
@@ -122,12 +133,20 @@ template <typename T, typename S> INLINE const T *head_of(const S *row, float *s
     return space;
 }
 
+/* Puts a half of a token's latents and rotated key, which is stored like a head, into `to`. */
+template <typename T> INLINE void load_half(T *to, const T *half, int64_t dim) { memcpy(to, half, dim * sizeof(T)); }
+
+template <typename T, typename S> INLINE void load_half(T *to, const S *half, int64_t dim) {
+    const float scale = scale_of(half, dim);
+    for (int64_t i = 0; i < dim; i += LANES) store_some(to + i, load_some(half + i, dim - i) * scale, dim - i);
+}
+
 /* Loads K and V of `count` tokens from `first` on. Tokens outside of [oldest, end), which no row sees, become 0. */
-template <typename T, typename S>
-static void load_keys_and_values(const Work<T, S> &work, int64_t first, int64_t count, int64_t oldest, int64_t end) {
-    static const T zeros[MAX_HEAD_DIM] = {};
+template <typename T, typename S, bool LATENT>
+static void load_keys_and_values(const Work<T, S, LATENT> &work, int64_t first, int64_t count, int64_t oldest, int64_t end) {
+    static const T zeros[WIDEST<LATENT>] = {};
     const Plan &plan = work.plan;
-    Workspace &space = work.space;
+    Workspace<WIDEST<LATENT>> &space = work.space;
     const int64_t dim = plan.head_dim;
     uint32_t *keys = (uint32_t *)space.keys, *values = (uint32_t *)space.values;
     T key_space[MAX_HEAD_DIM], value_space[PER_WORD<T>][MAX_HEAD_DIM];
@@ -142,13 +161,22 @@ static void load_keys_and_values(const Work<T, S> &work, int64_t first, int64_t 
         }
         key = rows[part] = zeros;
         space.key_scales[k] = space.value_scales[k] = 0.0f;
-        if (seen) {
+        if constexpr (LATENT) {
+            T *to = (T *)(keys + k * work.words);
+            key = nullptr;
+            rows[part] = to;
+            if (!seen) memset(to, 0, plan.key_dim * sizeof(T));
+            else load_half(to, work.tensors.keys + at, plan.key_dim / 2);
+            if (seen) load_half(to + plan.key_dim / 2, work.tensors.values + at, plan.key_dim / 2);
+        } else if (seen) {
             key = head_of(work.tensors.keys + at, space.key_scales + k, key_space, dim);
             rows[part] = head_of(work.tensors.values + at, space.value_scales + k, value_space[part], dim);
-            at += plan.slot_stride, left--;
         }
-        keys[k * work.words + work.words - 1] = 0;
-        memcpy(keys + k * work.words, key, dim * sizeof(T));
+        if (seen) at += plan.slot_stride, left--;
+        if constexpr (!LATENT) {
+            keys[k * work.words + work.words - 1] = 0;
+            memcpy(keys + k * work.words, key, dim * sizeof(T));
+        }
         if (part == PER_WORD<T> - 1) {
             uint32_t *to = values + k / PER_WORD<T> * work.dims;
             interleave(to, rows, dim);
@@ -211,26 +239,27 @@ INLINE void weigh_rows(const Floats *scores, Words *weights, int64_t count, Floa
     for (int n = 0; n < VECTORS; n++) totals[n] = total[n];
 }
 
-template <int VECTORS, typename T, typename S>
-static void attend_band(const Work<T, S> &work, int64_t band, int64_t first, int64_t count, bool partly) {
-    Workspace &space = work.space;
+template <int VECTORS, typename T, typename S, bool LATENT>
+static void attend_band(const Work<T, S, LATENT> &work, int64_t band, int64_t first, int64_t count, bool partly) {
+    constexpr bool HAS_SCALES = QUANTISED<S> && !LATENT;
+    Workspace<WIDEST<LATENT>> &space = work.space;
     const Words *queries = space.queries + band * work.words;
     Floats *sums = space.sums + band * work.dims, keep[VECTORS];
     for (int64_t k = 0; k < count; k += HEIGHT)
         multiply<T, VECTORS, false>(space.scores + k * VECTORS, nullptr, (const uint32_t *)space.keys + k * work.words,
                                     work.words, 1, queries, work.words);
-    if (QUANTISED<S>) scale_scores<VECTORS>(space.scores, space.key_scales, count);
+    if (HAS_SCALES) scale_scores<VECTORS>(space.scores, space.key_scales, count);
     if (partly) hide<VECTORS>(space.scores, space.positions + band, first, count, work.plan.window);
     weigh_rows<T, VECTORS>(space.scores, space.weights, count, space.highest + band, space.totals + band,
-                           (float)work.plan.scale, QUANTISED<S> ? space.value_scales : nullptr, keep);
+                           (float)work.plan.scale, HAS_SCALES ? space.value_scales : nullptr, keep);
     for (int64_t d = 0; d < work.dims; d += HEIGHT)
         multiply<T, VECTORS, true>(sums + d * VECTORS, keep, (const uint32_t *)space.values + d, 1, work.dims,
                                    space.weights, count / PER_WORD<T>);
 }
 
 /* Attends from all bands to the keys from `first` on, of which the tile sees [oldest, end). */
-template <typename T, typename S>
-static void attend_keys(const Work<T, S> &work, int64_t num_vectors, int64_t first, int64_t oldest, int64_t end) {
+template <typename T, typename S, bool LATENT>
+static void attend_keys(const Work<T, S, LATENT> &work, int64_t num_vectors, int64_t first, int64_t oldest, int64_t end) {
     const int64_t count = least(KEY_TILE, (end - first + HEIGHT - 1) / HEIGHT * HEIGHT), window = work.plan.window;
     const int32_t *positions = (const int32_t *)work.space.positions;
     load_keys_and_values(work, first, count, oldest, end);
@@ -245,30 +274,36 @@ static void attend_keys(const Work<T, S> &work, int64_t num_vectors, int64_t fir
     }
 }
 
-template <typename T, typename S> static void store_rows(const Work<T, S> &work) {
-    const Plan &plan = work.plan;
+/* Calls store(r, sums, step): row r's sums, not normalized, are `step` apart. */
+template <typename T, typename S, bool LATENT, typename Store>
+static void store_rows(const Work<T, S, LATENT> &work, const Store &store) {
     const int64_t num_rows = work.tile.num_tokens * work.group;
     const int64_t num_vectors = (num_rows + LANES - 1) / LANES;
     for (int64_t r = 0; r < num_rows; r++) {
         const int64_t band = r / LANES / WIDTH * WIDTH, width = least(WIDTH, num_vectors - band);
-        const float *sums = (const float *)(work.space.sums + band * work.dims) + r - band * LANES;
-        const float factor = 1.0f / ((const float *)work.space.totals)[r];
-        const int64_t row = work.tile.row + r / work.group, head = work.kv_head * work.group + r % work.group;
-        T *to = work.tensors.out + (row * plan.heads + head) * plan.head_dim;
-        for (int64_t d = 0; d < plan.head_dim; d++) narrow(to + d, sums[d * width * LANES] * factor);
+        store(r, (const float *)(work.space.sums + band * work.dims) + r - band * LANES, width * LANES);
     }
 }
 
-template <typename T, typename S>
-static void attend_tile(const Plan &plan, const Tensors<T, S> &tensors, const Tile &tile, int64_t kv_head) {
-    Workspace space;
-    const Work<T, S> work = {plan,  tensors, tile, kv_head, plan.heads / plan.kv_heads, words_per_head<T>(plan),
-                          (plan.head_dim + HEIGHT - 1) / HEIGHT * HEIGHT, space};
-    const int64_t num_vectors = (tile.num_tokens * work.group + LANES - 1) / LANES;
+/* Attends from all rows of the tile to tokens [oldest, end). */
+template <typename T, typename S, bool LATENT>
+static void attend_context(const Work<T, S, LATENT> &work, int64_t oldest, int64_t end) {
+    const int64_t num_vectors = (work.tile.num_tokens * work.group + LANES - 1) / LANES;
     load_queries(work, num_vectors);
-    const int64_t oldest = most(0, tile.position - plan.window + 1), end = tile.position + tile.num_tokens;
     /* Tiles of keys start at multiples of their size, so that no bit of a result depends on the prompt's chunks. */
     for (int64_t first = oldest / KEY_TILE * KEY_TILE; first < end; first += KEY_TILE)
         attend_keys(work, num_vectors, first, oldest, end);
-    store_rows(work);
+}
+
+template <bool LATENT, typename T, typename S>
+static void attend_tile(const Plan &plan, const Tensors<T, S> &tensors, const Tile &tile, int64_t kv_head) {
+    Workspace<WIDEST<LATENT>> space;
+    const auto work = make_work<LATENT>(plan, tensors, tile, kv_head, space);
+    attend_context(work, most(0, tile.position - plan.window + 1), tile.position + tile.num_tokens);
+    store_rows(work, [&](int64_t r, const float *sums, int64_t step) {
+        const float factor = 1.0f / ((const float *)space.totals)[r];
+        const int64_t row = tile.row + r / work.group, head = kv_head * work.group + r % work.group;
+        T *to = tensors.out + (row * plan.heads + head) * plan.head_dim;
+        for (int64_t d = 0; d < plan.head_dim; d++) narrow(to + d, sums[d * step] * factor);
+    });
 }
