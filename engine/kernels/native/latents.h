@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "matrix_product.h"
+#include "products/matrix_product.h"
 #include "thread_pool.h"
 
 constexpr float LATENT_EPSILON = 1e-6f; /* of the norms of latents, whatever the model's epsilon */

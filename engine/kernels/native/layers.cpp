@@ -4,8 +4,8 @@
  * thread_pool divides the rows or the panels of weights of each. The caller checks shapes.
  */
 #include "thread_pool_start.h"
-#include "matrix_product.h"
-#include "tile_product.h"
+#include "products/matrix_product.h"
+#include "products/tile_product.h"
 #include "quantise.h"
 #include "latents.h"
 #include "norm_and_rope.h"

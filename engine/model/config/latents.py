@@ -27,10 +27,10 @@ class LatentHeads:
         return self.rank + self.rotary
 
     def num_weights(self, hidden_size: int, num_heads: int) -> int:
-        """Returns the number of weights in a layer's matrices."""
+        """Returns the number of weights in a layer's matrices and in the norms of latents."""
         queries, values = num_heads * (self.plain + self.rotary), num_heads * self.value
-        first = hidden_size * queries if self.query_rank is None else self.query_rank * (hidden_size + queries)
-        return first + hidden_size * (self.pooled + values) + self.rank * num_heads * (self.plain + self.value)
+        first = hidden_size * queries if self.query_rank is None else self.query_rank * (hidden_size + queries + 1)
+        return first + hidden_size * (self.pooled + values) + self.rank * (num_heads * (self.plain + self.value) + 1)
 
 
 def latent_heads(fields: JsonFields) -> LatentHeads:

@@ -3,7 +3,7 @@
 weight = (code - zero) · scale, or code · scale - minimum, or of MXFP4 the number that the code stands for times a
 power of two. `QuantisedRows` are rows as a checkpoint or a rounding gives
 them. A `QuantisedMatrix` has them in the panels that the native products read
-(`engine/kernels/native/quantised_product.h`); it is filled row by row, so that no matrix is in memory twice. Knows
+(`engine/kernels/native/products/quantised_product.h`); it is filled row by row, so that no matrix is in memory twice. Knows
 neither names of tensors nor files.
 """
 

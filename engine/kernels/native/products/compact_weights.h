@@ -8,7 +8,7 @@
  */
 #pragma once
 
-#include "simd.h"
+#include "../simd.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define COMPACT 1 /* elsewhere expanding would take longer than reading */

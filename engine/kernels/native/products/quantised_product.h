@@ -12,7 +12,7 @@
  */
 #pragma once
 
-#include "simd.h"
+#include "../simd.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
