@@ -71,24 +71,6 @@ class SynthesizeConfig:
     question_tokens: str | None = option(None, help="distribution of questions' lengths")
 
 
-# Options that are fields of `ArrivalSpec`, distributions, and other fields of `WorkloadSpec`.
-_ARRIVALS = {
-    "rate": "rate",
-    "arrivals": "process",
-    "burstiness": "burstiness",
-    "diurnal_amplitude": "diurnal_amplitude",
-    "diurnal_period_s": "diurnal_period_s",
-}
-_DRAWS = (
-    "input_tokens", "output_tokens", "system_tokens", "turn_tokens", "think_s", "document_tokens",
-    "question_tokens",
-)  # fmt: skip
-_NUMBERS = (
-    "max_input_tokens", "system_share", "system_prompts", "system_zipf", "session_share", "turns",
-    "document_share", "questions",
-)  # fmt: skip
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the command with `argv`, the arguments after `synthesize`."""
     return run_command(SynthesizeConfig, run, argv, prog="moonserve traces synthesize")
@@ -121,11 +103,11 @@ def _check(config: SynthesizeConfig) -> None:
 def _described(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
     """Returns endless records of the described workload, and its default number of requests."""
     spec = PRESETS[config.preset] if config.preset else WorkloadSpec()
-    changes: dict[str, Any] = _given(config, _NUMBERS)
-    for name, text in _given(config, _DRAWS).items():
-        changes[name] = parse_distribution(text, f"--{name.replace('_', '-')}")
-    changes["arrivals"] = _arrivals(config, spec.arrivals)
-    spec = dataclasses.replace(spec, **changes)
+    changes = _given(config, WorkloadSpec)
+    for name, value in changes.items():
+        if isinstance(value, str):
+            changes[name] = parse_distribution(value, f"--{name.replace('_', '-')}")
+    spec = dataclasses.replace(spec, **{**changes, "arrivals": dataclasses.replace(spec.arrivals, **_arrivals(config))})
     spec.check()
     return requests_of(spec, Random(config.seed)), spec.num_requests
 
@@ -136,22 +118,24 @@ def _like(config: SynthesizeConfig) -> tuple[Iterator[TraceRecord], int]:
     rate = 1.0 if config.rate is None else config.rate / fitted.rate
     if not 0 < rate < math.inf:
         raise ConfigError("--rate must be above 0")
-    own = {name for name in _given(config, _ARRIVALS) if name != "rate"}
-    arrivals = _arrivals(config, ArrivalSpec(rate=fitted.rate)) if own else None
+    given = _arrivals(config)
+    arrivals = ArrivalSpec(**{"rate": fitted.rate, **given}) if given.keys() - {"rate"} else None
     if arrivals is not None:
         arrivals.check()
     records = records_like(fitted, Random(config.seed), rate=rate, arrivals=arrivals)
     return records, fitted.num_requests
 
 
-def _arrivals(config: SynthesizeConfig, usual: ArrivalSpec) -> ArrivalSpec:
-    given = _given(config, _ARRIVALS)
-    return dataclasses.replace(usual, **{_ARRIVALS[name]: value for name, value in given.items()})
+def _arrivals(config: SynthesizeConfig) -> dict[str, Any]:
+    """Returns the given fields of `ArrivalSpec`."""
+    process = {} if config.arrivals is None else {"process": config.arrivals}
+    return {**_given(config, ArrivalSpec), **process}
 
 
-def _given(config: SynthesizeConfig, names: Sequence[str] | dict[str, str]) -> dict[str, Any]:
-    """Returns the given options that have a value."""
-    values = {name: getattr(config, name) for name in names}
+def _given(config: SynthesizeConfig, spec: type[WorkloadSpec | ArrivalSpec]) -> dict[str, Any]:
+    """Returns the options that are named like fields of `spec` and have a value, without `arrivals`."""
+    names = {field.name for field in dataclasses.fields(spec)} - {"arrivals"}
+    values = {name: getattr(config, name, None) for name in sorted(names)}
     return {name: value for name, value in values.items() if value is not None}
 
 
