@@ -92,7 +92,7 @@ def _check(config: SynthesizeConfig) -> None:
         raise ConfigError("--requests must be at least 1")
     if config.duration is not None and not 0 < config.duration < float("inf"):
         raise ConfigError("--duration must be above 0 seconds")
-    for name in ("preset", *_DRAWS, *_NUMBERS) if config.like else ():
+    for name in ("preset", *_given(config, WorkloadSpec)) if config.like else ():
         if getattr(config, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} and --like exclude each other: the given trace says that")
