@@ -112,9 +112,8 @@ class NativeKernels:
         self._pool = pool
         latents = config.latent_heads
         self._rope = RopeTable(config.rope, config.head_dim if latents is None else latents.rotary, self._dtype)
-        self.thread_pool = self._library.make_thread_pool(
-            num_threads, shared_cores
-        )  # attention may use it between two calls
+        # Attention may use the threads between two calls.
+        self.thread_pool = self._library.make_thread_pool(num_threads, shared_cores)
         self._embedding = weights.embedding.contiguous()
         self._final_norm = _floats(weights.norm)
         compactor = Compactor(self._library) if self._library.reads_compact else None
@@ -256,12 +255,9 @@ def _products(config: ModelConfig) -> int:
 
 def _row_bytes(weights: Weights) -> int:
     """Returns the most bytes of one row of input as `Inputs` of quantised_product.h or `TileRows` of tile_product.h."""
-    return max(
-        matrix.scales.shape[1] * (2 * matrix.format.group + 8)
-        if isinstance(matrix, QuantisedMatrix)
-        else -(-matrix.shape[1] // 32) * 64
-        for matrix in weights.projections
-    )
+    quantised = [matrix for matrix in weights.projections if isinstance(matrix, QuantisedMatrix)]
+    tiles = [-(-matrix.shape[1] // 32) * 64 for matrix in weights.projections if isinstance(matrix, torch.Tensor)]
+    return max(tiles + [matrix.scales.shape[1] * (2 * matrix.format.group + 8) for matrix in quantised])
 
 
 def _check_limits(config: ModelConfig, weights: Weights) -> None:

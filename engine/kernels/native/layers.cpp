@@ -347,12 +347,10 @@ DEFINE(float32, float)
 DEFINE(bfloat16, Bfloat16)
 
 /* True if these products are the fastest on this processor for many rows too. With AVX2 only, a library is faster in
- * float32 and slower in bfloat16, which it must convert. */
+ * float32. In bfloat16 it is slower without instructions for it, also with AVX-512. */
 extern "C" int32_t suits_many_rows([[maybe_unused]] int32_t is_bfloat16) {
-#if defined(__AVX512F__) && defined(__AVX512BF16__)
+#if defined(__AVX512F__)
     return 1;
-#elif defined(__AVX512F__)
-    return !is_bfloat16;
 #elif defined(__AVX2__)
     return is_bfloat16;
 #else
