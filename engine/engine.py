@@ -29,7 +29,6 @@ from moonserve.engine.kernels.selector import (
     keeps_integers,
     make_attention,
     make_kernels,
-    resolve_kernels,
     thread_pool_of,
 )
 from moonserve.engine.kernels.shared_cores import SharedCores
@@ -147,7 +146,6 @@ class Engine:
             raise ConfigError(f"--quantize {quantise} is for CPUs only: the Triton kernels read plain weights")
         grammars = GrammarMasks(model_path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids)
         compiling = None if progress is None else partial(progress, "compiling kernels", 0.0)
-        kernels = resolve_kernels(kernels, config, cache_folder, compiling)
         if kernels == TRANSFORMERS or not config.has_own_kernels:
             from moonserve.engine.kernels.transformers_model import load_over_transformers  # imports transformers
 

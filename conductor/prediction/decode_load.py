@@ -118,10 +118,7 @@ class DecodeLoad:
         progress = self._outlook.running(self._number, now)
         if progress.slots.size:
             remaining = lengths.remaining(progress.generated.astype(np.int64), progress.most.astype(np.int64))
-            step_s = max(
-                profile.step_s(max(load.num_running, 1), min(load.context_tokens, _MAX_TOKENS)),
-                _LEAST_STEP_S,
-            )
+            step_s = max(profile.step_s(max(load.num_running, 1), min(load.context_tokens, _MAX_TOKENS)), _LEAST_STEP_S)
             self._outlook.update_remaining(progress, remaining, step_s, now)
 
     def expected_ends(self, now: float) -> ExpectedEnds:

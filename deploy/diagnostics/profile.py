@@ -210,20 +210,11 @@ def _measure_serving(config: ProfileConfig) -> _Timed:
     )
     terms, seen, size = profile_cluster.measure(
         shape,
-        profile_probe.Grid(
-            load_prompt_tokens=config.load_prompt_tokens,
-            load_answer_tokens=config.load_answer_tokens,
-        ),
+        profile_probe.Grid(load_prompt_tokens=config.load_prompt_tokens, load_answer_tokens=config.load_answer_tokens),
         chunk_tokens=config.max_num_batched_tokens,
         budget_s=config.budget_s,
     )
-    return _Timed(
-        prefill_points=seen.prompts,
-        decode_points=seen.steps,
-        terms=terms,
-        size=size,
-        bursts=seen.bursts,
-    )
+    return _Timed(prefill_points=seen.prompts, decode_points=seen.steps, terms=terms, size=size, bursts=seen.bursts)
 
 
 def _serve_flags(config: ProfileConfig) -> Iterator[str]:
@@ -304,12 +295,7 @@ def _transport_rate(transport: str) -> float:
     return trial.read_bytes_s
 
 
-def _profile(
-    config: ProfileConfig,
-    path: Path,
-    timed: _Timed,
-    rates: Sequence[float],
-) -> ModelProfile:
+def _profile(config: ProfileConfig, path: Path, timed: _Timed, rates: Sequence[float]) -> ModelProfile:
     """Returns the profile. `rates`: bytes per second of copies, connections and the disk."""
     copy, tcp, disk = rates
     return ModelProfile(

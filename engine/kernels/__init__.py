@@ -62,12 +62,7 @@ class Attention(StepOrder, Protocol):
         """Prepares a step. A token attends to itself and the window - 1 tokens before it; None = all earlier tokens."""
 
     def attend(
-        self,
-        layer: int,
-        plan: Plan,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        self, layer: int, plan: Plan, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Computes attention of one layer: queries [tokens, heads, head_dim] → [tokens, heads · head_dim]. This step's
         keys and values [tokens, kv_heads, head_dim] are also in the pool already. Latents: [tokens, heads · rank]."""

@@ -77,11 +77,7 @@ class NativePagedAttention:
     reads_whole_blocks = False
 
     def __init__(
-        self,
-        geometry: Geometry,
-        pool: KvTensors,
-        cache_folder: Path | None,
-        thread_pool: ThreadPool | None = None,
+        self, geometry: Geometry, pool: KvTensors, cache_folder: Path | None, thread_pool: ThreadPool | None = None
     ) -> None:
         _check_limits(geometry)
         self._geometry = geometry
@@ -185,12 +181,7 @@ class NativePagedAttention:
         )
 
     def attend(
-        self,
-        layer: int,
-        plan: NativePlan,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        self, layer: int, plan: NativePlan, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         if queries.stride()[1:] != (self._key_dim, 1):
             queries = queries.contiguous()

@@ -95,10 +95,7 @@ class CModel(ctypes.Structure):
 class CStep(ctypes.Structure):
     """C structure `Step` of layers.cpp."""
 
-    _fields_ = (
-        ("tokens", ctypes.c_int64),
-        *c_fields(ctypes.c_void_p, "positions slots cosines sines hidden heads"),
-    )
+    _fields_ = (("tokens", ctypes.c_int64), *c_fields(ctypes.c_void_p, "positions slots cosines sines hidden heads"))
 
 
 class LayersLibrary:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from moonserve.engine.kernels import AllReduce, Attention, Geometry, Heads, Kernels, Pass, Step
 from moonserve.engine.kernels.native_attention import NativePagedAttention
 from moonserve.engine.kernels.native_layers import NativeKernels
-from moonserve.engine.kernels.native_library import SOURCE, ThreadPool, load_kernels
+from moonserve.engine.kernels.native_library import ThreadPool
 from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.torch_attention import TorchPagedAttention
 from moonserve.engine.kernels.torch_layers import TorchKernels
@@ -29,11 +28,7 @@ TRANSFORMERS = "transformers"
 
 
 def make_attention(
-    name: str,
-    geometry: Geometry,
-    pool: KvTensors,
-    cache_folder: Path | None,
-    thread_pool: ThreadPool | None = None,
+    name: str, geometry: Geometry, pool: KvTensors, cache_folder: Path | None, thread_pool: ThreadPool | None = None
 ) -> Attention:
     """Creates the implementation called `name`. auto means triton for a pool on a GPU, otherwise native, or torch
     without a `cache_folder`. Native attention runs in the threads of `thread_pool`, or in as many own threads as torch
@@ -60,28 +55,8 @@ def _for_latents(name: str, latents: LatentHeads | None) -> str:
     return name if latents is None else NativeKernels.name
 
 
-def resolve_kernels(
-    name: str, config: ModelConfig, cache_folder: Path | None, compiling: Callable[[], None] | None
-) -> str:
-    """Returns `name`, or TRANSFORMERS instead of auto for latent attention where native code cannot be compiled.
-    `compiling`: see `make_kernels`."""
-    if name == "auto" and config.latent_heads is not None:
-        try:
-            load_kernels(SOURCE, cache_folder, compiling)
-        except CompilerError:
-            return TRANSFORMERS
-        return TRANSFORMERS if cache_folder is None else name
-    return name
-
-
 FEW_TOKENS = 16
 """Up to this many rows, a product takes the time of reading its weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    kernels: Kernels
-    work: Pass
 
 
 class MixedKernels:
@@ -92,25 +67,26 @@ class MixedKernels:
         self.name = f"{few.name}+{many.name}"
         self.few = few
         self.many = many
+        self._chosen = few  # for the pass under way
 
-    def begin(self, step: Step) -> _Chosen:
-        kernels = self.few if len(step.token_ids) <= FEW_TOKENS else self.many
-        return _Chosen(kernels, kernels.begin(step))
+    def begin(self, step: Step) -> Pass:
+        self._chosen = self.few if len(step.token_ids) <= FEW_TOKENS else self.many
+        return self._chosen.begin(step)
 
-    def project(self, layer: int, work: _Chosen) -> Heads:
-        return work.kernels.project(layer, work.work)
+    def project(self, layer: int, work: Pass) -> Heads:
+        return self._chosen.project(layer, work)
 
-    def finish(self, layer: int, work: _Chosen, attended: torch.Tensor) -> None:
-        work.kernels.finish(layer, work.work, attended)
+    def finish(self, layer: int, work: Pass, attended: torch.Tensor) -> None:
+        self._chosen.finish(layer, work, attended)
 
-    def hidden(self, work: _Chosen) -> torch.Tensor:
-        return work.kernels.hidden(work.work)
+    def hidden(self, work: Pass) -> torch.Tensor:
+        return self._chosen.hidden(work)
 
-    def select_rows(self, work: _Chosen, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return work.kernels.select_rows(work.work, rows, attended)
+    def select_rows(self, work: Pass, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self._chosen.select_rows(work, rows, attended)
 
-    def logits(self, work: _Chosen) -> torch.Tensor:
-        return work.kernels.logits(work.work)
+    def logits(self, work: Pass) -> torch.Tensor:
+        return self._chosen.logits(work)
 
 
 def keeps_integers(name: str, device: torch.device, cache_folder: Path | None) -> bool:

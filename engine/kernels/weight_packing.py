@@ -1,12 +1,12 @@
-"""Weight layout of the native products (`engine/kernels/native/products/matrix_product.h`): panels of 32 outputs, word by word
-of input.
+"""Weight layout of the native products (`engine/kernels/native/products/matrix_product.h`): panels of 32 outputs, word
+by word of input.
 
 A word is one float32 or two bfloat16. Quantised matrices are in panels already
 (`engine.model.weights.quantised_matrix`). Knows no model.
 
 Panels of bfloat16 may be *compact*: lossless in three quarters of the bytes
-(`engine/kernels/native/products/compact_weights.h`), on processors that read compact panels faster than plain ones. 4 bits
-select one of 16 exponents; weights with other exponents are stored separately, in eight bytes each.
+(`engine/kernels/native/products/compact_weights.h`), on processors that read compact panels faster than plain ones. 4
+bits select one of 16 exponents; weights with other exponents are stored separately, in eight bytes each.
 """
 
 from __future__ import annotations

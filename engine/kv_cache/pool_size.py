@@ -53,12 +53,7 @@ class KvBudget:
 
 
 def plan_pool(
-    config: ReplicaConfig,
-    model: ModelConfig,
-    *,
-    rank: int = 0,
-    num_stages: int = 1,
-    budget: KvBudget | None = None,
+    config: ReplicaConfig, model: ModelConfig, *, rank: int = 0, num_stages: int = 1, budget: KvBudget | None = None
 ) -> PoolPlan:
     """Plans the pool of one pipeline stage; each stage has the configured memory. `budget`: memory found on the
     machine, in place of the configured size. Raises ConfigError if the memory does not hold a sequence of the requested

@@ -141,11 +141,7 @@ class RequestMetrics:
         )
         self.retries = counter("moonserve_request_retries", "Requests placed again after a loss.")
         self.phases = of.histograms_by(
-            "phase",
-            phases,
-            "moonserve_request_phase_seconds",
-            "Where the time of requests went.",
-            _PHASE_BUCKETS,
+            "phase", phases, "moonserve_request_phase_seconds", "Where the time of requests went.", _PHASE_BUCKETS
         )
         self._labels = of.labels
         # All label values exist from the start, so that a rate over events that never happened is 0 and not missing.

@@ -104,12 +104,7 @@ class Generation:
             patience_s=patience_s,
         )
         self.timings = RequestTiming(
-            self.state,
-            context.metrics,
-            context.figures,
-            context.tracer,
-            traceparent,
-            arrived_at,
+            self.state, context.metrics, context.figures, context.tracer, traceparent, arrived_at
         )
         self._keys: tuple[BlockKey, ...] = ()  # block keys of the current attempt's tokens
         self._route_id: RequestId | None = None
@@ -232,12 +227,7 @@ class Generation:
         endpoints = (placement.prefill, placement.decode)
         await cluster.wait_for_streams(endpoints)
         replaced = frozenset(each.instance_id for each in endpoints if not cluster.follow_events(each))
-        placed = Placed(
-            attempt=action.attempt,
-            placement=placement,
-            replaced=replaced,
-            open_since=cluster.open_since(),
-        )
+        placed = Placed(attempt=action.attempt, placement=placement, replaced=replaced, open_since=cluster.open_since())
         self.deliver(placed)
 
     def _chain(self, token_ids: tuple[int, ...]) -> tuple[BlockKey, ...]:

@@ -209,9 +209,7 @@ class Gateway:
         for failed in batch.failures:
             if (generation := self._routes.get(failed.request_id)) is not None:
                 failure = WorkerFailed(
-                    attempt=generation.state.attempt,
-                    instance_id=instance_id,
-                    error=failure_from_wire(failed.failure),
+                    attempt=generation.state.attempt, instance_id=instance_id, error=failure_from_wire(failed.failure)
                 )
                 self._deliver(generation, failure)
 

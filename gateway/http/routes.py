@@ -287,16 +287,10 @@ _CONTENT: Json = {"type": ["string", "null"]}
 _MESSAGE = _object(role={"const": "assistant"}, content=_CONTENT)
 _ENDED = {"index": _COUNT, "logprobs": _LOGPROBS, "finish_reason": _FINISH}
 _CHAT = _object(
-    **_HEAD,
-    object={"const": "chat.completion"},
-    choices=_list(_object(**_ENDED, message=_MESSAGE)),
-    usage=_USAGE,
+    **_HEAD, object={"const": "chat.completion"}, choices=_list(_object(**_ENDED, message=_MESSAGE)), usage=_USAGE
 )
 _COMPLETION = _object(
-    **_HEAD,
-    object={"const": "text_completion"},
-    choices=_list(_object(**_ENDED, text=_TEXT)),
-    usage=_USAGE,
+    **_HEAD, object={"const": "text_completion"}, choices=_list(_object(**_ENDED, text=_TEXT)), usage=_USAGE
 )
 _RESPONSE = _object(
     id=_TEXT,
@@ -328,8 +322,4 @@ _CLUSTER = _object(ready={"type": "boolean"}, models=_list(_TEXT), instances=_li
 _NUMBERS = _list({"type": "number"})
 _HISTORY = _object(interval_s={"type": "number"}, number=_COUNT, at=_NUMBERS, series=_ANY)
 _FIGURE_GROUPS = ("ttft_s", "tbt_s", "slo", "phases", "totals", "rejections", "failures")
-_FIGURES = _object(
-    window_s={"type": "number"},
-    **dict.fromkeys(_FIGURE_GROUPS, _ANY),
-    rails=_list(_ANY),
-)
+_FIGURES = _object(window_s={"type": "number"}, **dict.fromkeys(_FIGURE_GROUPS, _ANY), rails=_list(_ANY))

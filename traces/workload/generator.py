@@ -355,12 +355,7 @@ class _UserThreads:
             thread.base_tokens = tokens + output
         if thread.left:
             self._waiting.add(thread, at_s + self._spec.think_s.draw(self._random))
-        return TraceRecord(
-            arrived_s=at_s,
-            input_length=tokens,
-            output_length=output,
-            hash_ids=chain,
-        )
+        return TraceRecord(arrived_s=at_s, input_length=tokens, output_length=output, hash_ids=chain)
 
 
 def draw_geometric(mean: float, random: Random) -> int:

@@ -31,12 +31,7 @@ def distribution(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) ->
     names = ("mean", "min", *(f"p{percent}" for percent in PERCENTS), "max")
     if not sample.size:
         return dict.fromkeys(names)
-    figures: list[Any] = [
-        sample.mean(),
-        sample.min(),
-        *np.percentile(sample, PERCENTS),
-        sample.max(),
-    ]
+    figures: list[Any] = [sample.mean(), sample.min(), *np.percentile(sample, PERCENTS), sample.max()]
     return dict(zip(names, map(float, figures), strict=True))
 
 
@@ -284,10 +279,7 @@ def _reuse_seconds(tree: PrefixTree, records: Sequence[TraceRecord]) -> dict[str
 
 
 def analyze(
-    records: Sequence[TraceRecord],
-    *,
-    window_s: float = 60.0,
-    capacities_tokens: Sequence[int] = CAPACITIES_TOKENS,
+    records: Sequence[TraceRecord], *, window_s: float = 60.0, capacities_tokens: Sequence[int] = CAPACITIES_TOKENS
 ) -> dict[str, Any]:
     """Returns the statistics of at least one record. Ratios are shares of prompt tokens and count full blocks only.
 

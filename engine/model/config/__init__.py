@@ -173,10 +173,7 @@ def _windows_by_layer(fields: JsonFields, window: int | None, default: Sequence[
 _FAMILIES = {
     "LlamaForCausalLM": _Family(("attention_bias", "attention_bias", "mlp_bias"), _no_window),
     "MistralForCausalLM": _Family(
-        (False, False, False),
-        _mistral_windows,
-        default_kv_heads=8,
-        default_positions=131_072,
+        (False, False, False), _mistral_windows, default_kv_heads=8, default_positions=131_072
     ),
     "MixtralForCausalLM": _Family(
         (False, False, False),
@@ -185,12 +182,7 @@ _FAMILIES = {
         default_kv_heads=8,
         default_positions=131_072,
     ),
-    "Qwen2ForCausalLM": _Family(
-        (True, False, False),
-        _qwen_windows,
-        default_kv_heads=32,
-        default_positions=32_768,
-    ),
+    "Qwen2ForCausalLM": _Family((True, False, False), _qwen_windows, default_kv_heads=32, default_positions=32_768),
     "Qwen3ForCausalLM": _Family(
         ("attention_bias", "attention_bias", False),
         _qwen_windows,

@@ -118,10 +118,7 @@ def _attention_factor(given: JsonFields, rope_type: str, factor: float) -> float
     explicit = given.optional_number("attention_factor")
     if explicit is not None:
         return explicit
-    mscale, mscale_all_dim = (
-        given.optional_number("mscale"),
-        given.optional_number("mscale_all_dim"),
-    )
+    mscale, mscale_all_dim = (given.optional_number("mscale"), given.optional_number("mscale_all_dim"))
     if mscale and mscale_all_dim:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)

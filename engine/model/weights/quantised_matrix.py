@@ -1,10 +1,9 @@
 """Weights as integers of 4 or 8 bits with a scale per output and group of inputs: rounding, and the layout in memory.
 
 weight = (code - zero) · scale, or code · scale - minimum, or of MXFP4 the number that the code stands for times a
-power of two. `QuantisedRows` are rows as a checkpoint or a rounding gives
-them. A `QuantisedMatrix` has them in the panels that the native products read
-(`engine/kernels/native/products/quantised_product.h`); it is filled row by row, so that no matrix is in memory twice. Knows
-neither names of tensors nor files.
+power of two. `QuantisedRows` are rows as a checkpoint or a rounding gives them. A `QuantisedMatrix` has them in the
+panels that the native products read (`engine/kernels/native/products/quantised_product.h`); it is filled row by row, so
+that no matrix is in memory twice. Knows neither names of tensors nor files.
 """
 
 from __future__ import annotations
