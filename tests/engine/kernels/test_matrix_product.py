@@ -27,6 +27,8 @@ from tests.engine.kernels.calls import DTYPES, compiled_library, library, random
 from tests.thoroughness import examples
 
 CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+ARCH_PRCTL, REQUEST, TILE_DATA = 158, 0x1023, 18  # as in tile_product.h: the system may refuse the matrix unit
+HAS_MATRIX_UNIT = "amx_bf16" in CPU_FLAGS and ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILE_DATA) == 0
 
 
 def product(matrix: Matrix, x: torch.Tensor, outputs: int, processor: str = "native") -> torch.Tensor:
@@ -129,7 +131,7 @@ def test_row_has_the_same_bits_in_any_batch(name: str, inputs: int) -> None:
             assert torch.equal(product(matrix, x[first : first + count], 70), together[first : first + count])
 
 
-@pytest.mark.skipif("amx_bf16" not in CPU_FLAGS, reason="this processor has no matrix unit for bfloat16 (AMX)")
+@pytest.mark.skipif(not HAS_MATRIX_UNIT, reason="no matrix unit for bfloat16 (AMX), or the system refuses it")
 @pytest.mark.parametrize("compact", [False, True])
 def test_matrix_unit_sums_even_and_odd_inputs_apart(compact: bool) -> None:
     """Tells its products from others, which add 1 to 2^40 and lose it."""
