@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,19 +165,6 @@ async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster
         )
 
 
-class Service:
-    """A conductor service that calls `answering` while it handles a request."""
-
-    def __init__(self, answering: Callable[[], None]) -> None:
-        self._answering = answering
-
-    def tick(self) -> None: ...
-
-    async def Place(self, request: Any, context: Any) -> conductor_pb2.PlaceReply:
-        self._answering()
-        return conductor_pb2.PlaceReply()
-
-
 async def test_new_leader_reports_missing_workers_only_after_a_lease(cluster: Cluster) -> None:
     await cluster.start("a", lease_s=4.0)
     await cluster.until("a", lambda reply: reply.leads)
@@ -233,12 +221,13 @@ async def test_answer_from_before_a_suspension_is_not_given() -> None:
     """A leader that sleeps past its lease during a call answers NotLeader. On shutdown it gives its claim up."""
     slept_s, began, registry = 0.0, asyncio.Event(), EmbeddedRegistry()
 
-    def sleep_long() -> None:
+    async def sleep_long(request: Any, context: Any) -> conductor_pb2.PlaceReply:
         nonlocal slept_s
         slept_s += 60.0
+        return conductor_pb2.PlaceReply()
 
-    metrics = CollectorRegistry()
-    led = LeaderOnlyService(lambda: Service(sleep_long), 0.0, LeaderMetrics(metrics))
+    service, metrics = SimpleNamespace(tick=lambda: None, Place=sleep_long), CollectorRegistry()
+    led = LeaderOnlyService(lambda: service, 0.0, LeaderMetrics(metrics))  # type: ignore[arg-type, return-value]
 
     def begin(epoch: int) -> None:
         led.begin(epoch)

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc.aio
 
+from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import unpack_tokens
 from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -31,6 +32,7 @@ PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 CLUSTER_TOKEN = "test-token"
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 32
+END_OF_TURN = 4
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
@@ -156,6 +158,10 @@ class ScriptedCluster(conductor_pb2_grpc.ConductorServicer):
     max_model_len: int = MAX_MODEL_LEN
     place_gate: asyncio.Event | None = None  # placements wait for it
     first_token_gate: asyncio.Event | None = None  # reports of first tokens wait for it
+
+    def answer_with(self, text: str, tokenizer: Tokenizer) -> None:
+        """Makes the text and the demo model's end of turn the cluster's tokens."""
+        self.tokens = [*tokenizer.encode(text, add_special_tokens=False), END_OF_TURN]
 
     async def start(self) -> None:
         """Starts the conductor and two workers of each role."""

@@ -3,9 +3,9 @@ read, and a tiny model."""
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -181,26 +181,14 @@ def test_timeout_covers_all_layers_and_loaded_layers_need_no_wait() -> None:
         wait.before(1)
 
 
-@contextmanager
-def waiting(gate: LayerGate) -> Iterator[Future[None]]:
-    """Starts a thread that waits for the second layer, as the engine's thread does."""
+@pytest.mark.parametrize("closes", [False, True])
+def test_waiting_step_continues_when_the_layer_arrives_and_fails_when_the_gate_closes(closes: bool) -> None:
+    """The engine's thread waits for the second layer. After the close, the first one still needs no wait."""
+    gate = LayerGate()
     with ThreadPoolExecutor(1) as engine:
-        yield engine.submit(BoundedWait(gate, 2 * PATIENCE_S).before, 1)
-
-
-def test_waiting_step_continues_when_the_layer_arrives() -> None:
-    gate = LayerGate()
-    with waiting(gate) as waited:
+        waited = engine.submit(BoundedWait(gate, 2 * PATIENCE_S).before, 1)
         gate.announce(1)
-        gate.announce(2)
-        waited.result(PATIENCE_S)
-
-
-def test_waiting_step_fails_when_the_gate_closes() -> None:
-    gate = LayerGate()
-    gate.announce(1)
-    with waiting(gate) as waited:
-        gate.close()
-        with pytest.raises(PrefixTimeout):
+        gate.close() if closes else gate.announce(2)
+        with pytest.raises(PrefixTimeout) if closes else nullcontext():
             waited.result(PATIENCE_S)
     BoundedWait(gate, 0.0).before(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -29,13 +30,11 @@ def test_a_wait_timeout_raises_and_the_batch_continues() -> None:
 
 def test_all_waiting_threads_are_woken() -> None:
     batch = Batch(1, 1, lambda: None)
-    threads = [threading.Thread(target=batch.wait, args=(PATIENCE_S,)) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    batch.settle_part({})
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(5) as threads:
+        waits = [threads.submit(batch.wait, PATIENCE_S) for _ in range(5)]
+        batch.settle_part({})
+        for wait in waits:
+            wait.result(PATIENCE_S)
 
 
 async def test_a_batch_can_be_awaited_repeatedly_and_raises_its_first_error(pair: Pair) -> None:

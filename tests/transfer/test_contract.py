@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -74,24 +75,19 @@ def test_a_batch_reads_and_writes_at_several_peers(pair: Pair, make_engine: Make
 
 
 def test_batches_of_many_threads_do_not_disturb_each_other(pair: Pair) -> None:
-    size, failures = 8192, []
+    size = 8192
     pair.local.buffer[:] = random.Random(3).randbytes(pair.local.nbytes)
 
     def work(lane: int) -> None:
         start = lane * 2 * size
+        own, remote = pair.local.buffer[start : start + 2 * size], pair.memory.buffer[start : start + size]
         for _ in range(10):
             pair.run(pair.write(start, start, size))
             pair.run(pair.read(start + size, start, size))
-            own = pair.local.buffer[start : start + 2 * size]
-            if not own[:size] == own[size:] == pair.memory.buffer[start : start + size]:
-                failures.append(lane)
+            assert own[:size] == own[size:] == remote
 
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
 
 
 def test_an_empty_batch_is_done_immediately(pair: Pair) -> None:

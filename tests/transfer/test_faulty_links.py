@@ -39,13 +39,16 @@ near_and_far = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 
 @both_ways
-def test_slices_cut_off_by_a_reset_are_sent_again(stage: Stage, op: Op) -> None:
-    """Slices cut off by a reset are sent again. For a WRITE, the first connection is fenced before."""
+@pytest.mark.parametrize("fault", ["reset", "flip"])
+def test_slices_that_a_reset_cuts_off_or_with_a_flipped_byte_are_sent_again(stage: Stage, op: Op, fault: str) -> None:
+    """For a WRITE, the first connection is fenced before. A flipped byte is detected and counted."""
     proxy, address = stage.proxy()
-    proxy.reset = LinkFault(CARRIED[op], at=1 << 20)
+    setattr(proxy, fault, LinkFault(CARRIED[op], at=1 << 20))
     stage.run(stage.transfer(op, address))
     stage.require_arrived()
     assert stage.count(Incident.RETRY) > 0
+    if fault == "flip":
+        assert stage.count(Incident.CORRUPT) == stage.count(Incident.RETRY) == 1
 
 
 def test_a_batch_fails_after_two_reset_connections(stage: Stage) -> None:
@@ -169,15 +172,6 @@ def test_an_initiator_that_stops_inside_a_frame_blocks_no_other_and_its_rest_is_
 
 
 # Damaged bytes
-
-
-@both_ways
-def test_a_slice_with_a_flipped_byte_is_detected_counted_and_sent_again(stage: Stage, op: Op) -> None:
-    proxy, address = stage.proxy()
-    proxy.flip = LinkFault(CARRIED[op], at=1 << 20)
-    stage.run(stage.transfer(op, address))
-    stage.require_arrived()
-    assert stage.count(Incident.CORRUPT) == stage.count(Incident.RETRY) == 1
 
 
 def test_a_request_with_a_flipped_byte_in_its_rows_ends_the_connection(stage: Stage) -> None:

@@ -16,6 +16,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -203,11 +204,8 @@ def test_tensors_arrays_and_mappings_can_be_registered(pair: Pair) -> None:
 
 
 def test_a_peer_is_lost_while_no_descriptor_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> socket.socket:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     with monkeypatch.context() as exhausted:
-        exhausted.setattr(socket, "socket", refuse)
+        exhausted.setattr(socket, "socket", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
         with pytest.raises(PeerLost, match="open files"):
             pair.near.open(pair.far.address, deadline_s=PATIENCE_S)
     assert pair.near.open(pair.far.address, deadline_s=PATIENCE_S)

@@ -2,7 +2,6 @@
 `test_decode_forecast` compare flows and sequences with plain loops."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,13 +11,10 @@ from hypothesis import strategies as st
 
 from moonserve.conductor.placement.policies.base import Prompt, QueueWaits, predict
 from moonserve.conductor.placement.policies.least_added_delay import LeastAddedDelay, Weights
-from moonserve.conductor.prediction import c_bindings
 from moonserve.conductor.prediction.c_bindings import FLOW_COLUMNS, FlowKernel, Links
 from moonserve.conductor.prediction.instance_table import PrefillTable, RowRef
 from moonserve.conductor.prediction.queue_time import PrefillQueue
-from moonserve.protocol.process.native_libraries import C_FLAGS
 from moonserve.protocol.request import RequestId
-from tests.compilers import compile_strictly
 from tests.conductor.placement.test_policies import offers
 from tests.thoroughness import examples
 
@@ -124,9 +120,3 @@ def test_flow_kernel_accepts_any_number_of_rows_and_rejects_other_layouts() -> N
         assert found.tolist() == [2.0] * (size - 1)
     with pytest.raises((TypeError, ValueError)):
         flows.advance(np.zeros((FLOW_COLUMNS, 4)).T, links, 1.0)
-
-
-@pytest.mark.parametrize("source", sorted(Path(c_bindings.__file__).parent.glob("native/*.c")), ids=str)
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_sources_compile_without_warnings(compiler: str, source: Path, tmp_path: Path) -> None:
-    compile_strictly(compiler, source, C_FLAGS, tmp_path)

@@ -30,27 +30,22 @@ def changes(scaler: Autoscaler, seen: list[WorkerLoad], start: int, seconds: int
     return [change for change in asked if change is not None]
 
 
-def test_only_a_lasting_need_adds_a_worker() -> None:
+def test_only_a_lasting_need_adds_a_worker_and_none_follows_within_the_cool_down() -> None:
     scaler = Autoscaler(TERMS, BOUNDS)
     busy, calm = loads([0.9], [0.5]), loads([0.5], [0.5])
     assert changes(scaler, busy, 0, 10) == []
     assert changes(scaler, calm, 10, 1) == []
     assert changes(scaler, busy, 11, 10) == []
     assert changes(scaler, busy, 21, 1) == [Change(role=P)]
-
-
-def test_no_change_follows_within_the_cool_down() -> None:
-    scaler = Autoscaler(TERMS, BOUNDS)
-    busy = loads([0.5], [0.9, 0.9])
-    assert changes(scaler, busy, 0, 11) == [Change(role=D)]
-    assert changes(scaler, busy, 11, 19) == []
-    assert changes(scaler, busy, 30, 1) == [Change(role=D)]
+    assert changes(scaler, busy, 22, 19) == []
+    assert changes(scaler, busy, 41, 1) == [Change(role=P)]
 
 
 @pytest.mark.parametrize(
     ("seen", "seconds", "expected"),
     [
         (loads([0.9] * 3, [0.5]), 100, []),  # the maximum is reached
+        (loads([0.5], [0.9, 0.9]), 11, [Change(role=D)]),
         (loads([0.0], [0.0]), 100, []),
         (
             loads([0.5], [0.3, 0.1, 0.2]),  # the others can take over the least used worker's work

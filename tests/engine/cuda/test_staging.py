@@ -35,33 +35,23 @@ def copier_between(pool: KvTensors, memory: memoryview) -> BlockCopier:
     return BlockCopier(pool, KvTensors(LAYOUT, NUM_BLOCKS, memory, pool.device))
 
 
-def test_stored_blocks_are_at_the_offsets_of_the_layout(device: torch.device) -> None:
+def test_stored_blocks_are_at_the_offsets_of_the_layout_when_their_callback_runs(device: torch.device) -> None:
     pool = random_pool(device)
     memory = allocate_memory(LAYOUT.pool_bytes(NUM_BLOCKS))
     staging = copier_between(pool, memory)
-    reported: list[int] = []
+    found: list[list[bytes]] = []
     blocks = [7, 0, 3, 4, 8]
     for layer in range(LAYOUT.num_layers):
-        staging.store(layer, blocks, lambda layer=layer: reported.append(layer))
+        staging.store(layer, blocks, lambda layer=layer: found.append(block_bytes(memory, layer, 3)))
+    assert found == []
     staging.flush(wait=True)
-    assert reported == [0, 1]
+    assert found == [[raw(pool.keys[layer][3]), raw(pool.values[layer][3])] for layer in range(LAYOUT.num_layers)]
     for layer in range(LAYOUT.num_layers):
         for block in range(NUM_BLOCKS):
             pieces = (pool.keys[layer][block], pool.values[layer][block])
             zeros = [bytes(LAYOUT.piece_bytes)] * 2
             expected = [raw(piece) for piece in pieces] if block in blocks else zeros
             assert block_bytes(memory, layer, block) == expected
-
-
-def test_callbacks_run_only_after_the_copy(device: torch.device) -> None:
-    pool = random_pool(device)
-    memory = allocate_memory(LAYOUT.pool_bytes(NUM_BLOCKS))
-    staging = copier_between(pool, memory)
-    found: list[list[bytes]] = []
-    staging.store(1, [2, 5, 6], lambda: found.append(block_bytes(memory, 1, 6)))
-    assert found == []
-    staging.flush(wait=True)
-    assert found == [[raw(pool.keys[1][6]), raw(pool.values[1][6])]]
 
 
 @pytest.mark.parametrize(("dtype", "row"), [(torch.bfloat16, 4096), (torch.float32, 2500), (torch.bfloat16, 7)])

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -160,10 +161,7 @@ async def test_too_many_prompts_are_refused_before_tokenization(
 async def test_bug_gives_an_openai_error_without_details_and_is_logged(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: Tokenizer, *args: object, **options: object) -> list[int]:
-        raise ZeroDivisionError("inside")
-
-    monkeypatch.setattr(Tokenizer, "encode", broken)
+    monkeypatch.setattr(Tokenizer, "encode", Mock(side_effect=ZeroDivisionError("inside")))
     error = await refused(http, TEXT_PATH, 500, json=TEXT)
     assert (error["type"], error["message"]) == ("internal_error", "internal error")
     assert [r.exc_info for r in caplog.records if f"POST {TEXT_PATH} failed" in r.getMessage()]

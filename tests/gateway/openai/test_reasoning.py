@@ -17,7 +17,6 @@ from moonserve.protocol.kv_blocks import unpack_tokens
 from tests.gateway.conftest import MODEL, running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster
 
-END_OF_TURN = 4
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
 SPECIAL = {"think": (), "channels": CHANNELS, "[THINK]": ("[THINK]", "[/THINK]")}
 OTHER = {"think": ("<think>", "</think>", "<tool_call>", "</tool_call>"), "channels": (), "[THINK]": ()}
@@ -68,10 +67,6 @@ async def url(cluster: ScriptedCluster, folder: Path) -> AsyncIterator[str]:
         yield address
 
 
-def answers(cluster: ScriptedCluster, folder: Path, text: str) -> None:
-    cluster.tokens = [*load_tokenizer(folder).encode(text, add_special_tokens=False), END_OF_TURN]
-
-
 def prompt(cluster: ScriptedCluster, folder: Path) -> str:
     return load_tokenizer(folder).decode(unpack_tokens(cluster.submissions[-1].token_ids))
 
@@ -80,7 +75,7 @@ def prompt(cluster: ScriptedCluster, folder: Path) -> str:
 async def test_chats_tell_reasoning_from_the_answer(
     url: str, cluster: ScriptedCluster, folder: Path, family: str
 ) -> None:
-    answers(cluster, folder, ANSWERS[family])
+    cluster.answer_with(ANSWERS[family], load_tokenizer(folder))
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
         ask = {"model": "m", "messages": ASK, "max_tokens": 200}
         whole = await client.chat.completions.create(**ask)
@@ -98,7 +93,7 @@ async def test_chats_tell_reasoning_from_the_answer(
 async def test_reasoning_precedes_calls_and_comes_back_to_the_template(
     url: str, cluster: ScriptedCluster, folder: Path, family: str
 ) -> None:
-    answers(cluster, folder, CALLS[family])
+    cluster.answer_with(CALLS[family], load_tokenizer(folder))
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
         ask = {"model": "m", "messages": ASK, "tools": TOOLS, "max_tokens": 200}
         [choice] = (await client.chat.completions.create(**ask, reasoning_effort="low")).choices
@@ -114,7 +109,7 @@ async def test_reasoning_precedes_calls_and_comes_back_to_the_template(
 
 @pytest.mark.parametrize("family", ["channels"])
 async def test_responses_have_reasoning_items(url: str, cluster: ScriptedCluster, folder: Path) -> None:
-    answers(cluster, folder, ANSWERS["channels"])
+    cluster.answer_with(ANSWERS["channels"], load_tokenizer(folder))
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
         async with client.responses.stream(model="m", input="hi", reasoning={"effort": "high"}) as stream:
             events = [event async for event in stream]
@@ -131,7 +126,7 @@ async def test_responses_have_reasoning_items(url: str, cluster: ScriptedCluster
 
 @pytest.mark.parametrize("family", ["think"])
 async def test_messages_have_thinking_blocks(url: str, cluster: ScriptedCluster, folder: Path) -> None:
-    answers(cluster, folder, CALLS["think"])
+    cluster.answer_with(CALLS["think"], load_tokenizer(folder))
     tools: Any = [{"name": "add", "input_schema": SCHEMA}]
     async with anthropic.AsyncAnthropic(base_url=url, api_key="x") as client:
         async with client.messages.stream(model="m", messages=ASK, max_tokens=200, tools=tools) as stream:
@@ -156,7 +151,7 @@ async def test_constrained_answers_may_follow_reasoning(
     tokenizer, grammars = load_tokenizer(folder), GrammarCache(folder, vocab_size=4096, eos_token_ids=[4])
 
     async def allows(text: str, **fields: Any) -> bool:
-        answers(cluster, folder, text)
+        cluster.answer_with(text, tokenizer)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
             await client.chat.completions.create(model="m", messages=ASK, max_tokens=200, **fields)
         matcher = grammars.new_matcher(cluster.submissions[-1].sampling.grammar)

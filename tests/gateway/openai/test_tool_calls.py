@@ -20,7 +20,6 @@ from tests.gateway.conftest import GRAMMARS, MODEL, clients_of, content_by_choic
 from tests.gateway.scripted_cluster import ScriptedCluster
 
 PATH = "/v1/chat/completions"
-END_OF_TURN = 4
 TEMPLATE = (
     "{% if tools %}<tool_call> {% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -42,10 +41,6 @@ async def http(cluster: ScriptedCluster, tmp_path: Path) -> AsyncIterator[aiohtt
         yield session
 
 
-def answers(cluster: ScriptedCluster, tokenizer: Tokenizer, text: str) -> None:
-    cluster.tokens = [*tokenizer.encode(text, add_special_tokens=False), END_OF_TURN]
-
-
 async def ask(http: aiohttp.ClientSession, **fields: Any) -> dict[str, Any]:
     [choice] = (await post(http, PATH, {**CHAT, **fields}))["choices"]
     return choice
@@ -54,7 +49,7 @@ async def ask(http: aiohttp.ClientSession, **fields: Any) -> dict[str, Any]:
 async def test_call_is_not_content_and_sets_the_finish_reason(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    answers(cluster, tokenizer, f"I add.\n{CALL}\n{CALL}")
+    cluster.answer_with(f"I add.\n{CALL}\n{CALL}", tokenizer)
     choice = await ask(http)
     assert content_by_choice(await events(http, PATH, CHAT)) == content_by_choice([{"choices": [choice]}])
     message = choice["message"]
@@ -64,7 +59,7 @@ async def test_call_is_not_content_and_sets_the_finish_reason(
     assert len(ids) == 2
     called = {"type": "function", "function": {"name": "add", "arguments": '{"a": [1, 2]}'}}
     assert message["tool_calls"] == [called, called]
-    answers(cluster, tokenizer, CALL)
+    cluster.answer_with(CALL, tokenizer)
     assert (await ask(http))["message"]["content"] is None
 
 
@@ -73,12 +68,12 @@ async def test_other_text_is_content_and_a_truncated_call_is_partial(
 ) -> None:
     broken = CALL.replace("2]", "2 oh")  # a stream has already started to report it as a call
     for wrong, streamed in ((CALL.replace("add", "rm"), None), (broken, "oh}}\n</tool_call>")):
-        answers(cluster, tokenizer, wrong)
+        cluster.answer_with(wrong, tokenizer)
         choice = await ask(http)
         assert choice["message"] == {"role": "assistant", "content": wrong, "refusal": None}
         assert choice["finish_reason"] == "stop"
         assert content_by_choice(await events(http, PATH, CHAT))[0].text == (streamed or wrong)
-    answers(cluster, tokenizer, CALL)
+    cluster.answer_with(CALL, tokenizer)
     start = tokenizer.encode(CALL.partition("1")[0], add_special_tokens=False)
     choice = await ask(http, max_tokens=len(start))
     [call] = choice["message"]["tool_calls"]
@@ -122,7 +117,7 @@ async def test_arguments_with_half_a_surrogate_pair_are_refused(http: aiohttp.Cl
 async def test_responses_api_returns_calls(
     http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
 ) -> None:
-    answers(cluster, tokenizer, CALL)
+    cluster.answer_with(CALL, tokenizer)
     tool = {"type": "function", **TOOL["function"]}
     body = {"input": "hi", "tools": [tool], "max_output_tokens": 100}
     [item] = (await post(http, "/v1/responses", body))["output"]

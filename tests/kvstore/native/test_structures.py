@@ -2,7 +2,6 @@
 
 import dataclasses
 from itertools import count, islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,18 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from moonserve.kvstore import index_layout, published_index
+from moonserve.kvstore import index_layout
 from moonserve.kvstore.directory.block_table import WORD_BITS, BlockTable, Column, SlotIndex, leading_holders
 from moonserve.kvstore.published_index import KeyIndex
 from moonserve.kvstore.state.eviction.base import RankHeap
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
-from moonserve.protocol.process.native_libraries import C_FLAGS
 from moonserve.transfer.memory.data_plane import address_of
-from tests.compilers import compile_strictly
 from tests.kvstore.native.mutator import key_of
 from tests.thoroughness import examples
 
-SOURCES = sorted((Path(published_index.__file__).parent / "native").glob("*.c"))
 SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
@@ -142,12 +138,6 @@ class HeapMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("machine", [IndexMachine, HeapMachine])
 def test_any_sequence_of_calls_agrees_with_pythons_own_containers(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_compilers_give_no_warnings(compiler: str, source: Path, tmp_path: Path) -> None:
-    compile_strictly(compiler, source, C_FLAGS, tmp_path)
 
 
 def test_a_block_takes_at_most_86_bytes_of_the_index() -> None:

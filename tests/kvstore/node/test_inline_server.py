@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from unittest.mock import Mock
 
 import pytest
 
@@ -302,14 +303,11 @@ def test_calls_of_a_stopped_node_fail_within_the_time_given(node: Node, store: K
 
 
 def test_a_connection_without_a_thread_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     door = InlineConnections(lambda link: None, max_connections=1)
     ours, theirs = socket.socketpair()
     with theirs:
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refused)
+            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
             door.take_over(ours)
         assert theirs.recv(1) == b""
         door.admit()

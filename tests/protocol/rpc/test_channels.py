@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc.aio
 import pytest
@@ -203,11 +203,8 @@ async def test_reply_in_pieces_has_one_deadline(address: str, monkeypatch: pytes
 
 
 def test_lack_of_descriptors_raises_peer_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> socket.socket:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     with monkeypatch.context() as exhausted, SyncChannel("lean://127.0.0.1:1", TOKEN) as channel:
-        exhausted.setattr(socket, "socket", refuse)
+        exhausted.setattr(socket, "socket", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
         with pytest.raises(PeerLost, match="open files"):
             channel.call(EXISTS_PATH, REQUEST, timeout_s=PATIENCE_S)
 

@@ -28,14 +28,19 @@ NUM_UNREAD = 32
 
 
 @pytest.fixture(params=["tcp", "unix"])
-async def stub(peer: scripted.ServerProcess, channels: Channels, request: pytest.FixtureRequest) -> Any:
-    return scripted.stub_of(channels.to(getattr(peer, request.param)))
+def where(peer: scripted.ServerProcess, request: pytest.FixtureRequest) -> str:
+    given: str = getattr(peer, request.param)
+    return given
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_uvloop_client_is_answered(peer: scripted.ServerProcess, kind: str) -> None:
+@pytest.fixture
+async def stub(where: str, channels: Channels) -> Any:
+    return scripted.stub_of(channels.to(where))
+
+
+def test_uvloop_client_is_answered(where: str) -> None:
     """Clients under uvloop are served, as gateways are."""
-    assert uvloop.run(still_serves(getattr(peer, kind)))
+    assert uvloop.run(still_serves(where))
 
 
 async def test_killed_peer_raises_peer_lost_at_once(peer: scripted.ServerProcess, stub: Any) -> None:
@@ -118,25 +123,18 @@ async def test_malformed_message_is_an_invalid_request(address: str) -> None:
         await asyncio.to_thread(channel.call, scripted.EXISTS_PATH, b"\xff\xff", timeout_s=PATIENCE_S)
 
 
-async def asks_for_a_lease(address: str) -> tuple[scripted.Raw, bytes]:
-    """Returns a client after its handshake, and the frame of a request with id 1 that waits."""
+@pytest.mark.parametrize("is_duplicate", [False, True])
+async def test_cancellation_or_duplicate_in_the_packet_of_its_request_ends_the_call(
+    address: str, store: scripted.ScriptedStore, is_duplicate: bool
+) -> None:
+    """A second call with the same id ends the connection too."""
     client = await scripted.Raw.dial(address)
     method = (await client.prove()).index(scripted.LEASE_PATH)
-    return client, frames.request(1, method, NEVER_S, scripted.LEASE.SerializeToString())
-
-
-async def test_request_and_its_cancellation_in_one_packet(address: str, store: scripted.ScriptedStore) -> None:
-    client, lease = await asks_for_a_lease(address)
-    client.writer.write(lease + frames.cancel(1) + frames.cancel(7))
+    lease = frames.request(1, method, NEVER_S, scripted.LEASE.SerializeToString())
+    client.writer.write(lease + (lease if is_duplicate else frames.cancel(1) + frames.cancel(7)))
+    assert not is_duplicate or await client.ended()
     assert await store.cancelled.get() == "l"
     await client.close()
-
-
-async def test_duplicate_call_id_ends_both_calls(address: str, store: scripted.ScriptedStore) -> None:
-    client, lease = await asks_for_a_lease(address)
-    client.writer.write(lease + lease)
-    assert await client.ended()
-    assert await store.cancelled.get() == "l"
 
 
 async def test_silent_client_is_disconnected(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,12 +232,6 @@ async def test_server_does_not_read_from_client_that_does_not_read(address: str,
     await client.close()
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def where(peer: scripted.ServerProcess, request: pytest.FixtureRequest) -> str:
-    given: str = getattr(peer, request.param)
-    return given
-
-
 def exists(channel: SyncChannel) -> bool:
     return list(scripted.stub_of(channel).Exists(scripted.EXISTS, timeout=PATIENCE_S).present) == [True]
 
@@ -280,5 +272,4 @@ async def test_bytes_after_the_takeover_request_end_the_connection(where: str) -
     with contextlib.suppress(ConnectionResetError):
         assert await client.reader.read(100) == b""
     await client.close()
-    with SyncChannel(where, scripted.TOKEN) as channel:
-        assert exists(channel)
+    assert await still_serves(where)

@@ -3,9 +3,9 @@
 import hashlib
 import math
 import os
-import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
@@ -242,12 +242,10 @@ def test_a_preset_takes_changes(tmp_path: Path) -> None:
 def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    received: list[str] = []
-    reader = threading.Thread(target=lambda: received.append(pipe.read_text()))
-    reader.start()
-    assert main(["synthesize", "--out", str(pipe), "--requests", "5"]) == 0
-    reader.join()
-    assert received[0].count("\n") == 5
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(pipe.read_text)
+        assert main(["synthesize", "--out", str(pipe), "--requests", "5"]) == 0
+    assert received.result().count("\n") == 5
     assert pipe.is_fifo()
 
 

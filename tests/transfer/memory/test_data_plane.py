@@ -19,20 +19,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.process.native_libraries import C_FLAGS
-from moonserve.transfer.memory.data_plane import SOURCE, Flow, IoVectors, PumpEnd, address_of, data_plane, vectors
+from moonserve.transfer.memory.data_plane import Flow, IoVectors, PumpEnd, address_of, data_plane, vectors
 from moonserve.transfer.memory.scatter import LENGTH, LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.scatter import rows as rows_of
-from tests.compilers import compile_strictly
 from tests.patience import PATIENCE_S
 from tests.thoroughness import examples
 
 plane = data_plane()
-
-
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_the_c_code_compiles_without_warnings(compiler: str, tmp_path: Path) -> None:
-    compile_strictly(compiler, SOURCE, C_FLAGS, tmp_path)
 
 
 def test_missing_compiled_code_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

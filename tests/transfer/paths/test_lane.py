@@ -4,6 +4,7 @@ fenced before its memory is used again."""
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -189,11 +190,8 @@ def test_a_busy_lane_is_evicted_when_it_becomes_idle(bench: Pair, injector: Faul
 
 
 def test_a_batch_fails_if_no_thread_can_be_started(bench: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
         with pytest.raises(PeerLost, match="thread"):
             bench.run(write(bench))
     assert not bench.local.num_users
@@ -250,14 +248,11 @@ def test_a_later_write_fences_the_connection_of_an_earlier_failed_batch(
 def test_a_later_write_fences_one_whose_retry_found_no_thread(
     make_pair: MakePair, injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> Lane:
-        raise RuntimeError("can't start new thread")
-
     bench = make_pair(NBYTES, rails=RAILS)
     bench.run(bench.read(0, 0, 10))  # creates one lane and no second one
     injector.orders["slice"] = [Outcome.LATE]
     with monkeypatch.context() as exhausted:
-        exhausted.setattr("moonserve.transfer.paths.failover.Lane", refuse)
+        exhausted.setattr("moonserve.transfer.paths.failover.Lane", Mock(side_effect=RuntimeError))
         with pytest.raises(PeerLost):
             bench.run(write(bench))
     bench.run(write(bench))

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -133,14 +134,9 @@ class Segments:
         self.source = PeerMemory(memory.fd, NBYTES)
 
 
-@pytest.fixture
-def segments() -> Segments:
-    return Segments()
-
-
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_copy_step_is_guarded_and_none_follows_a_refusal(segments: Segments, threads: int) -> None:
-    rows, guard, copier = scatter.rows((0, 0, NBYTES)), Guard(limit=3), Copier(threads)
+def test_every_copy_step_is_guarded_and_none_follows_a_refusal(threads: int) -> None:
+    segments, rows, guard, copier = Segments(), scatter.rows((0, 0, NBYTES)), Guard(limit=3), Copier(threads)
     with pytest.raises(StaleLease):
         copier.copy(segments.source, segments.into, rows, to_column=REMOTE, verified=True, guard=guard)
     copier.close()
@@ -159,15 +155,10 @@ def test_a_copy_from_a_deregistered_source_fails() -> None:
         Copier(1).copy(other.source, other.into, rows, to_column=LOCAL, verified=True)
 
 
-def test_a_copy_without_helper_threads_runs_once_in_the_callers_thread(
-    segments: Segments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    copier, whole = Copier(3), scatter.rows((0, 0, NBYTES))
+def test_a_copy_without_helper_threads_runs_once_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, copier, whole = Segments(), Copier(3), scatter.rows((0, 0, NBYTES))
     with monkeypatch.context() as exhausted:
-        exhausted.setattr(threading.Thread, "start", refuse)
+        exhausted.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
         copier.copy(segments.source, segments.into, whole, to_column=LOCAL, verified=True)
     assert segments.into.buffer == segments.owned.buffer
     segments.into.buffer[:] = bytes(NBYTES)

@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,22 +32,14 @@ MIB = 1 << 20
 @pytest.fixture
 def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if payload travels on the connection."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("payload on the connection")
-
-    monkeypatch.setattr(StreamSession, "receive_payload", refuse)
-    monkeypatch.setattr(StreamSession, "_request_write", refuse)
+    for carry in ("receive_payload", "_request_write"):
+        monkeypatch.setattr(StreamSession, carry, Mock(side_effect=AssertionError("payload on the connection")))
 
 
 @pytest.fixture
 def not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates a kernel or container that forbids reading other processes."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(PeerProcess, "read", refuse)
+    monkeypatch.setattr(PeerProcess, "read", Mock(side_effect=PermissionError))
 
 
 def read(pair: Pair) -> None:
