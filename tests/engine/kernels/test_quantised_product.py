@@ -81,7 +81,7 @@ def assert_exact(found: torch.Tensor, x: torch.Tensor, rows: QuantisedRows, bias
     weights, wide = exact_weights(rows), x.double()
     group, groups = rows.format.group, rows.scales.shape[1]
     highest = F.pad(wide.abs(), (0, groups * group - x.shape[1])).view(len(x), groups, group).amax(-1)
-    half_codes = highest.repeat_interleave(group, 1)[:, : x.shape[1]] / 32767 * 0.501
+    half_codes = highest.repeat_interleave(group, 1)[:, : x.shape[1]] / 32639 * 0.501
     added = torch.zeros(len(weights)) if bias is None else bias
     expected = wide @ weights.T + added
     magnitude = wide.abs() @ (weights.abs() + 4 * exact_mins(rows).abs()).T + added.abs()

@@ -10,24 +10,13 @@
 
 #include "matrix_product.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__) && COMPACT
-#define TILES 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#define TILES 0
-#endif
-
 constexpr int64_t GROUP = 256; /* most rows of one product */
-constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t BLOCK = 2 * TILE_ROWS;
 constexpr int64_t STEP = 16; /* words of a row */
-constexpr int64_t STEP_BYTES = STEP * sizeof(uint32_t);
+constexpr int64_t STEP_BYTES = TILE_BYTES;
 constexpr int64_t CHUNK = 8; /* steps; a panel's weights of a chunk stay in the L1 cache for all blocks of rows */
 constexpr int64_t SPAN = 64; /* steps; the inputs of a span stay in the L2 cache */
 constexpr int64_t PANELS_PER_SPAN = 8; /* that use them before the next span; their sums are on the stack, 256 KiB */
-
-constexpr int64_t up_to_multiple(int64_t value, int64_t of) { return (value + of - 1) / of * of; }
 
 /* Rows of the input as tiles are loaded: chunk by chunk, block by block of rows, step by step. */
 struct TileRows {
@@ -39,7 +28,6 @@ struct TileRows {
     TileRows(const Matrix &matrix, int64_t count, void *room)
         : memory((char *)room), steps(up_to_multiple(matrix.words, STEP) / STEP), rows(filled_up(count)) {}
 
-    static int64_t filled_up(int64_t count) { return count < TILE_ROWS ? count : up_to_multiple(count, TILE_ROWS); }
     static int64_t bytes(const Matrix &matrix, int64_t count) {
         const int64_t of_row = up_to_multiple(matrix.words, STEP) * (int64_t)sizeof(uint32_t);
         return count == 1 ? 2 * of_row : filled_up(count) * of_row;
@@ -73,56 +61,6 @@ struct TileRows {
 };
 
 #if TILES
-#define ALL_MEMORY __asm__ volatile("" ::: "memory") /* the compiler does not know what tiles read and write */
-
-/* True if the system lets this process use the matrix unit, which takes 8 KiB more when it switches threads. */
-static bool has_tiles() {
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
-    static const bool is_allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-    return is_allowed;
-}
-
-/* Sets the shapes of registers: 0 to 3 are sums, 4 and 5 rows of the input, 6 and 7 weights. */
-static void shape_tiles(int64_t rows) {
-    struct alignas(64) {
-        uint8_t palette, start, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } shapes = {};
-    shapes.palette = 1;
-    for (int each = 0; each < 8; each++) {
-        shapes.row_bytes[each] = STEP_BYTES;
-        shapes.rows[each] = (uint8_t)(each < 6 ? least(rows, TILE_ROWS) : TILE_ROWS);
-    }
-    _tile_loadconfig(&shapes);
-}
-
-/* Begins, reads or writes the sums of a block of one tile or two. */
-template <bool TWO> INLINE void zero_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (TWO) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-}
-template <bool TWO> INLINE void load_sums(const float (*sums)[PANEL]) {
-    _tile_loadd(0, sums[0], sizeof *sums);
-    _tile_loadd(1, sums[0] + LANES, sizeof *sums);
-    if constexpr (TWO) {
-        _tile_loadd(2, sums[TILE_ROWS], sizeof *sums);
-        _tile_loadd(3, sums[TILE_ROWS] + LANES, sizeof *sums);
-    }
-}
-template <bool TWO> INLINE void store_sums(float (*sums)[PANEL]) {
-    _tile_stored(0, sums[0], sizeof *sums);
-    _tile_stored(1, sums[0] + LANES, sizeof *sums);
-    if constexpr (TWO) {
-        _tile_stored(2, sums[TILE_ROWS], sizeof *sums);
-        _tile_stored(3, sums[TILE_ROWS] + LANES, sizeof *sums);
-    }
-}
-
 /* Adds the products of a block of rows with some steps of a panel to its sums, and prefetches `lines` lines per step. */
 template <bool TWO>
 INLINE void add_steps(const char *rows, int64_t rows_bytes, const uint32_t *weights, int64_t steps, const char *ahead, int64_t lines) {
@@ -200,9 +138,9 @@ static void multiply_span(const Matrix &matrix, int64_t panel, int64_t begin, in
             const bool begins = from == begin || !is_one_block, ends = to == end || !is_one_block;
             const auto add = [&]<bool TWO>() {
                 if (from == 0) zero_sums<TWO>();
-                else if (begins) load_sums<TWO>(sums + first);
+                else if (begins) load_sums<TWO>(sums + first, TILE_ROWS);
                 add_steps<TWO>(rows, input.rows_of_block(first) * STEP_BYTES, weights, to - from, next, lines);
-                if (ends) store_sums<TWO>(sums + first);
+                if (ends) store_sums<TWO>(sums + first, TILE_ROWS);
             };
             if (input.rows - first > TILE_ROWS) add.template operator()<true>();
             else add.template operator()<false>();
@@ -273,7 +211,7 @@ template <typename Finish>
 static void tile_product(const Matrix &matrix, const TileRows &input, int64_t count, int64_t from, int64_t to, const Finish &finish) {
     if (count == 1) return row_product(matrix, input, from, to, finish);
     alignas(64) float sums[PANELS_PER_SPAN][GROUP][PANEL];
-    shape_tiles(input.rows);
+    shape_tiles(input.rows, STEP_BYTES);
     const auto multiply = matrix.compact.exponents != nullptr ? multiply_span<true, Finish> : multiply_span<false, Finish>;
     const int64_t together = input.steps > SPAN ? PANELS_PER_SPAN : 1;
     for (int64_t first = from; first < to; first += together) {
