@@ -22,6 +22,7 @@ constexpr int32_t SPINS = 1500; /* about 20 µs where a pause takes 65 cycles */
 constexpr int64_t CHUNKS_PER_THREAD = 4;
 constexpr int64_t CHUNKS_WHEN_BORROWING = 32; /* per thread; short, so that a core is given back soon */
 constexpr int64_t PATIENCE_NS = 100'000;      /* a borrowing thread that takes longer has probably lost its core */
+constexpr int64_t AWAKE_NS = 500'000;         /* after a long job, a borrowing thread waits awake for the next one */
 constexpr int32_t MOST_WORKERS = 64;          /* of a host */
 constexpr int32_t MOST_BORROWERS = 256;
 

@@ -20,13 +20,24 @@ static void *helper_loop(void *own) {
     }
 }
 
+/* Waits until another long job than `seen` was begun. The next one of a step follows soon, and waking up takes longer than many
+ * jobs, so a borrowing thread keeps its core for a while as long as it is idle. */
+static void wait_for_long_job(ThreadPool *pool, int32_t number, uint32_t seen) {
+    for (const int64_t since = now_ns(); number < idle_cores(pool) && now_ns() - since < AWAKE_NS; sched_yield())
+        for (int32_t spin = 0; spin < 100; spin++) {
+            if (pool->long_jobs.load(std::memory_order_acquire) != seen) return;
+            pause_briefly();
+        }
+    pool->long_jobs.wait(seen, std::memory_order_acquire);
+}
+
 static void *borrower_loop(void *own) {
     Helper *helper = (Helper *)own;
     ThreadPool *pool = helper->pool;
     const int32_t number = (int32_t)(helper - borrower(pool, 0));
     helper->id = (int32_t)syscall(SYS_gettid);
     for (uint32_t seen = 0;;) {
-        wait_while(pool->long_jobs, seen);
+        wait_for_long_job(pool, number, seen);
         seen = pool->long_jobs.load(std::memory_order_acquire);
         if (pool->stopping) return nullptr;
         helper->is_working.store(true, std::memory_order_release);

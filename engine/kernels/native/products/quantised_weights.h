@@ -50,9 +50,9 @@ struct Inputs {
     int64_t groups, group, rows;
     int64_t tile_rows; /* with those that fill up the last tile, which have any contents; 0: the layout is for vectors */
 
-    /* `memory` has room for bytes(matrix, rows) bytes. */
-    Inputs(const Quantised &matrix, int64_t rows, void *memory)
-        : codes((char *)memory), groups((matrix.inputs + matrix.group - 1) / matrix.group), group(matrix.group), rows(rows),
+    /* `memory` has room for bytes(matrix, count) bytes. */
+    Inputs(const Quantised &matrix, int64_t count, void *memory)
+        : codes((char *)memory), groups((matrix.inputs + matrix.group - 1) / matrix.group), group(matrix.group), rows(count),
           tile_rows(rows * matrix.group >= FEWEST_IN_TILES && has_tiles() ? filled_up(rows) : 0) {
         scales = (float *)(codes + filled_up(rows) * groups * group * 2);
         sums = (int32_t *)(scales + rows * groups);
