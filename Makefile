@@ -115,13 +115,14 @@ bench-vllm: $(DEV) $(VLLM)/.installed ## disaggregated vLLM, by moonserve and by
 bench-engine: $(DEV) ## decode and prefill beside other engines
 	$(BIN)/python -m benchmarks.engine $(ARGS)
 
-# Other engines for bench-engine: 2.5 GB, and llama.cpp is compiled. torchvision is removed again: PyPI's build does not
-# match vLLM's torch, and text models do not need it.
+# Other engines for bench-engine: 2.5 GB, and llama.cpp is compiled, without its AMX kernels, which crash (its issue 20824).
+# torchvision is removed again: PyPI's build does not match vLLM's torch, and text models do not need it.
+NO_AMX = $(if $(filter x86_64,$(shell uname -m)),-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8)
 .venv-peers: .venv-peers/.installed
 
 .venv-peers/.installed: benchmarks/engine/speed/requirements.txt
 	$(PYTHON) -m venv .venv-peers
-	CMAKE_ARGS=-DLLAVA_BUILD=OFF .venv-peers/bin/python -m pip install --disable-pip-version-check --quiet -r $<
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF $(NO_AMX)" .venv-peers/bin/python -m pip install --disable-pip-version-check --quiet -r $<
 	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
