@@ -5,19 +5,25 @@
  * The same small kernel, whose sums stay in registers, computes both products. K and V are copied once per tile of
  * tokens, only as far as the tile sees them, into a few KiB that stay in the L1 cache. Softmax is online, in float32;
  * weights are rounded to the queries' dtype T before the product with V. S is the element type of the pool: codes are
- * converted to T when K and V are copied, and their scales are applied to scores and weights.
+ * converted to T when K and V are copied, and their scales are applied to scores and weights. A matrix unit computes both
+ * products of bfloat16: words, then keys, are padded with zeros to whole steps of the unit.
  */
 #pragma once
 
+#include <type_traits>
+
+#include "../tiles.h"
 #include "plan.h"
 
 constexpr int64_t KEY_TILE = 64;
+constexpr int64_t KEY_WORDS = KEY_TILE / 2; /* of bfloat16 */
 #if defined(__AVX512F__)
 constexpr int64_t WIDTH = 3, HEIGHT = 8; /* of the small kernel: sums take 24 of 32 registers */
 #else
 constexpr int64_t WIDTH = 2, HEIGHT = 4;
 #endif
 constexpr int64_t MAX_ROWS = 192; /* of a tile */
+constexpr int64_t STEP = TILE_BYTES / 4; /* words that the matrix unit multiplies at a time */
 constexpr int64_t MAX_VECTORS = MAX_ROWS / LANES;
 /* A hidden score. It is not lower because, in a tile that is all hidden, the rounding error of score · scale - highest
  * must stay small: the tile then adds finite values, whose factor becomes 0 once a token is seen. */
@@ -34,7 +40,7 @@ template <int64_t WIDEST> struct Workspace {
     Floats highest[MAX_VECTORS], totals[MAX_VECTORS];
     Integers positions[MAX_VECTORS];
     Words keys[KEY_TILE * WIDEST / LANES];   /* [keys, words] */
-    Words values[KEY_TILE * WIDEST / LANES]; /* [keys / PER_WORD, head_dim]: neighbouring keys share a word */
+    Words values[KEY_TILE * WIDEST / LANES]; /* [keys / PER_WORD, dims]: neighbouring keys share a word; by tiles [dims, 32] */
     float key_scales[KEY_TILE], value_scales[KEY_TILE]; /* of a quantised pool */
     Floats scores[KEY_TILE * WIDTH];
     Words weights[KEY_TILE * WIDTH];
@@ -45,15 +51,18 @@ template <typename T, typename S, bool LATENT> struct Work {
     const Plan &plan;
     const Tensors<T, S> &tensors;
     const Tile &tile;
-    int64_t kv_head, group, words, dims; /* dims: head_dim, rounded up to a multiple of HEIGHT */
+    bool by_tiles;
+    int64_t kv_head, group, words, dims; /* dims: head_dim, rounded up to a multiple of HEIGHT or TILE_ROWS */
     Workspace<WIDEST<LATENT>> &space;
 };
 
 template <bool LATENT, typename T, typename S>
 static Work<T, S, LATENT> make_work(const Plan &plan, const Tensors<T, S> &tensors, const Tile &tile, int64_t kv_head,
                                     Workspace<WIDEST<LATENT>> &space) {
-    const int64_t dims = (plan.head_dim + HEIGHT - 1) / HEIGHT * HEIGHT;
-    return {plan, tensors, tile, kv_head, plan.heads / plan.kv_heads, words_per_head<T>(plan), dims, space};
+    const bool by_tiles = std::is_same_v<T, Bfloat16> && has_tiles();
+    const int64_t words = up_to_multiple(words_per_head<T>(plan), by_tiles ? STEP : 1);
+    const int64_t dims = up_to_multiple(plan.head_dim, by_tiles ? TILE_ROWS : HEIGHT);
+    return {plan, tensors, tile, by_tiles, kv_head, plan.heads / plan.kv_heads, words, dims, space};
 }
 
 /* out[m][n] = keep[n] · out[m][n] + Σₖ left[m, k] · right[k][n] for HEIGHT m and VECTORS n. */
@@ -82,6 +91,37 @@ INLINE void multiply(Floats *out, const Floats *keep, const uint32_t *left, int6
         for (int n = 0; n < VECTORS; n++) out[m * VECTORS + n] = sums[m][n];
 }
 
+#if TILES
+/* The same for TILE_ROWS m by the matrix unit: out[m][n] = (KEEP ? out[m][n] : 0) + Σₖ left[m, k] · right[k][n], for `steps`
+ * steps of k. */
+template <int VECTORS, bool KEEP>
+INLINE void multiply_tiles(Floats *out, const uint32_t *left, int64_t left_row, const Words *right, int64_t steps) {
+    constexpr int64_t ROW = VECTORS * TILE_BYTES;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    if constexpr (KEEP) _tile_loadd(0, out, ROW);
+    if constexpr (KEEP && VECTORS > 1) _tile_loadd(1, out + 1, ROW);
+    if constexpr (KEEP && VECTORS > 2) _tile_loadd(2, out + 2, ROW);
+    for (int64_t step = 0; step < steps; step++, left += STEP, right += STEP * VECTORS) {
+        _tile_loadd(3, left, left_row * 4);
+        _tile_loadd(4, right, ROW);
+        _tile_dpbf16ps(0, 3, 4);
+        if constexpr (VECTORS > 1) {
+            _tile_loadd(5, right + 1, ROW);
+            _tile_dpbf16ps(1, 3, 5);
+        }
+        if constexpr (VECTORS > 2) {
+            _tile_loadd(6, right + 2, ROW);
+            _tile_dpbf16ps(2, 3, 6);
+        }
+    }
+    _tile_stored(0, out, ROW);
+    if constexpr (VECTORS > 1) _tile_stored(1, out + 1, ROW);
+    if constexpr (VECTORS > 2) _tile_stored(2, out + 2, ROW);
+}
+#endif
+
 /* -- filling the workspace */
 
 /* Row r is token r / group with query head r % group. Lanes behind the last row repeat its token with zero queries. A
@@ -97,7 +137,7 @@ static void load_queries(const Work<T, S, LATENT> &work, int64_t num_vectors) {
         for (int64_t r = 0; r < width * LANES; r++) {
             const int64_t row = band * LANES + r, token = least(row, num_rows - 1) / work.group;
             uint32_t words[WIDEST<LATENT>];
-            words[work.words - 1] = 0;
+            memset(words + plan.key_dim / PER_WORD<T>, 0, (work.words - plan.key_dim / PER_WORD<T>) * sizeof words[0]);
             if (row >= num_rows) memset(words, 0, work.words * sizeof words[0]);
             else {
                 const int64_t head = work.kv_head * work.group + row % work.group;
@@ -147,8 +187,9 @@ static void load_keys_and_values(const Work<T, S, LATENT> &work, int64_t first, 
     static const T zeros[WIDEST<LATENT>] = {};
     const Plan &plan = work.plan;
     Workspace<WIDEST<LATENT>> &space = work.space;
-    const int64_t dim = plan.head_dim;
+    const int64_t dim = plan.head_dim, whole = plan.key_dim / PER_WORD<T>; /* words */
     uint32_t *keys = (uint32_t *)space.keys, *values = (uint32_t *)space.values;
+    uint32_t row_of_words[WIDEST<LATENT>];
     T key_space[MAX_HEAD_DIM], value_space[PER_WORD<T>][MAX_HEAD_DIM];
     const T *key, *rows[PER_WORD<T>];
     int64_t at = 0, left = 0; /* of this block */
@@ -173,15 +214,16 @@ static void load_keys_and_values(const Work<T, S, LATENT> &work, int64_t first, 
             rows[part] = head_of(work.tensors.values + at, space.value_scales + k, value_space[part], dim);
         }
         if (seen) at += plan.slot_stride, left--;
+        memset(keys + k * work.words + whole, 0, (work.words - whole) * sizeof *keys);
         if constexpr (!LATENT) {
-            keys[k * work.words + work.words - 1] = 0;
             memcpy(keys + k * work.words, key, dim * sizeof(T));
         }
-        if (part == PER_WORD<T> - 1) {
-            uint32_t *to = values + k / PER_WORD<T> * work.dims;
-            interleave(to, rows, dim);
-            for (int64_t d = dim; d < work.dims; d++) to[d] = 0;
-        }
+        if (part < PER_WORD<T> - 1) continue;
+        uint32_t *to = work.by_tiles ? row_of_words : values + k / PER_WORD<T> * work.dims;
+        interleave(to, rows, dim);
+        for (int64_t d = dim; d < work.dims; d++) to[d] = 0;
+        if (work.by_tiles)
+            for (int64_t d = 0; d < work.dims; d++) values[d * KEY_WORDS + k / PER_WORD<T>] = to[d];
     }
 }
 
@@ -245,22 +287,40 @@ static void attend_band(const Work<T, S, LATENT> &work, int64_t band, int64_t fi
     Workspace<WIDEST<LATENT>> &space = work.space;
     const Words *queries = space.queries + band * work.words;
     Floats *sums = space.sums + band * work.dims, keep[VECTORS];
-    for (int64_t k = 0; k < count; k += HEIGHT)
-        multiply<T, VECTORS, false>(space.scores + k * VECTORS, nullptr, (const uint32_t *)space.keys + k * work.words,
-                                    work.words, 1, queries, work.words);
+    const uint32_t *keys = (const uint32_t *)space.keys, *values = (const uint32_t *)space.values;
+    if (!work.by_tiles)
+        for (int64_t k = 0; k < count; k += HEIGHT)
+            multiply<T, VECTORS, false>(space.scores + k * VECTORS, nullptr, keys + k * work.words, work.words, 1, queries, work.words);
+#if TILES
+    else
+        for (int64_t k = 0; k < count; k += TILE_ROWS)
+            multiply_tiles<VECTORS, false>(space.scores + k * VECTORS, keys + k * work.words, work.words, queries, work.words / STEP);
+    ALL_MEMORY;
+#endif
     if (HAS_SCALES) scale_scores<VECTORS>(space.scores, space.key_scales, count);
     if (partly) hide<VECTORS>(space.scores, space.positions + band, first, count, work.plan.window);
     weigh_rows<T, VECTORS>(space.scores, space.weights, count, space.highest + band, space.totals + band,
                            (float)work.plan.scale, HAS_SCALES ? space.value_scales : nullptr, keep);
-    for (int64_t d = 0; d < work.dims; d += HEIGHT)
-        multiply<T, VECTORS, true>(sums + d * VECTORS, keep, (const uint32_t *)space.values + d, 1, work.dims,
-                                   space.weights, count / PER_WORD<T>);
+    if (!work.by_tiles)
+        for (int64_t d = 0; d < work.dims; d += HEIGHT)
+            multiply<T, VECTORS, true>(sums + d * VECTORS, keep, values + d, 1, work.dims, space.weights, count / PER_WORD<T>);
+#if TILES
+    else {
+        for (int64_t d = 0; d < work.dims; d++)
+#pragma GCC unroll 4
+            for (int n = 0; n < VECTORS; n++) sums[d * VECTORS + n] = sums[d * VECTORS + n] * keep[n];
+        ALL_MEMORY;
+        for (int64_t d = 0; d < work.dims; d += TILE_ROWS)
+            multiply_tiles<VECTORS, true>(sums + d * VECTORS, values + d * KEY_WORDS, KEY_WORDS, space.weights, count / 2 / STEP);
+        ALL_MEMORY;
+    }
+#endif
 }
 
 /* Attends from all bands to the keys from `first` on, of which the tile sees [oldest, end). */
 template <typename T, typename S, bool LATENT>
 static void attend_keys(const Work<T, S, LATENT> &work, int64_t num_vectors, int64_t first, int64_t oldest, int64_t end) {
-    const int64_t count = least(KEY_TILE, (end - first + HEIGHT - 1) / HEIGHT * HEIGHT), window = work.plan.window;
+    const int64_t count = least(KEY_TILE, up_to_multiple(end - first, work.by_tiles ? 2 * STEP : HEIGHT)), window = work.plan.window;
     const int32_t *positions = (const int32_t *)work.space.positions;
     load_keys_and_values(work, first, count, oldest, end);
     for (int64_t band = 0; band < num_vectors; band += WIDTH) {
@@ -290,9 +350,16 @@ template <typename T, typename S, bool LATENT>
 static void attend_context(const Work<T, S, LATENT> &work, int64_t oldest, int64_t end) {
     const int64_t num_vectors = (work.tile.num_tokens * work.group + LANES - 1) / LANES;
     load_queries(work, num_vectors);
+#if TILES
+    if (work.by_tiles) shape_tiles(TILE_ROWS, TILE_BYTES);
+    ALL_MEMORY;
+#endif
     /* Tiles of keys start at multiples of their size, so that no bit of a result depends on the prompt's chunks. */
     for (int64_t first = oldest / KEY_TILE * KEY_TILE; first < end; first += KEY_TILE)
         attend_keys(work, num_vectors, first, oldest, end);
+#if TILES
+    if (work.by_tiles) _tile_release();
+#endif
 }
 
 template <bool LATENT, typename T, typename S>

@@ -12,7 +12,7 @@
  */
 #pragma once
 
-#include "tiles.h"
+#include "../tiles.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif

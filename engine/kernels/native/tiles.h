@@ -1,7 +1,7 @@
 /* The matrix unit of a processor (Intel AMX): eight registers, each a tile of 16 rows of 64 bytes. */
 #pragma once
 
-#include "../simd.h"
+#include "simd.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
 #define TILES 1
@@ -24,7 +24,7 @@ constexpr int64_t filled_up(int64_t rows) { return rows < TILE_ROWS ? rows : up_
 #define ALL_MEMORY __asm__ volatile("" ::: "memory") /* the compiler does not know what tiles read and write */
 
 /* True if the system lets this process use the matrix unit, which takes 8 KiB more when it switches threads. */
-static bool has_tiles() {
+[[maybe_unused]] static bool has_tiles() {
     constexpr int REQUEST = 0x1023, TILE_DATA = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
     static const bool is_allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return is_allowed;
@@ -32,7 +32,7 @@ static bool has_tiles() {
 
 /* Sets the shapes of registers: 0 to 3 are sums, 4 and 5 rows of the input, 6 and 7 weights, four bytes of a row's input
  * after the other. */
-static void shape_tiles(int64_t rows, int64_t input_bytes) {
+[[maybe_unused]] static void shape_tiles(int64_t rows, int64_t input_bytes) {
     struct alignas(64) {
         uint8_t palette, start, reserved[14];
         uint16_t row_bytes[16];
@@ -72,5 +72,5 @@ template <bool TWO, typename Sum> INLINE void store_sums(Sum (*sums)[PANEL], int
     }
 }
 #else
-static bool has_tiles() { return false; }
+[[maybe_unused]] static bool has_tiles() { return false; }
 #endif
