@@ -70,7 +70,7 @@ class DecodeService(PoolService):
         if stores is not None:
             self._store_access = OffloadStore(stores, memory, self._verifier)
         self._observe_allocation = observe_allocation
-        self._step_runner = StepRunner(compute, clock)
+        self._step_runner = StepRunner(compute, clock, self.steps)
         self._windows: dict[LeaseId, int] = {}  # window ids of open windows
         self._pending_calls: dict[tuple[LeaseCall, LeaseId], list[asyncio.Future[Any]]] = {}
 

@@ -19,6 +19,7 @@ from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.protocol.errors import MoonserveError, PeerError
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.logs import requests_extra
+from moonserve.worker.service import StepLog
 
 if TYPE_CHECKING:
     from moonserve.engine.engine import EngineThread  # imports torch
@@ -45,10 +46,11 @@ class StepRunner:
     """A queue of steps and their outcomes. If `add` returns True the caller must consume `outcomes`. An exception in a
     step fails only that step's requests."""
 
-    def __init__(self, compute: EngineThread, clock: Callable[[], float]) -> None:
+    def __init__(self, compute: EngineThread, clock: Callable[[], float], log: StepLog) -> None:
         self.step_totals = conductor_pb2.Steps()  # steps with one token per sequence, since the start
         self._compute = compute
         self._clock = clock
+        self._log = log
         self._due: deque[Slices] = deque()
         self._begun: deque[_BegunStep] = deque()
         self._is_taken = False  # a consumer of `outcomes` is running
@@ -117,11 +119,11 @@ class StepRunner:
         return sampled
 
     def _count(self, slices: Slices, began_at: float) -> None:
-        """Records a step's duration. Steps with chunks or drafts are not counted, since profiles and the conductor's
+        """Records a step. Those with chunks or drafts are not in the totals, since profiles and the conductor's
         predictions are of steps with one token per sequence."""
         self._ended_at = self._clock()
         self._step_s = self._ended_at - began_at
-        if all(each.num_tokens == 1 for each in slices):
+        if self._log.add_slices(slices, began_at, self._ended_at):
             counted = self.step_totals
             counted.num_steps += 1
             counted.seconds += self._step_s

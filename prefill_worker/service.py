@@ -208,6 +208,7 @@ class PrefillService(PoolService):
     async def _run_step(
         self, action: ev.RunStep, step: StageStep | GroupStep, wait: BoundedWait | None
     ) -> Event | None:
+        began_at = self._clock()
         try:
             sampled = await step.compute()
         except PrefixTimeout as late:
@@ -217,13 +218,15 @@ class PrefillService(PoolService):
             log.exception("a step failed", extra=_request_extra(action))
             outcome = ev.StepFailed(error=_as_failure(error), step_id=action.step_id)
         else:
+            waited_s = wait.waited_s if wait is not None else 0.0
+            self.steps.add_slices([plan.slice for plan in action.plans], began_at, self._clock(), waited_s)
             outcome = ev.StepDone(
                 slices=tuple(
                     ev.SliceDone(request_id=plan.slice.request_id, sampled=result, checksums=checksums)
                     for plan, result, checksums in zip(action.plans, sampled, step.checksums(), strict=True)
                 ),
                 step_id=action.step_id,
-                waited_s=wait.waited_s if wait is not None else 0.0,
+                waited_s=waited_s,
             )
         # The client waits for the first token, so the loop gets one iteration to send it before the last bytes are
         # submitted.

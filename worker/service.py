@@ -12,12 +12,14 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
 
 from moonserve.engine.kv_cache.block_pool import BlockPool
+from moonserve.engine.model.batch import Slice
 from moonserve.protocol.errors import Cancelled, InvalidRequest, NoWorker
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
@@ -32,6 +34,40 @@ from moonserve.worker.token_streams import GatewayStreams
 log = logging.getLogger(__name__)
 
 Operation = Coroutine[Any, Any, Event | None]
+
+NUM_LOGGED_STEPS = 512  # several seconds of the shortest steps
+
+
+class StepLog:
+    """The latest steps of a worker's engine, for `GetSteps`. Times are monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._steps: deque[tuple[Any, ...]] = deque(maxlen=NUM_LOGGED_STEPS)
+
+    def add(
+        self, began_at: float, ended_at: float, sequences: int, prompt: int, decode: int, context: int, waited_s: float
+    ) -> None:
+        """Adds a step. `prompt` and `decode`: tokens computed; `context`: tokens of all sequences at its end;
+        `waited_s`: seconds of the step for which it waited for a prefix."""
+        self._steps.append((began_at, ended_at - began_at, waited_s, sequences, prompt, decode, context))
+
+    def add_slices(self, slices: Sequence[Slice], began_at: float, ended_at: float, waited_s: float = 0.0) -> bool:
+        """Adds a step of the own engine. Returns True if it computed one token of each sequence."""
+        context = sum(each.end for each in slices)
+        num_tokens = context - sum(each.start for each in slices)
+        prompt = sum(
+            each.end - each.start
+            for each in slices
+            if each.start < each.num_prompt_tokens or each.end - each.start > 1 + each.num_draft
+        )
+        self.add(began_at, ended_at, len(slices), prompt, num_tokens - prompt, context, waited_s)
+        return num_tokens == len(slices)
+
+    def as_message(self) -> worker_pb2.StepLog:
+        now, names = self._clock(), [field.name for field in worker_pb2.Step.DESCRIPTOR.fields][1:]
+        steps = (worker_pb2.Step(ago_s=now - at, **dict(zip(names, rest, strict=True))) for at, *rest in self._steps)
+        return worker_pb2.StepLog(steps=steps)
 
 
 class Operations:
@@ -137,6 +173,7 @@ class WorkerService:
     ) -> None:
         self.state = state
         self.streams = GatewayStreams(self._on_gateway_lost)
+        self.steps = StepLog(clock)
         self.is_draining = False
         self._look_for_home = look_for_home
         self._tracer = tracer or Tracer()
@@ -228,7 +265,6 @@ class PoolService(WorkerService):
     state: PoolState
 
     def load(self) -> conductor_pb2.Load:
-        """Returns the load for heartbeats and GetStatus."""
         state, pool = self.state, self.state.pool
         return conductor_pb2.Load(
             num_waiting=state.num_waiting,
@@ -239,7 +275,6 @@ class PoolService(WorkerService):
         )
 
     def status(self) -> worker_pb2.WorkerStatus:
-        """Returns the status for operators, tests and metrics."""
         pool = self.state.pool
         return worker_pb2.WorkerStatus(
             load=self.load(),
@@ -268,6 +303,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Context) -> worker_pb2.WorkerStatus:
         return self._service.status()
+
+    async def GetSteps(self, request: worker_pb2.GetStepsRequest, context: Context) -> worker_pb2.StepLog:
+        return self._service.steps.as_message()
 
 
 class PrefillServicer(WorkerServicer):

@@ -207,6 +207,15 @@ class ClusterClient:
             timeout_s=_CALL_TIMEOUT_S,
         )
 
+    async def steps(self, instance_id: str) -> worker_pb2.StepLog | None:
+        """Returns the latest steps of a worker, or None if there is no such worker."""
+        known = self._streams.get(instance_id)
+        if known is None:
+            return None
+        worker, request = self._worker(known.endpoint.rpc_address), worker_pb2.GetStepsRequest()
+        log: worker_pb2.StepLog = await self._channels.call(worker.GetSteps, request, timeout_s=_CALL_TIMEOUT_S)
+        return log
+
     def instances_to_avoid(self, incarnations: Iterable[Incarnation]) -> set[str]:
         """Returns instances to exclude: `incarnations` without a known successor, and silent instances."""
         return self._silent | {

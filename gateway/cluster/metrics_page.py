@@ -98,12 +98,8 @@ class ClusterMetrics:
         named = self._addresses()
         replies = await asyncio.gather(*(self._ask(each, "Scrape", metrics_pb2.ScrapeRequest()) for each in named))
         pages = {self._instance_id: generate_latest(self._registry).decode()}
-        silent = []
-        for address, reply in zip(named, replies, strict=True):
-            if reply is None:
-                silent.append(named[address])
-            else:
-                pages[reply.instance_id] = reply.text.decode()
+        pages |= {reply.instance_id: reply.text.decode() for reply in replies if reply is not None}
+        silent = [name for name, reply in zip(named.values(), replies, strict=True) if reply is None]
         up = [f'moonserve_up{{process="{_escaped(name)}"}} 1' for name in pages]
         up += [f'moonserve_up{{process="{_escaped(name)}"}} 0' for name in silent]
         return merge_pages(pages) + _UP_HEADER + "\n".join(up) + "\n"

@@ -20,23 +20,21 @@ from moonserve.protocol.process.metrics import FastCounter, FastHistogram
 from moonserve.protocol.request import FinishReason, Placement, Role
 from moonserve.protocol.rpc.wire import role_from_wire
 
-_MODEL_LABELS = ("model_name", "engine")
-
 # From a cached prefix on a GPU (milliseconds) to the 30 s of the Mooncake paper's TTFT objective, and beyond.
-_TTFT_BUCKETS = (
+_TTFTS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
-_TBT_BUCKETS = (
+_GAPS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0,
 )  # fmt: skip
-_DURATION_BUCKETS = (
+_DURATIONS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
-_TOKEN_BUCKETS = (
+_TOKENS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )  # fmt: skip
 # From negligible phases to a request that only queued.
-_PHASE_BUCKETS = (
+_PHASES = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
 
@@ -52,6 +50,8 @@ _MAX_FLOWS = 1024
 _EXCERPT_TOKENS = 24  # of a prefix's beginning, and of its end
 # Cached tokens by where they were: in the worker's own cache, in a store of its host, in another store.
 _CACHES = ("device_tokens", "host_store_tokens", "remote_store_tokens")
+# vLLM's names for where the KV of prompt tokens came from.
+_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _TOTALS = ("requests", "finished", "output_tokens", "prompt_tokens", "cached_tokens", *_CACHES)
 
 
@@ -60,42 +60,26 @@ class _Model:
     """Factory of metrics that carry the labels of one model."""
 
     registry: CollectorRegistry
-    labels: tuple[str, str]
+    labels: dict[str, str]
 
     def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, _MODEL_LABELS, registry=self.registry).labels(*self.labels)
+        return Gauge(name, text, tuple(self.labels), registry=self.registry).labels(**self.labels)
 
-    def counter(self, name: str, text: str) -> LabelledCounter:
-        return LabelledCounter(name, text, _MODEL_LABELS, registry=self.registry).labels(*self.labels)
-
-    def count(self, name: str, text: str) -> FastCounter:
-        made = FastCounter(name, text, self._named())
+    def counter(self, name: str, text: str) -> FastCounter:
+        made = FastCounter(name, text, self.labels)
         self.registry.register(made)
         return made
 
-    def durations(self, name: str, text: str, buckets: tuple[float, ...]) -> FastHistogram:
-        made = FastHistogram(name, text, self._named(), buckets)
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> FastHistogram:
+        made = FastHistogram(name, text, self.labels, buckets)
         self.registry.register(made)
         return made
 
-    def _named(self) -> dict[str, str]:
-        return dict(zip(_MODEL_LABELS, self.labels, strict=True))
-
-    def counter_by(self, label: str, name: str, text: str) -> LabelledCounter:
-        """Makes a counter with a further label; the caller binds it together with the model's labels."""
-        return LabelledCounter(name, text, (*_MODEL_LABELS, label), registry=self.registry)
-
-    def histograms_by(
-        self, label: str, values: Sequence[str], name: str, text: str, buckets: tuple[float, ...]
-    ) -> dict[str, Histogram]:
-        """Makes a histogram with a further label and returns it by that label's value."""
-        labels = (*_MODEL_LABELS, label)
-        made = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
-        return {value: made.labels(*self.labels, value) for value in values}
-
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(name, text, _MODEL_LABELS, registry=self.registry, buckets=buckets)
-        return made.labels(*self.labels)
+    def counters_by(self, label: str, values: Iterable[str], name: str, text: str) -> dict[str, LabelledCounter]:
+        """Makes a counter with a further label and returns it by that label's value. All values exist from the start,
+        so that a rate over events that never happened is 0 and not missing."""
+        made = LabelledCounter(name, text, (*self.labels, label), registry=self.registry)
+        return {value: made.labels(**self.labels, **{label: value}) for value in values}
 
 
 class RequestMetrics:
@@ -103,59 +87,61 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str, phases: Sequence[str]) -> None:
         """`phases` are the phases into which `gateway.generation.request_timing` divides a request's time."""
-        of = _Model(registry, (model_name, engine))
+        of = _Model(registry, {"model_name": model_name, "engine": engine})
         gauge, counter, histogram = of.gauge, of.counter, of.histogram
         self.running = gauge("vllm:num_requests_running", "Requests that have their first token.")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests waiting for their first token.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
-        self.generation_tokens = of.count("vllm:generation_tokens", "Tokens generated.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.preemptions = counter("vllm:num_preemptions", "Sequences preempted on decode workers.")
-        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was re-used.")
-        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
-        self.inter_token_s = of.durations("vllm:inter_token_latency_seconds", "Gaps between tokens.", _TBT_BUCKETS)
-        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATION_BUCKETS)
-        self.queue_s = histogram("vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATION_BUCKETS)
-        self.prefill_s = histogram("vllm:request_prefill_time_seconds", "Loading and computing.", _DURATION_BUCKETS)
-        self.decode_s = histogram("vllm:request_decode_time_seconds", "First token to last.", _DURATION_BUCKETS)
-        self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKEN_BUCKETS)
-        self.generation_length = histogram("vllm:request_generation_tokens", "Output lengths.", _TOKEN_BUCKETS)
-        self.longest_generation = histogram(
-            "vllm:request_max_num_generation_tokens", "Output lengths, of several choices the longest.", _TOKEN_BUCKETS
-        )
-        self.num_choices = histogram("vllm:request_params_n", "Choices asked for.", _TOKEN_BUCKETS)
-        self.max_tokens = histogram("vllm:request_params_max_tokens", "Bounds of output lengths.", _TOKEN_BUCKETS)
-        self.inference_s = histogram(
-            "vllm:request_inference_time_seconds", "Prefill and decode, without waiting.", _DURATION_BUCKETS
-        )
-        self.tpot_s = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean gaps between a request's tokens.", _TBT_BUCKETS
-        )
-        self.step_tokens = of.durations(
-            "vllm:iteration_tokens_total", "Tokens that a worker's step made for this gateway.", _TOKEN_BUCKETS
-        )
-        self.success = of.counter_by("finished_reason", "vllm:request_success", "Requests that ended well.")
+        self._own_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in a worker's own cache.")
+        self._own_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in a worker's own cache.")
+        text = "Prompt tokens that were not in the worker's own cache, looked up in stores."
+        self._store_queries = counter("vllm:external_prefix_cache_queries", text)
+        self._store_hits = counter("vllm:external_prefix_cache_hits", "Prompt tokens read from stores.")
+        self._cached = counter("vllm:prompt_tokens_cached", "Prompt tokens from the worker's own cache or a store.")
+        text = "Prompt tokens by where their KV came from."
+        self._by_source = of.counters_by("source", _SOURCES, "vllm:prompt_tokens_by_source", text)
+        self._computed = histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens computed.", _TOKENS)
+        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFTS)
+        self.inter_token_s = histogram("vllm:inter_token_latency_seconds", "Gaps between tokens.", _GAPS)
+        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _DURATIONS)
+        self.queue_s = histogram("vllm:request_queue_time_seconds", "Waiting on the prefill worker.", _DURATIONS)
+        self.prefill_s = histogram("vllm:request_prefill_time_seconds", "Loading and computing.", _DURATIONS)
+        self.decode_s = histogram("vllm:request_decode_time_seconds", "First token to last.", _DURATIONS)
+        self.prompt_length = histogram("vllm:request_prompt_tokens", "Prompt lengths.", _TOKENS)
+        self.generation_length = histogram("vllm:request_generation_tokens", "Output lengths.", _TOKENS)
+        text = "Output lengths, of several choices the longest."
+        self.longest_generation = histogram("vllm:request_max_num_generation_tokens", text, _TOKENS)
+        self.num_choices = histogram("vllm:request_params_n", "Choices asked for.", _TOKENS)
+        self.max_tokens = histogram("vllm:request_params_max_tokens", "Bounds of output lengths.", _TOKENS)
+        text = "Prefill and decode, without waiting."
+        self.inference_s = histogram("vllm:request_inference_time_seconds", text, _DURATIONS)
+        text = "Mean gaps between a request's tokens."
+        self.tpot_s = histogram("vllm:request_time_per_output_token_seconds", text, _GAPS)
+        text = "Tokens that a worker's step made for this gateway."
+        self.step_tokens = histogram("vllm:iteration_tokens_total", text, _TOKENS)
+        text = "Requests that ended well."
+        self.success = of.counters_by("finished_reason", FinishReason, "vllm:request_success", text)
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of decode KV blocks in use, 0 to 1.")
-        self.failures = of.counter_by(
-            "code", "moonserve_request_failures", "Requests that ended in an error, by its code."
-        )
+        text = "Requests that ended in an error, by its code."
+        self.failures = of.counters_by("code", error_classes(), "moonserve_request_failures", text)
         self.retries = counter("moonserve_request_retries", "Requests placed again after a loss.")
-        self.phases = of.histograms_by(
-            "phase", phases, "moonserve_request_phase_seconds", "Where the time of requests went.", _PHASE_BUCKETS
-        )
-        self._labels = of.labels
-        # All label values exist from the start, so that a rate over events that never happened is 0 and not missing.
-        for reason in FinishReason:
-            self.success.labels(*of.labels, reason.value)
-        for code in error_classes():
-            self.failures.labels(*of.labels, code)
+        name, text, labels = "moonserve_request_phase_seconds", "Where the time of requests went.", of.labels
+        by_phase = Histogram(name, text, (*labels, "phase"), registry=registry, buckets=_PHASES)
+        self.phases = {phase: by_phase.labels(**labels, phase=phase) for phase in phases}
 
-    def succeeded(self, finished_reason: str) -> None:
-        self.success.labels(*self._labels, finished_reason).inc()
-
-    def failed(self, code: str) -> None:
-        """`code` is that of a `protocol.errors` class."""
-        self.failures.labels(*self._labels, code).inc()
+    def prefilled(self, num_tokens: int, own: int, loaded: int) -> None:
+        """Counts the tokens of a prompt: `own` were in its worker's cache, `loaded` were read from stores."""
+        computed = num_tokens - own - loaded
+        self._own_queries.add(num_tokens)
+        self._own_hits.add(own)
+        self._store_queries.add(num_tokens - own)
+        self._store_hits.add(loaded)
+        self._cached.add(own + loaded)
+        self._computed.add(computed)
+        for source, count in zip(_SOURCES, (computed, own, loaded), strict=True):
+            self._by_source[source].inc(count)
 
 
 class Samples:
@@ -226,9 +212,9 @@ class RecentFigures:
         if len(self.flows) > _MAX_FLOWS:
             del self.flows[next(iter(self.flows))]
 
-    def placed(self, placement: Placement, num_tokens: int, cached_tokens: int, block_size: int) -> None:
+    def placed(self, placement: Placement, num_tokens: int, cached_tokens: int, block_size: int) -> int:
         """Records at the first token where the prompt's tokens came from and went to. The placement names the stores
-        to read blocks from; blocks before these were in the worker's own cache."""
+        to read blocks from; blocks before these were in the worker's own cache. Returns the number read from stores."""
         prefill, loaded = placement.prefill, 0
         for source in placement.prefix_sources:
             first = source.first_block * block_size
@@ -237,10 +223,13 @@ class RecentFigures:
             self.totals["host_store_tokens" if is_near else "remote_store_tokens"] += tokens
             self.moved(source.store.instance_id, prefill.instance_id, tokens)
             loaded += tokens
+        self.totals["prompt_tokens"] += num_tokens
+        self.totals["cached_tokens"] += cached_tokens
         self.totals["device_tokens"] += cached_tokens - loaded
         self.moved(GATEWAY, prefill.instance_id, num_tokens)
         if not placement.is_local_prefill:
             self.moved(prefill.instance_id, placement.decode.instance_id, num_tokens)
+        return loaded
 
     def reused(self, leaf: BlockKey, prompt: Sequence[int], cached: int, holders: Iterable[str], now: float) -> None:
         """Records that a prompt's first `cached` tokens were found in caches. `leaf`: key of their last block."""
@@ -317,5 +306,5 @@ class DecodeMetrics:
         epoch, counted = self._counted.get(endpoint.instance_id, (endpoint.epoch, 0))
         if epoch != endpoint.epoch:
             counted = 0  # another process of this name; it counts from zero
-        self._metrics.preemptions.inc(max(0, preemptions - counted))
+        self._metrics.preemptions.add(max(0, preemptions - counted))
         self._counted[endpoint.instance_id] = (endpoint.epoch, preemptions)

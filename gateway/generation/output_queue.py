@@ -129,7 +129,7 @@ class Answer:
         self._num_generating -= piece.finish_reason is not None
         if not self._num_generating:
             longest = max(len(generation.state.generated) for generation in self.generations)
-            self._metrics.longest_generation.observe(longest)
+            self._metrics.longest_generation.add(longest)
             self._end_trace(None)
         if not self._queue.put(piece):
             self.cancel(Cancelled("the client reads too slowly"))

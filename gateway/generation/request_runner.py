@@ -196,13 +196,15 @@ class Generation:
         listener.on_piece(piece)
 
     def _reused(self, now: float) -> None:
-        """Records in the figures which prefix was reused, which instances held it, and where its tokens went."""
+        """Records which prefix was reused, which instances held it, and where its tokens went."""
         placement, report = self.state.placement, self.state.last_report
         if placement is None or report is None:
             return
         prompt, figures = self._choice.token_ids, self._context.figures
         block_size = self._context.cluster.model_info().layout.block_size
-        figures.placed(placement, len(prompt), min(report.cached_tokens, len(prompt)), block_size)
+        cached = min(report.cached_tokens, len(prompt))
+        loaded = figures.placed(placement, len(prompt), cached, block_size)
+        self._context.metrics.prefilled(len(prompt), cached - loaded, loaded)
         num_blocks = report.cached_tokens // block_size
         if 0 < num_blocks <= len(self._keys):
             sources = (source.store.instance_id for source in placement.prefix_sources)

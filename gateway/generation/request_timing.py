@@ -133,14 +133,14 @@ class RequestTiming:
         num_prompt_tokens = len(self._state.prompt)
         self._metrics.waiting.inc()
         self._figures.totals["requests"] += 1
-        self._metrics.prompt_tokens.inc(num_prompt_tokens)
-        self._metrics.prompt_length.observe(num_prompt_tokens)
+        self._metrics.prompt_tokens.add(num_prompt_tokens)
+        self._metrics.prompt_length.add(num_prompt_tokens)
 
     def placing(self, attempt: int) -> None:
         """Records that a placement is requested; also called again after a pause within one attempt."""
         if attempt != self._attempt:
             self._attempt = attempt
-            self._metrics.retries.inc()
+            self._metrics.retries.add(1)
             self._at.attempt(_clock())
 
     def placed(self) -> None:
@@ -174,15 +174,15 @@ class RequestTiming:
         metrics, state, now = self._metrics, self._state, _clock()
         metrics.running.dec()
         self._figures.totals["finished"] += 1
-        metrics.succeeded(reason.value)
-        metrics.e2e_s.observe(now - self._at.arrived_at)
-        metrics.generation_length.observe(len(state.generated))
+        metrics.success[reason].inc()
+        metrics.e2e_s.add(now - self._at.arrived_at)
+        metrics.generation_length.add(len(state.generated))
         if self._at.first_at is not None:
             decode_s, report = now - self._at.first_at, state.last_report
-            metrics.decode_s.observe(decode_s)
-            metrics.tpot_s.observe(decode_s / max(1, len(state.generated) - 1))
+            metrics.decode_s.add(decode_s)
+            metrics.tpot_s.add(decode_s / max(1, len(state.generated) - 1))
             if report is not None:
-                metrics.inference_s.observe(report.load_s + report.compute_s + decode_s)
+                metrics.inference_s.add(report.load_s + report.compute_s + decode_s)
         self.phase_times = phase_times(self._at, state.last_report, state.decode_report)
         if self.phase_times is not None:
             for phase, seconds in self.phase_times.phases().items():
@@ -192,7 +192,7 @@ class RequestTiming:
 
     def failed(self, error: MoonserveError) -> None:
         (self._metrics.waiting if self._at.first_at is None else self._metrics.running).dec()
-        self._metrics.failed(error.code)
+        self._metrics.failures[error.code].inc()
         if isinstance(error, Overloaded):
             self._figures.rejections[error.message] += 1
         else:
@@ -217,13 +217,8 @@ class RequestTiming:
         metrics, ttft_s, report = self._metrics, now - self._at.arrived_at, self._state.report
         metrics.waiting.dec()
         metrics.running.inc()
-        metrics.ttft_s.observe(ttft_s)
+        metrics.ttft_s.add(ttft_s)
         self._figures.ttft.add(ttft_s, now)
         if report is not None:
-            num_prompt_tokens, cached = len(self._state.prompt), self._state.cached_tokens
-            metrics.queue_s.observe(report.queue_s)
-            metrics.prefill_s.observe(report.load_s + report.compute_s)
-            metrics.prefix_queries.inc(num_prompt_tokens)
-            metrics.prefix_hits.inc(cached)
-            self._figures.totals["prompt_tokens"] += num_prompt_tokens
-            self._figures.totals["cached_tokens"] += cached
+            metrics.queue_s.add(report.queue_s)
+            metrics.prefill_s.add(report.load_s + report.compute_s)

@@ -120,8 +120,8 @@ class Gateway:
             raise NoWorker("this gateway is shutting down")
         metrics = self._context.metrics
         answer = Answer(request, self._context.tracer.begin("request", request.traceparent), metrics)
-        metrics.num_choices.observe(len(request.choices))
-        metrics.max_tokens.observe(request.choices[0].sampling.max_tokens)
+        metrics.num_choices.add(len(request.choices))
+        metrics.max_tokens.add(request.choices[0].sampling.max_tokens)
         answer.generations = [self._generation(request, choice, answer) for choice in request.choices]
         self._start(request, answer.generations)
         return answer

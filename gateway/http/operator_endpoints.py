@@ -86,9 +86,7 @@ class OperatorEndpoints:
         view = self._gateway.cluster.view
         if view is None:
             raise NoWorker("the conductor does not answer")
-        layout = None
-        if view.HasField("layout"):
-            layout = MessageToDict(view.layout, preserving_proto_field_name=True)
+        layout = MessageToDict(view.layout, preserving_proto_field_name=True) if view.HasField("layout") else None
         return JSONResponse(
             {
                 "ready": self._gateway.is_ready,
@@ -131,6 +129,14 @@ class OperatorEndpoints:
         after = request.query_params.get("after", "")
         known = self._history.as_json(int(after) if after.isdecimal() and len(after) < 16 else 0)
         return JSONResponse({"gateway": self._config.instance_id, **known})
+
+    async def steps(self, request: Request) -> Response:
+        """GET /v1/instances/{instance_id}/steps: the latest steps of a worker's engine, oldest first."""
+        instance_id = request.path_params["instance_id"]
+        found = await self._gateway.cluster.steps(instance_id)
+        if found is None:
+            raise ApiError(404, f"the cluster has no worker {instance_id!r}", code="not_found")
+        return JSONResponse({"instance_id": instance_id, "steps": list(map(_numbers, found.steps))})
 
     async def explain(self, request: Request) -> Response:
         """GET /v1/requests/{request_id}/explain: why a request was placed where it was, and what happened then. Times

@@ -117,6 +117,7 @@ def _routes(
         Route("GET", "/v1/cluster", ops.cluster, "Instances and their load", _CLUSTER),
         Route("GET", "/v1/figures", ops.figures, "Figures of the last minute", _FIGURES),
         Route("GET", "/v1/history", ops.history, "The last hour: points behind number `after`", _HISTORY),
+        Route("GET", "/v1/instances/{instance_id}/steps", ops.steps, "A worker's latest steps", _STEPS),
         Route("GET", explained, ops.explain, "Reasons for a request's placement", _EXPLAINED),
         Route("GET", "/health", ops.health, "Liveness: the process is running", status),
         Route("GET", "/ready", ops.ready, "Readiness: a request would be served", status),
@@ -319,6 +320,7 @@ _TOKENIZED = _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), t
 _ANY: Json = {"type": "object"}
 _EXPLAINED = _object(request_id=_TEXT, decisions=_list(_ANY))
 _CLUSTER = _object(ready={"type": "boolean"}, models=_list(_TEXT), instances=_list(_ANY))
+_STEPS = _object(instance_id=_TEXT, steps=_list(_ANY))
 _NUMBERS = _list({"type": "number"})
 _HISTORY = _object(interval_s={"type": "number"}, number=_COUNT, at=_NUMBERS, series=_ANY)
 _FIGURE_GROUPS = ("ttft_s", "tbt_s", "slo", "phases", "totals", "rejections", "failures")

@@ -664,6 +664,87 @@ class WorkerStatus(_message.Message):
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
+class GetStepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStepsRequest: _TypeAlias = GetStepsRequest  # noqa: Y015
+
+@_typing.final
+class StepLog(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]:
+        """the latest 512, oldest first"""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___Step] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepLog: _TypeAlias = StepLog  # noqa: Y015
+
+@_typing.final
+class Step(_message.Message):
+    """One step of the engine, in seconds of the worker's own clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGO_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    ago_s: _builtins.float
+    """from its beginning to this reply"""
+    seconds: _builtins.float
+    waited_s: _builtins.float
+    """of them, for a prefix that was still arriving"""
+    num_sequences: _builtins.int
+    prompt_tokens: _builtins.int
+    """computed: chunks of prompts, and of preempted sequences that are computed again"""
+    decode_tokens: _builtins.int
+    """computed: the others, guesses included"""
+    context_tokens: _builtins.int
+    """of all its sequences, at its end"""
+    def __init__(
+        self,
+        *,
+        ago_s: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        waited_s: _builtins.float = ...,
+        num_sequences: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_s", b"ago_s", "context_tokens", b"context_tokens", "decode_tokens", b"decode_tokens", "num_sequences", b"num_sequences", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
 class ReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -59,6 +59,11 @@ class WorkerStub(object):
                 request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.GetSteps = channel.unary_unary(
+                '/moonserve.Worker/GetSteps',
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStepsRequest.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.StepLog.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -90,6 +95,12 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSteps(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +123,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.WorkerStatus.SerializeToString,
+            ),
+            'GetSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSteps,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStepsRequest.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_worker__pb2.StepLog.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +237,33 @@ class Worker(object):
             '/moonserve.Worker/GetStatus',
             moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStatusRequest.SerializeToString,
             moonserve_dot_protocol_dot_pb_dot_worker__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.Worker/GetSteps',
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.GetStepsRequest.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_worker__pb2.StepLog.FromString,
             options,
             channel_credentials,
             insecure,

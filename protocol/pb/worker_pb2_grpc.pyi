@@ -39,6 +39,7 @@ class WorkerStub:
     """Idempotent; also for requests that have not arrived yet."""
     Events: _grpc.UnaryStreamMultiCallable[_worker_pb2.EventsRequest, _worker_pb2.EventBatch]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]
+    GetSteps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStepsRequest, _worker_pb2.StepLog]
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -49,6 +50,7 @@ class WorkerAsyncStub(WorkerStub):
     """Idempotent; also for requests that have not arrived yet."""
     Events: _aio.UnaryStreamMultiCallable[_worker_pb2.EventsRequest, _worker_pb2.EventBatch]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
+    GetSteps: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStepsRequest, _worker_pb2.StepLog]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -80,6 +82,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.WorkerStatus, _abc.Awaitable[_worker_pb2.WorkerStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def GetSteps(
+        self,
+        request: _worker_pb2.GetStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StepLog, _abc.Awaitable[_worker_pb2.StepLog]]: ...
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

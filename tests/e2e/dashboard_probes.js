@@ -13,6 +13,22 @@ globalThis.coloured = id => {
   return found;
 };
 
+// Elements that are narrower than their content or extend beyond the window, and the page's horizontal overflow.
+globalThis.cutOff = () => [...document.querySelectorAll("body *")].filter(e => {
+  const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+  if (!box.width || style.position === "absolute" || e.closest("[hidden], dialog:not([open])")) return false;
+  const isCut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
+  return isCut || box.right > innerWidth + 1 || box.left < -1;
+}).map(e => e.outerHTML.slice(0, 120));
+globalThis.sideways = () => document.documentElement.scrollWidth - document.documentElement.clientWidth;
+
+// The element that has the focus, and whether one sees that.
+globalThis.focused = () => {
+  const e = document.activeElement, style = getComputedStyle(e);
+  return { key: e.dataset.key || e.id || e.textContent.trim().slice(0, 40), tag: e.tagName,
+    outline: style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0 };
+};
+
 // Where the waterfall's last bar ends, in percent of the request's time.
 globalThis.waterfallEnd = () => Math.max(...[...document.querySelectorAll(".waterfall .span:not(.predicted)")]
   .map(e => parseFloat(e.style.left) + parseFloat(e.style.width)));

@@ -189,7 +189,10 @@ def test_a_byte_flipped_in_the_store_is_found_and_computed_again(cluster: Cluste
     cluster.wait_until_stored([prompt], BLOCK_SIZE)
     cluster.flip_byte(prompt, bad, BLOCK_SIZE)
     cluster.restart(*WORKERS)
+    names = [f"vllm:{name}_total" for name in ("prefix_cache_hits", "external_prefix_cache_hits")]
+    hits = [cluster.metric(name) for name in names]
     after = cluster.greedy(prompt, NUM_TOKENS)
     assert tokens_of(after) == tokens_of(before)
     assert cached_of(after) == bad * BLOCK_SIZE
+    assert [cluster.metric(name) for name in names] == [hits[0], hits[1] + bad * BLOCK_SIZE], "all from the store"
     cluster.wait_for("its count", lambda: cluster.counter("store-0", "integrity_failures") == 1)

@@ -1,5 +1,7 @@
 """The gateway's pages in a real browser, with a cluster under load: content, keyboard access, and any width."""
 
+import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,31 +9,15 @@ import pytest
 
 from moonserve.models import demo_model_path
 from tests.browser import Page, page
-from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.cluster import Cluster, prompt_of, running_cluster
 from tests.e2e.load import BackgroundLoad
 
 pytestmark = pytest.mark.e2e
 
-# Elements that are narrower than their content or extend beyond the window, and the page's horizontal overflow.
-CUT_OFF = """
-[...document.querySelectorAll("body *")].filter(e => {
-  const box = e.getBoundingClientRect(), style = getComputedStyle(e);
-  if (!box.width || style.position === "absolute" || e.closest("[hidden], dialog:not([open])")) return false;
-  const isCut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
-  return isCut || box.right > innerWidth + 1 || box.left < -1;
-}).map(e => e.outerHTML.slice(0, 120))
-"""
-SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-
 # Interactive elements.
 ACTIVE = "input, button, summary, a[href], select, [tabindex='0']"
-FOCUSED = """(() => {
-  const e = document.activeElement, style = getComputedStyle(e);
-  return {key: e.dataset.key || e.id || e.textContent.trim().slice(0, 40), tag: e.tagName,
-          outline: style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0};
-})()"""
 
-
+WORKERS = ("prefill-0", "decode-0")
 PROBES = Path(__file__).with_name("dashboard_probes.js").read_text()
 
 
@@ -50,7 +36,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 async def shown(opened: Page) -> str:
     """Returns the page's text once it shows all sections of a cluster under load."""
     await opened.wait_for("document.body?.innerText.includes('Latest requests')")
+    await opened.evaluate(PROBES)
     return await opened.evaluate("document.body.innerText")
+
+
+async def assert_all_fits(opened: Page, width: int, *, dark: bool = False) -> None:
+    """Asserts that nothing is cut off, or extends beyond a window of this width."""
+    await opened.look(width=width, dark=dark)
+    await opened.wait_for(f"innerWidth === {width} && sideways() <= 0")
+    assert await opened.evaluate("cutOff()") == []
 
 
 async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path: Path) -> None:
@@ -64,7 +58,6 @@ async def test_the_page_shows_the_cluster_under_load(cluster: Cluster, tmp_path:
             await opened.wait_for(f"document.body.innerText.includes({part!r})")
         # Latencies of the last minute.
         await opened.wait_for(r"/p50 [0-9.]+ m?s/.test(document.body.innerText)")
-        await opened.evaluate(PROBES)
         for _ in range(40):  # enough cached tokens for an area that can be seen
             cluster.complete("the same beginning, again and again " * 12, max_tokens=1)
         for chart in ("ttft", "tbt", "time", "tokens", "cache", "phases", "kv", "step", "rails"):
@@ -78,7 +71,6 @@ async def test_the_first_line_says_what_is_wrong_and_why(cluster: Cluster, tmp_p
     """The rules on figures of a healthy cluster of two workers, each with one change."""
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
-        await opened.evaluate(PROBES)
         await opened.wait_for("globalThis.rules !== undefined")
         assert await opened.evaluate("judged(() => {})") == []
         assert await opened.evaluate("SICK.length > 10 && SICK.map(misjudged).filter(Boolean)") == []
@@ -88,14 +80,12 @@ async def test_the_page_shows_what_happens_to_a_large_cluster(cluster: Cluster, 
     """64 instances, one of which leaves; the page's own answers are replaced."""
     async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
         await shown(opened)
-        await opened.evaluate(f"{PROBES}; enlarge()")
+        await opened.evaluate("enlarge()")
         await opened.wait_for("document.querySelectorAll('#role-decode article').length === 64")
         await opened.wait_for("document.body.innerText.includes('decode-64 (decode) left the cluster')")
         for width in (390, 800, 1280):
-            await opened.look(width=width)
-            await opened.wait_for(f"innerWidth === {width} && document.querySelector('#map .gone') !== null")
-            assert await opened.evaluate(SIDEWAYS) <= 0
-            assert await opened.evaluate(CUT_OFF) == []
+            await assert_all_fits(opened, width)
+            await opened.wait_for("document.querySelector('#map .gone') !== null")
         await opened.evaluate("document.querySelector('#health a').click()")
         assert await opened.evaluate("document.activeElement.id") == "map"
 
@@ -106,19 +96,14 @@ async def test_the_dashboard_fits_at_every_width_and_in_every_theme(cluster: Clu
         grounds = set()
         for width in (390, 1280):
             for dark in (False, True):
-                await opened.look(width=width, dark=dark)
-                await opened.wait_for(f"innerWidth === {width}")
-                assert await opened.evaluate(SIDEWAYS) <= 0
-                assert await opened.evaluate(CUT_OFF) == []
+                await assert_all_fits(opened, width, dark=dark)
                 ground = "getComputedStyle(document.body).backgroundColor"
                 grounds.add((dark, await opened.evaluate(ground)))
         assert len(grounds) == 2, "light is light and dark is dark"
-        await opened.look(width=390)
         await opened.evaluate("document.querySelector('#requests button').click()")
         await opened.wait_for("document.querySelectorAll('#explained [role=row]').length > 1")
         await opened.evaluate("document.querySelector('#explained summary').click()")
-        assert await opened.evaluate(SIDEWAYS) <= 0
-        assert await opened.evaluate(CUT_OFF) == []
+        await assert_all_fits(opened, 390)
 
 
 async def test_the_tab_key_reaches_every_control_with_a_visible_focus(cluster: Cluster, tmp_path: Path) -> None:
@@ -130,7 +115,7 @@ async def test_the_tab_key_reaches_every_control_with_a_visible_focus(cluster: C
         reached = []
         for _ in range(expected + 4):  # requests come and go meanwhile
             await opened.press("Tab")
-            reached.append(await opened.evaluate(FOCUSED))
+            reached.append(await opened.evaluate("focused()"))
         names = [each["key"] for each in reached]
         controls = [name for name in names if not name.startswith(("req-", "finding-"))]
         cards = ["instance-prefill-0", "instance-decode-0", "instance-store-0"]
@@ -157,7 +142,6 @@ async def test_the_dashboard_explains_a_request_by_keyboard_alone(cluster: Clust
         # The waterfall: phases one after the other, those of the prediction, and the pieces of the answer.
         for kind, least in (("span:not(.predicted)", 4), ("span.predicted", 1), ("tick", 2), ("mark", 4)):
             assert await opened.evaluate(f"document.querySelectorAll('.waterfall .{kind}').length") >= least
-        await opened.evaluate(PROBES)
         assert 99 < await opened.evaluate("waterfallEnd()") < 101
         assert "undefined" not in text
         # The dialog is labelled for screen readers and contains the focus.
@@ -181,6 +165,33 @@ async def test_the_dashboard_explains_a_request_by_keyboard_alone(cluster: Clust
         assert not opened.complaints
 
 
+async def test_the_dashboard_shows_the_latest_steps_of_a_worker(cluster: Cluster, tmp_path: Path) -> None:
+    """A prompt's chunks and the steps that continue it, as the workers report them and as the page draws them."""
+    reply = cluster.complete(prompt_of("steps", 1_500), max_tokens=40, ignore_eos=True)
+    with cluster.client() as client:
+        prompts, decodes = (client.get(f"/v1/instances/{name}/steps").json()["steps"] for name in WORKERS)
+        assert client.get("/v1/instances/store-0/steps").status_code == 404
+    chunks = [step for step in prompts if step["context_tokens"] >= 512]
+    assert sum(step["prompt_tokens"] for step in chunks) >= reply["usage"]["prompt_tokens"] - 512 > 512
+    assert {step["decode_tokens"] for step in prompts} == {step["prompt_tokens"] for step in decodes} == {0}
+    assert sum(step["context_tokens"] > 1_500 for step in decodes) >= 39, "each decode step has the whole context"
+    pairs = itertools.pairwise(decodes)
+    assert all(b["ago_s"] <= a["ago_s"] - a["seconds"] + 1e-6 for a, b in pairs), "one after the other"
+    async with page(f"{cluster.url}/dashboard", tmp_path / "profile") as opened:
+        await shown(opened)
+        for name, kind in zip(WORKERS, ("prompt", "decode"), strict=True):
+            await opened.evaluate(f"document.querySelector('#instance-{name} summary').click()")
+            await opened.evaluate(f"document.querySelector('#instance-{name} button').click()")
+            await opened.wait_for(f"document.querySelectorAll('#explained .steps .{kind}').length > 2")
+            for width in (390, 1280):
+                await assert_all_fits(opened, width, dark=width == 390)
+                await opened.evaluate("document.querySelector('#explained > button').click()")
+            text = await opened.evaluate("document.getElementById('explanation').innerText")
+            assert re.search(rf"(?s)Steps of {name}.*\d steps in .* busy for [0-9.]+ %.*The slowest", text)
+            await opened.press("Escape")
+        assert not opened.complaints
+
+
 async def test_the_chat_page_streams_stops_edits_and_links_to_the_reasons(cluster: Cluster, tmp_path: Path) -> None:
     text, linked = "document.getElementById('log').innerText", "document.querySelector('article.assistant a')"
     async with page(cluster.url, tmp_path / "profile") as opened:
@@ -198,11 +209,9 @@ async def test_the_chat_page_streams_stops_edits_and_links_to_the_reasons(cluste
         await opened.press("Escape")
         await opened.wait_for(f"{linked} !== null && document.querySelectorAll('article').length === 2")
         assert "and another one" in await opened.evaluate("localStorage.getItem('moonserve chat')")
+        await opened.evaluate(PROBES)
         for width in (390, 1280):
-            await opened.look(width=width, dark=width == 390)
-            await opened.wait_for(f"innerWidth === {width}")
-            assert await opened.evaluate(CUT_OFF) == []
-            await opened.wait_for(f"{SIDEWAYS} <= 0")
+            await assert_all_fits(opened, width, dark=width == 390)
         await opened.evaluate(f"{linked}.click()")
         await opened.wait_for("document.querySelectorAll('#explanation[open] #explained table').length")
         assert not opened.complaints

@@ -17,6 +17,7 @@ import pytest
 from moonserve.__main__ import main
 from moonserve.gateway.generation.request_timing import PHASES
 from moonserve.models import demo_model_path
+from tests.collector import Receiver, attributes_of, running_collector
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster
 from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
@@ -35,9 +36,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder: Path = tmp_path_factory.mktemp("operators")
     flags = (
         *(*UNHURRIED, "--decode-workers", "2", "--log-format", "json", "--log-level", "debug"),
-        *("--trace-dir", str(folder / "traces"), "--trace-sample-ratio", "0"),
+        *("--trace-sample-ratio", "0", "--otlp-traces-endpoint"),
     )
-    with running_cluster(demo_model_path(), folder / "logs", *flags) as started:
+    with running_collector(folder) as url, running_cluster(demo_model_path(), folder / "logs", *flags, url) as started:
         # The cluster is ready with one of them.
         started.wait_for("both decode workers", lambda: all(map(started.epoch, DECODES)))
         yield started
@@ -129,15 +130,8 @@ def test_a_stream_ends_with_the_timing_of_every_choice(cluster: Cluster) -> None
     assert usage["usage"]["completion_tokens"] == 8
 
 
-def spans(cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns the spans of the test's trace."""
-    files = (cluster.log_dir.parent / "traces").glob("*.jsonl")
-    found = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    return [span for span in found if span["context"]["trace_id"] == f"0x{TRACE_ID}"]
-
-
 def test_one_trace_passes_through_every_process(cluster: Cluster) -> None:
-    """Only this client requests a trace, because the sampling ratio is 0."""
+    """Only this client requests a trace, because the sampling ratio is 0. Spans go through a real collector."""
     header = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     wish = {"prompt": list(range(1, 80)), "max_tokens": 8}
     reply = post(cluster, wish, **header)
@@ -148,23 +142,21 @@ def test_one_trace_passes_through_every_process(cluster: Cluster) -> None:
         *((name, "prefill-0") for name in ("prefill", "queue", "load", "compute", "transfer")),
         *((name, decode) for name in ("decode queue", "decode")),
     }
-    cluster.wait_for("all spans", lambda: len(spans(cluster)) >= len(expected))
-    found = spans(cluster)
-    who = {(s["name"], s["resource"]["attributes"]["service.instance.id"]) for s in found}
-    assert who == expected
-    assert len(found) == len(expected), "each once, and nobody else's"
-    by_name = {span["name"]: span for span in found}
-    ids = {name: span["context"]["span_id"] for name, span in by_name.items()}
-    parents = dict.fromkeys(("queue", "load", "compute"), ids["prefill"])
-    parents["request"] = "0xb7ad6b7169203331"
+    cluster.wait_for("all spans", lambda: len(Receiver.spans) >= len(expected))
+    assert {(span.name, process) for process, span in Receiver.spans} == expected
+    assert len(Receiver.spans) == len(expected), "each once, and nobody else's"
+    by_name = {span.name: span for _, span in Receiver.spans}
+    parents = dict.fromkeys(("queue", "load", "compute"), by_name["prefill"].span_id)
+    parents["request"] = bytes.fromhex("b7ad6b7169203331")
     for name, span in by_name.items():
-        assert span["parent_id"] == parents.get(name, ids["request"]), name
-    request = {name.removeprefix("gen_ai."): value for name, value in by_name["request"]["attributes"].items()}
+        parent = parents.get(name, by_name["request"].span_id)
+        assert (span.trace_id.hex(), span.parent_span_id) == (TRACE_ID, parent), name
+    request = {name.removeprefix("gen_ai."): value for name, value in attributes_of(by_name["request"]).items()}
     assert (request["usage.input_tokens"], request["usage.output_tokens"], request["request.max_tokens"]) == (79, 8, 8)
     assert 0 < request["latency.time_to_first_token"] < request["latency.e2e"]
     assert request["request.model"] == reply.json()["model"]
-    assert by_name["decode"]["attributes"]["num_tokens"] == 7
-    assert by_name["place"]["attributes"]["decode_instance"] == decode
+    assert attributes_of(by_name["decode"])["num_tokens"] == 7
+    assert attributes_of(by_name["place"])["decode_instance"] == decode
 
 
 def test_the_gateways_metrics_have_bandwidths_and_steps_of_workers(cluster: Cluster) -> None:

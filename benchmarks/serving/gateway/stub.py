@@ -141,6 +141,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
         return worker_pb2.WorkerStatus()
 
+    async def GetSteps(self, request: worker_pb2.GetStepsRequest, context: Any) -> worker_pb2.StepLog:
+        return worker_pb2.StepLog()
+
     async def Cancel(self, request: worker_pb2.CancelRequest, context: Any) -> worker_pb2.CancelReply:
         return worker_pb2.CancelReply()
 

@@ -4,7 +4,7 @@ import { Charts, railName } from "./charts.js";
 import { findings, isSilent, praise } from "./health.js";
 import { History } from "./history.js";
 import { drawMap } from "./map.js";
-import { waterfall } from "./waterfall.js";
+import { timeline, waterfall } from "./timelines.js";
 
 const MAX_ARROWS = 64; // of the map
 const MANY = 8; // instances of a role, beyond which their cards are small
@@ -117,7 +117,7 @@ function showInstances(noted) {
     cards.classList.toggle("many", members.length > MANY);
     const old = new Map([...cards.children].map(each => [each.id, each]));
     members.forEach((instance, i) => {
-      const id = `instance-${instance.instance_id}`, made = old.get(id) || newCard(id);
+      const id = `instance-${instance.instance_id}`, made = old.get(id) || newCard(id, instance);
       old.delete(id);
       fill(made, instance, noted.has(instance.instance_id));
       if (cards.children[i] !== made) cards.insertBefore(made, cards.children[i] || null);
@@ -126,13 +126,14 @@ function showInstances(noted) {
   }
 }
 
-function newCard(id) { // it stays, so that it keeps the focus and what is open
+function newCard(id, instance) { // it stays, so that it keeps the focus and what is open
   const made = element("article"), details = element("details"), summary = element("summary");
   made.id = id;
   made.tabIndex = -1;
   summary.dataset.key = id;
   summary.append(element("div", undefined, "name"), element("div"), element("div", undefined, "facts"));
   details.append(summary, element("dl"));
+  if (instance.role !== "store") details.append(button("Its latest steps", `steps-${id}`, () => showSteps(instance.instance_id)));
   made.append(details);
   return made;
 }
@@ -149,6 +150,13 @@ function fill(made, instance, noted) {
        ["blocks findable as prefix", count(instance.indexed_blocks)],
        instance.role === "prefill" ? ["tokens queued", count(load.queued_tokens)] : ["tokens of context", count(load.context_tokens)]];
   list.replaceChildren(...[...rows, ["address", instance.rpc_address], ["epoch", String(instance.epoch)]].flatMap(([what, value]) => [element("dt", what), element("dd", value)]));
+}
+
+function button(text, key, act) {
+  const made = element("button", text, "link");
+  made.type = "button"; made.dataset.key = key;
+  made.addEventListener("click", act);
+  return made;
 }
 
 function tile(title, value, detail, className) {
@@ -189,11 +197,9 @@ function showFigures(now) {
 
 function latest(requests) {
   const rows = requests.map(r => {
-    const button = element("button", r.request_id, "link");
-    button.type = "button"; button.dataset.key = r.request_id;
-    button.setAttribute("aria-label", `Explain ${r.request_id}`);
-    button.addEventListener("click", () => explain(r.request_id));
-    return [button, r.outcome, r.prompt_tokens, r.cached_tokens, r.output_tokens, ms(r.ttft_s), ms(r.e2e_s)];
+    const link = button(r.request_id, r.request_id, () => explain(r.request_id));
+    link.setAttribute("aria-label", `Explain ${r.request_id}`);
+    return [link, r.outcome, r.prompt_tokens, r.cached_tokens, r.output_tokens, ms(r.ttft_s), ms(r.e2e_s)];
   });
   return table("Latest requests", ["request", "ended", "prompt", "cached", "generated", "TTFT", "in all"], rows);
 }
@@ -224,13 +230,22 @@ function ending(d) {
   return `${limits}; ${after}, TTFT ${ms(o.ttft_s)}`;
 }
 
-async function explain(id) {
-  opener = document.activeElement.dataset.key;
-  say($("explained-title"), `Request ${id}`);
-  $("explained").replaceChildren(element("p", "asking the conductor …", "dim"));
-  $("explanation").showModal();
-  try { $("explained").replaceChildren(...explained(await ask(`v1/requests/${encodeURIComponent(id)}/explain`))); }
-  catch (error) { $("explained").replaceChildren(element("p", error.message, "bad")); }
+async function inspect(title, path, draw) { // in the dialog, which is opened unless it is open
+  if (!$("explanation").open) {
+    opener = document.activeElement.dataset.key;
+    say($("explained-title"), title);
+    $("explained").replaceChildren(element("p", "asking …", "dim"));
+    $("explanation").showModal();
+  }
+  try { replace("explained", draw(await ask(path))); }
+  catch (error) { replace("explained", [element("p", error.message, "bad")]); }
+}
+
+const explain = id => inspect(`Request ${id}`, `v1/requests/${encodeURIComponent(id)}/explain`, explained);
+
+function showSteps(id) { // as they are now; they do not move while one looks at them
+  const again = button("Look again", "steps-again", () => showSteps(id));
+  inspect(`Steps of ${id}`, `v1/instances/${encodeURIComponent(id)}/steps`, body => [...timeline(body.steps, $("explained").clientWidth), again]);
 }
 
 $("explain").addEventListener("submit", event => {

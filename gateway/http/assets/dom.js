@@ -5,7 +5,7 @@ export const count = n => integers.format(Math.round(n));
 export const rate = n => n == null ? "–" : n < 10 ? n.toFixed(1) : count(n);
 export const ms = s => s == null ? "–" : s === 0 ? "0 ms" : s < 1 ? `${(1e3 * s).toFixed(s < .01 ? 1 : 0)} ms` : `${s.toFixed(s < 10 ? 2 : 0)} s`;
 export const share = x => x == null || isNaN(x) ? "–" : `${(100 * x).toFixed(x < .1 && x ? 1 : 0)} %`;
-const QUANTITY = /^(–|[\d.,]+ (ms|s|[KMGT]?i?B(\/s)?))$/; // a number with its unit
+const QUANTITY = /^(–|[\d.,]+ (ms|s|×|[KMGT]?i?B(\/s)?))$/; // a number with its unit
 
 export function bytes(n) {
   if (n == null) return "–";
@@ -24,6 +24,13 @@ export function element(name, text, className) {
   const made = document.createElement(name);
   if (text !== undefined) made.textContent = text;
   if (className) made.className = className;
+  return made;
+}
+
+export function svg(name, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
   return made;
 }
 

@@ -1,17 +1,10 @@
 // The cluster as a picture: processes in rows by role, arrows as thick as the tokens that moved lately.
-import { $, count, element, goTo, rate, sum } from "./dom.js";
+import { $, count, element, goTo, rate, sum, svg } from "./dom.js";
 import { isSilent } from "./health.js";
 import { compare } from "./history.js";
 
 const ROW = 104, BOX = 28, GAP = 6, LEFT = 22, LABELLED = 78, MIN_BOX = 30;
 const THICKEST = 7;
-
-function svg(name, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
 
 // Nodes of one role within [left, left + width), in as many lines as they need. Returns the y below them.
 function place(nodes, left, width, top) {

@@ -85,6 +85,9 @@ class StepFigures(EngineFigures, StatLoggerBase):
     def _count_step(self, stats: IterationStats) -> None:
         now, before = time.monotonic(), self._last_step_at
         self._last_step_at = now
+        if before is not None:
+            computed, made = stats.prompt_token_stats.computed, stats.num_generation_tokens
+            self.log.add(before, now, self.num_running, computed, made, self.context_tokens(), 0.0)
         if before is not None and stats.num_generation_tokens and not stats.num_prompt_tokens:
             self.steps.num_steps += 1
             self.steps.seconds += now - before

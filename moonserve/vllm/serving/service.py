@@ -35,7 +35,7 @@ from moonserve.vllm.serving.state import (
     Stopping,
 )
 from moonserve.worker.events import Action, Event
-from moonserve.worker.service import Context, Operation, WorkerService
+from moonserve.worker.service import Context, Operation, StepLog, WorkerService
 
 # A decode worker answers as soon as it has taken the request over; the KV moves afterwards.
 HANDOFF_TIMEOUT_S = 10.0
@@ -51,6 +51,7 @@ class EngineFigures:
     num_hit_tokens: int = 0  # of prompts, in the engine's own cache
     num_loaded_tokens: int = 0  # of prompts, that the connector brought
     steps: conductor_pb2.Steps = field(default_factory=conductor_pb2.Steps)  # those without prompt tokens
+    log: StepLog = field(default_factory=StepLog)  # empty if the engine does not report its steps
     context_tokens: Callable[[], int] = lambda: 0  # set by the worker: of the requests that generate
 
 
@@ -89,6 +90,7 @@ class VllmService(WorkerService):
     ) -> None:
         super().__init__(EngineState(), tracer=tracer, clock=clock)
         self.fingerprint = fingerprint
+        self.steps = engine.figures.log
         self._engine = engine
         self._is_prefill = role is Role.PREFILL
         self._channels = channels

@@ -1,10 +1,8 @@
 """Tests of observability: log lines with request ids, progress, tracing spans, and metrics."""
 
-import http.server
 import json
 import logging
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from moonserve.protocol.errors import ConfigError
@@ -126,37 +123,6 @@ def test_spans_are_children_of_request_in_clients_trace(tmp_path: Path) -> None:
 def test_client_decides_on_sampling_or_the_ratio(tmp_path: Path, incoming: str, ratio: float, is_traced: bool) -> None:
     with writing(tmp_path, ratio) as tracer:
         assert (tracer.begin("request", incoming) is not None) == is_traced
-
-
-class Collector(http.server.BaseHTTPRequestHandler):
-    """A minimal OpenTelemetry collector that records the names of spans."""
-
-    received: list[str]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.headers.get("content-encoding") == "gzip":
-            raise AssertionError("nobody asked for that")
-        spans = ExportTraceServiceRequest.FromString(body).resource_spans
-        self.received += [span.name for resource in spans for scope in resource.scope_spans for span in scope.spans]
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Logs nothing."""
-
-
-def test_collector_receives_spans_over_otlp() -> None:
-    Collector.received = []
-    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-        with tracing(TracingConfig(otlp_traces_endpoint=url), "prefill-0", "prefill") as tracer:
-            tracer.span("prefill", INCOMING, time.monotonic() - 1.0, time.monotonic())
-        server.shutdown()
-        thread.join()
-    assert Collector.received == ["prefill"]
 
 
 @pytest.mark.parametrize(
