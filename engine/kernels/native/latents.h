@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "products/matrix_product.h"
+#include "products/tile_product.h"
 #include "thread_pool.h"
 
 constexpr float LATENT_EPSILON = 1e-6f; /* of the norms of latents, whatever the model's epsilon */
@@ -19,6 +19,8 @@ struct Latents {
 struct LatentMatrices {
     Matrix queries, keys, values; /* queries: from their latents; no panels if they have none */
 };
+
+constexpr int64_t MOST_WORDS_OF_HEAD = 512; /* of bfloat16, by tiles */
 
 constexpr int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
@@ -37,6 +39,18 @@ template <typename T>
 static void product_by_head(ThreadPool *pool, const Matrix &matrix, const T *input, int64_t stride, int64_t step,
                             int64_t rows, const StoreHeads<T> &finish) {
     const int64_t panels = panels_of(finish.outputs);
+#if TILES
+    if constexpr (std::is_same_v<T, Bfloat16>)
+        if (has_tiles() && matrix.words <= MOST_WORDS_OF_HEAD)
+            return parallel_for(pool, matrix.num_panels / panels, 1, [&](int64_t from, int64_t to) {
+                alignas(64) char memory[GROUP * MOST_WORDS_OF_HEAD * sizeof(uint32_t)];
+                const TileRows inputs(matrix, rows, memory);
+                for (int64_t head = from; head < to; head++) {
+                    for (int64_t row = 0; row < rows; row++) inputs.store(row, input + row * stride + head * step, matrix.words);
+                    tile_product(matrix, inputs, rows, head * panels, (head + 1) * panels, finish);
+                }
+            });
+#endif
     parallel_for(pool, matrix.num_panels, 1, [&](int64_t from, int64_t to) {
         for (int64_t end; from < to; from = end) {
             end = least(to, (from / panels + 1) * panels);

@@ -14,7 +14,7 @@ template <typename T, typename S>
 static void attend_latent_piece(const Plan &plan, const Tensors<T, S> &tensors, const Piece &piece, float *partial) {
     Workspace<MAX_POOLED> space;
     const Tile token = {piece.row, 1, piece.end - 1, piece.table};
-    const auto work = make_work<true>(plan, tensors, token, 0, space);
+    const auto work = make_work<true>(plan, tensors, token, 0, space, plan.heads > TILE_ROWS); /* fewer are not faster by tiles */
     attend_context(work, piece.first, piece.end);
     store_rows(work, [&](int64_t head, const float *sums, int64_t step) {
         float *to = partial + head * (plan.head_dim + 2);

@@ -58,8 +58,8 @@ template <typename T, typename S, bool LATENT> struct Work {
 
 template <bool LATENT, typename T, typename S>
 static Work<T, S, LATENT> make_work(const Plan &plan, const Tensors<T, S> &tensors, const Tile &tile, int64_t kv_head,
-                                    Workspace<WIDEST<LATENT>> &space) {
-    const bool by_tiles = std::is_same_v<T, Bfloat16> && has_tiles();
+                                    Workspace<WIDEST<LATENT>> &space, bool may_use_tiles = true) {
+    const bool by_tiles = std::is_same_v<T, Bfloat16> && may_use_tiles && has_tiles();
     const int64_t words = up_to_multiple(words_per_head<T>(plan), by_tiles ? STEP : 1);
     const int64_t dims = up_to_multiple(plan.head_dim, by_tiles ? TILE_ROWS : HEIGHT);
     return {plan, tensors, tile, by_tiles, kv_head, plan.heads / plan.kv_heads, words, dims, space};
