@@ -51,7 +51,11 @@ class ChatTemplate:
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
             template = self._with_tools if tools else self._template
-            text = template.render({**context, "messages": plain, "add_generation_prompt": add_generation_prompt})
+            context |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
+            try:
+                text = template.render(context)
+            except jinja2.UndefinedError:  # it may want a text beside tool calls too
+                text = template.render({**context, "messages": [{"content": "", **message} for message in plain]})
             text.encode()  # fails on half a surrogate pair, which JSON can spell and no tokenizer accepts
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
