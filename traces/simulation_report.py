@@ -60,6 +60,7 @@ def page(results: Sequence[SimulationResult]) -> str:
     has_plots = plots.has_matplotlib()
     return templates().get_template("simulation.html").render(
         what=f"{len(results[0].outcomes):,} requests" + runs,
+        answer=_answer(subjects),
         ttft=format_tick(results[0].ttft_slo_s),
         tbt=f"{results[0].tbt_slo_s * 1000:.6g}",
         notice="" if has_plots else f"{NO_PLOTS[0].upper()}{NO_PLOTS[1:]}",
@@ -68,6 +69,17 @@ def page(results: Sequence[SimulationResult]) -> str:
         parts=_parts(subjects),
         counters=_counters(subjects),
     )  # fmt: skip
+
+
+def _answer(subjects: Sequence[NumberedResult]) -> str:
+    """Says what came out, if there are several results of the one with the most effective requests, then lowest TTFT."""
+    best = max(subjects, key=lambda each: (each.figures["effective_fraction"], -each.figures["mean_ttft_ms"]))
+    cells = dict(zip(SUMMARY_COLUMNS, summary_cells(best.figures), strict=True))
+    return (
+        f"{f'Best: {best.title}. ' if len(subjects) > 1 else ''}{cells['effective']} of the requests are effective."
+        f" TTFT p50 {cells['p50']} ms, p90 {cells['p90']} ms, p99 {cells['p99']} ms; TBT p90 {cells['TBT ms p90']} ms;"
+        f" {cells['hits']} of prompt tokens from caches."
+    )
 
 
 def _parts(subjects: Sequence[NumberedResult]) -> Table:

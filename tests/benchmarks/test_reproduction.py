@@ -50,6 +50,8 @@ def test_a_page_of_published_values_is_simulated_for_once(tmp_path: Path, capsys
     for figure in FIGURES:
         assert (figure.title in text) == (figure.name in EASY.split(","))
     assert text.count("Why they differ.") == 5
+    claims = [each["holds"] for figure in found["figures"] for each in figure["claims"]]
+    assert f"{sum(claims)} of {len(claims)} claims" in text
     table, figure_8, *_ = found["figures"]
     plain = figure_8["rows"][0]
     assert (plain["published"], plain["ratio"]) == (1.56, pytest.approx(plain["ours"] / 1.56))

@@ -35,6 +35,7 @@ def test_all_data_is_drawn_and_names_are_escaped() -> None:
     assert "<script" not in text
     assert document.text.count(ODD) >= 6
     assert "rejected: <i>&" in document.text
+    assert "Best: 1 plain. 87.5% of the requests are effective. TTFT p50 739 ms, p90 2,315 ms" in text
     assert any("<p>$&" in each for each in document.drawings)
     assert any("plain" in each and ODD[:9] in each for each in document.drawings)
     drawn = ["Predicted against actual TTFT", "Replicas of popular blocks", "Load of each instance"]
