@@ -72,7 +72,7 @@ def page(results: Sequence[SimulationResult]) -> str:
 
 
 def _answer(subjects: Sequence[NumberedResult]) -> str:
-    """Says what came out, if there are several results of the one with the most effective requests, then lowest TTFT."""
+    """Says what came out: of several results, the one with the most effective requests, then the lowest TTFT."""
     best = max(subjects, key=lambda each: (each.figures["effective_fraction"], -each.figures["mean_ttft_ms"]))
     cells = dict(zip(SUMMARY_COLUMNS, summary_cells(best.figures), strict=True))
     return (
