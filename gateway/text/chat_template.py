@@ -55,7 +55,8 @@ class ChatTemplate:
             try:
                 text = template.render(context)
             except jinja2.UndefinedError:  # it may want a text beside tool calls too
-                text = template.render({**context, "messages": [{"content": "", **message} for message in plain]})
+                texts = [{"content": "", **message} if "tool_calls" in message else message for message in plain]
+                text = template.render({**context, "messages": texts})
             text.encode()  # fails on half a surrogate pair, which JSON can spell and no tokenizer accepts
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
