@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48},
     "deepseek_v3": {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale_all_dim": 1.0}
     },
@@ -91,12 +93,10 @@ CASES = {
     "qwen2 over shm, two workers of each kind": Case(
         family="qwen2", block_size=16, chunk=256, flags=("--transports", "shm", "--speculative", "on"), num_workers=2
     ),
-    "mixture of experts": Case(
-        family="qwen3_moe", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100)
-    ),
-    "latent attention": Case(
-        family="deepseek_v3", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100)
-    ),
+    **{
+        family: Case(family=family, block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100))
+        for family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+    },
     "the layers of transformers": Case(
         family="olmo2", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 101, 300)
     ),
