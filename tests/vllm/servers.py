@@ -156,11 +156,6 @@ class VllmServer:
                 self.process.wait(20.0)
         self.kill()
 
-    def restart(self) -> None:
-        self.stop()
-        self.start()
-        self.wait()
-
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         self.signal(signal.SIGSTOP)

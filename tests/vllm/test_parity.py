@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.models import FAMILIES, RESTARTED, Family, write_model
+from tests.vllm.models import FAMILIES, write_model
 from tests.vllm.prompts import parity_prompts
 from tests.vllm.reference import Expected, Reference, assert_found, assert_same
 from tests.vllm.servers import Answer, VllmServer, disaggregated, running, until_shared
@@ -32,7 +32,6 @@ concurrencies = pytest.mark.parametrize("concurrency", [1, 16])
 class Site:
     """Two servers of one family and their store. `first` has computed all prompts, by salt "cold 1" and "cold 16"."""
 
-    family: Family
     first: VllmServer
     second: VllmServer
     store: StoreNode
@@ -74,7 +73,7 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     second = VllmServer(model, folder / "second.log", {"join": store.join}, family.engine, **SECOND.get(name, {}))
     with reference, store, running(first, second):
         together, *alone = reference.answers()
-        site = Site(family, first, second, store, together, [batch[0] for batch in alone], {})
+        site = Site(first, second, store, together, [batch[0] for batch in alone], {})
         site.cold = {concurrency: site.ask(first, concurrency, f"cold {concurrency}") for concurrency in (1, 16)}
         store.until_quiet()
         yield site
@@ -114,10 +113,3 @@ def test_a_decode_server_goes_on_where_a_prefill_server_ended(site: Site, concur
         site.check(list(threads.map(ask, chosen(concurrency))), concurrency)
     fetched = site.second.metric("vllm:external_prefix_cache_hits_total") - before
     assert fetched >= 0.9 * sum(map(len, chosen(concurrency)))
-
-
-def test_a_restarted_server_finds_its_prompts_in_the_store(site: Site) -> None:
-    if site.family not in [FAMILIES[name] for name in RESTARTED]:
-        pytest.skip("tested with a family of one group of layers, and with one of several")
-    site.first.restart()
-    site.check_found(site.ask(site.first, 16, "cold 16"), 16)

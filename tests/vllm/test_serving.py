@@ -1,4 +1,7 @@
-"""`moonserve serve --engine vllm` with real vLLM workers: the same tokens as one instance, also through losses."""
+"""`moonserve serve --engine vllm` with real vLLM workers: parameters, caches, order, and losses of workers.
+
+`test_serving_parity` compares tokens with those of one instance.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import pytest
 from tests.patience import until
 from tests.random_models import make_model
 from tests.vllm.clusters import Cluster, collect, running_cluster
-from tests.vllm.servers import START_S, VllmServer
+from tests.vllm.servers import START_S
 
 DRAWN = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 FLAGS = (
@@ -43,20 +46,6 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 def _prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(f"{length}/{seed}").choices(range(256), k=length)
-
-
-def test_greedy_tokens_are_those_of_one_instance(cluster: Cluster, model: Path, tmp_path: Path) -> None:
-    prompts = [_prompt(length) for length in (1, 2, 31, 32, 33, 63, 64, 65, 300, 500)]
-    server = VllmServer(model, tmp_path / "log", engine={"max_model_len": 1024, "max_num_seqs": 16})
-    try:
-        server.start()
-        server.wait()
-        expected = [server.complete(prompt, 24).tokens for prompt in prompts]
-    finally:
-        server.stop()
-    assert [cluster.tokens(prompt, 24) for prompt in prompts] == expected
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        assert list(threads.map(lambda prompt: cluster.tokens(prompt, 24), prompts)) == expected
 
 
 def test_a_prompt_that_comes_again_is_cached_and_the_conductor_knows_its_blocks(cluster: Cluster) -> None:
@@ -95,32 +84,6 @@ def test_prompts_of_other_salts_share_no_blocks(cluster: Cluster) -> None:
         assert bool(usage["prompt_tokens_details"]["cached_tokens"]) == bool(num_cached)
 
 
-@pytest.mark.parametrize("parameters", [{}, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("lost", ["prefill", "decode", "decode engine"])
-def test_an_answer_goes_on_after_the_loss_of_a_worker(cluster: Cluster, lost: str, parameters: dict[str, Any]) -> None:
-    """With its own tokens, each once. A worker and its engine end together."""
-    cluster.wait_until_complete()
-    prompt, moment = _prompt(100, seed=3), threading.Event()
-    expected = cluster.tokens(prompt, 600, **parameters)
-    with cluster.stream(prompt, 600, **parameters) as events, ThreadPoolExecutor(1) as threads:
-        first = next(events)
-        answer = threads.submit(collect, events, moment)
-        decision = cluster.decision(first["id"])
-        assert moment.wait(START_S)
-        role, _, part = lost.partition(" ")
-        processes = cluster.kill(decision[role], engine_only=part == "engine")
-        tokens = [*first["choices"][0]["token_ids"], *answer.result()]
-    assert tokens == expected
-    until(lambda: not any(_is_alive(process) for process in processes))
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 _BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -132,7 +95,6 @@ main(parser.parse_args())
 
 def test_vllm_bench_serve_replays_a_trace_in_mooncakes_format(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """The program behind `vllm bench serve`, whose command fails in vLLM's build for CPUs."""
-    cluster.wait_until_complete()
     lengths = [(520 + 40 * n, 4 + n) for n in range(8)]
     lines = [
         {"timestamp": 250 * n, "input_length": prompt, "output_length": answer, "hash_ids": [0, n + 1]}
@@ -153,7 +115,6 @@ def test_vllm_bench_serve_replays_a_trace_in_mooncakes_format(cluster: Cluster, 
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
-    cluster.wait_until_complete()
     with cluster.stream(_prompt(50, seed=4), 900) as events:
         for _ in range(5):
             next(events)
@@ -198,3 +159,34 @@ def test_lengths_and_stops_end_an_answer_on_either_worker(cluster: Cluster) -> N
 
 def _stopped(cluster: Cluster, stops: Sequence[int]) -> list[int]:
     return cluster.tokens("text", 8, stop_token_ids=list(stops))
+
+
+@pytest.mark.parametrize(
+    ("lost", "parameters"),
+    [("prefill", DRAWN), ("decode", DRAWN), ("decode engine", DRAWN), ("decode", {})],
+    ids=["prefill", "decode", "decode engine", "decode, greedy"],
+)
+def test_an_answer_goes_on_after_the_loss_of_a_worker(cluster: Cluster, lost: str, parameters: dict[str, Any]) -> None:
+    """With its own tokens, each once. A worker and its engine end together.
+
+    Last in this file, because the worker takes long to come back."""
+    cluster.wait_until_complete()
+    prompt, moment = _prompt(100, seed=3), threading.Event()
+    expected = cluster.tokens(prompt, 600, **parameters)
+    with cluster.stream(prompt, 600, **parameters) as events, ThreadPoolExecutor(1) as threads:
+        first = next(events)
+        answer = threads.submit(collect, events, moment)
+        decision = cluster.decision(first["id"])
+        assert moment.wait(START_S)
+        role, _, part = lost.partition(" ")
+        processes = cluster.kill(decision[role], engine_only=part == "engine")
+        tokens = [*first["choices"][0]["token_ids"], *answer.result()]
+    assert tokens == expected
+    until(lambda: not any(_is_alive(process) for process in processes))
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
