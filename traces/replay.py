@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import time
@@ -173,20 +172,28 @@ async def send_trace(config: ReplayConfig) -> ReplayResult:
         builder = PromptBuilder(facts.vocab_size or 0, config.seed)
         ideal = ideal_cached_tokens(records, facts.block_size or records[0].tokens_per_hash)
         tasks: list[asyncio.Task[RequestResult]] = []
-        ends = itertools.count(1)
+        num_ended = 0
         with ProgressBars() as progress:
 
-            def one_more(_: object) -> None:
-                num_ended = next(ends)
-                text = f"{num_ended:,} of {len(records):,} requests"
-                progress.show("replaying", num_ended, len(records), text)
+            def show(_: object = None) -> None:
+                text = f"{num_ended:,} of {len(records):,} requests, {len(tasks) - num_ended:,} in flight"
+                elapsed_s = time.monotonic() - began_at
+                # If requests go on ending at the rate, per arrival, at which they have ended so far.
+                all_s = max(records[-1].arrived_s, elapsed_s) * len(tasks) / num_ended if num_ended else elapsed_s
+                progress.show("replaying", num_ended, len(records), text, all_s - elapsed_s)
+
+            def end(_: object) -> None:
+                nonlocal num_ended
+                num_ended += 1
+                show()
 
             began_at = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 async for index, prompt in _due_prompts(records, builder, began_at):
                     sending = _send_request(client, facts.name, records[index], prompt, ideal[index], began_at)
                     tasks.append(group.create_task(sending))
-                    tasks[-1].add_done_callback(one_more)
+                    tasks[-1].add_done_callback(end)
+                    show()
             duration_s = time.monotonic() - began_at
     return ReplayResult(sent=[task.result() for task in tasks], duration_s=duration_s)
 

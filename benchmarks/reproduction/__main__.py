@@ -265,7 +265,7 @@ def _simulate(wanted: Mapping[str, Mapping[str, Job]], trace: TraceFile, archive
             flush=True,
         )
         text = f"{progress.num_done} of {progress.num_all}"
-        shown.show("simulations", progress.num_done, progress.num_all, text)
+        shown.show("simulations", progress.share_done, 1.0, text, progress.left_s)
 
     with ProgressBars(lines=False) as shown, shown.busy("simulating"):
         run_missing(names, trace, archive, num_processes=processes, tell=tell)

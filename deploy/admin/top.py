@@ -20,6 +20,7 @@ from rich.text import Text
 
 from moonserve.deploy.terminal import EXIT_OK, KEY_ENV, add_url_option, bar, cluster_view, fetch, run, size
 from moonserve.protocol.errors import MoonserveError, Unauthenticated
+from moonserve.protocol.process.progress_bars import ProgressBars
 
 _SILENT_S = 3.0
 
@@ -186,7 +187,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     key = environ.get(KEY_ENV, "")
 
     def body(arguments: Namespace) -> int:
-        earlier = _fetch_snapshot(arguments.url, key)
+        with ProgressBars(lines=False) as progress, progress.busy(f"asking {arguments.url}"):
+            earlier = _fetch_snapshot(arguments.url, key)
         if arguments.once or not console.is_terminal:
             console.print(render(earlier, None))
             return EXIT_OK

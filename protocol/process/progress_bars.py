@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 LINE_EVERY_S = 5.0
@@ -38,7 +38,6 @@ class ProgressBars:
             BarColumn(),
             TextColumn("{task.fields[text]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
             console=console,
             transient=True,
         )
@@ -46,7 +45,7 @@ class ProgressBars:
         self._has_lines = lines and not self._is_live
         self._clock = clock
         self._tasks: dict[str, TaskID] = {}
-        self._started_at = clock()
+        self._began: dict[str, tuple[float, float]] = {}  # when a task was first shown, and what was done then
         self._printed_at: dict[str, float] = {}
 
     def __enter__(self) -> ProgressBars:
@@ -58,14 +57,22 @@ class ProgressBars:
         if self._is_live:
             self._bars.stop()
 
-    def show(self, name: str, done: float, total: float, text: str) -> None:
-        """Updates a task. `text` is its progress in the task's own units."""
+    def show(self, name: str, done: float, total: float, text: str, left_s: float | None = None) -> None:
+        """Updates a task. `text` is its progress in the task's own units. `left_s` is the caller's estimate of the time
+        left; without one, the rest is assumed to take as long as what was done since the task was first shown."""
+        now = self._clock()
+        began_at, before = self._began.setdefault(name, (now, done))
+        if left_s is None and done > before:
+            left_s = (now - began_at) * (total - done) / (done - before)
+        if left_s:
+            text += f", {duration(left_s)} left"
         if self._is_live:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=total, text=text)
             self._bars.update(self._tasks[name], completed=done, total=total, text=text)
-        elif self._has_lines:
-            self._print_line(name, done, total, text)
+        elif now - self._printed_at.setdefault(name, began_at) >= LINE_EVERY_S and done < total:
+            self._printed_at[name] = now
+            self.note(f"{name}: {text}")
 
     @contextlib.contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -86,13 +93,6 @@ class ProgressBars:
             self._bars.console.print(text, markup=False, soft_wrap=True)
         elif self._has_lines:
             print(text, file=self._stream, flush=True)
-
-    def _print_line(self, name: str, done: float, total: float, text: str) -> None:
-        now = self._clock()
-        if now - self._printed_at.setdefault(name, self._started_at) >= LINE_EVERY_S and done < total:
-            self._printed_at[name] = now
-            left_s = (now - self._started_at) * (total - done) / done if done else None
-            self.note(f"{name}: {text}" + (f", {duration(left_s)} left" if left_s else ""))
 
 
 def duration(seconds: float) -> str:

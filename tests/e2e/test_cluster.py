@@ -112,7 +112,9 @@ def test_the_openai_client_for_node_and_calls_of_open_webui_get_their_answers(cl
         pytest.skip("needs npm (.ci/system-packages)")
     folder = shutil.copytree(Path(__file__).parent / "clients", tmp_path / "clients")
     subprocess.run(["npm", "ci", "--silent", "--no-audit", "--no-fund"], cwd=folder, check=True)
+    dropped = cluster.counter("decode-0", "requests_dropped")
     subprocess.run(["node", "check.mjs", cluster.url, "sesame", MODEL], cwd=folder, check=True)
+    cluster.wait_for("its stop", lambda: cluster.counter("decode-0", "requests_dropped") > dropped)
 
 
 def test_the_anthropic_client_gets_the_same_messages_streamed_and_whole(cluster: Cluster) -> None:

@@ -157,6 +157,7 @@ class JobProgress:
     took_s: float
     num_done: int
     num_all: int
+    share_done: float  # by the costs of the works
     left_s: float  # estimated from the work done so far
 
 
@@ -178,7 +179,7 @@ def run_missing(
     for done, (work, took_s) in enumerate(_results(wanted, trace, archive, num_processes), 1):
         finished += work.cost
         left_s = (time.perf_counter() - began) * (total / finished - 1)
-        tell(JobProgress(work, took_s, done, len(wanted), left_s))
+        tell(JobProgress(work, took_s, done, len(wanted), finished / total, left_s))
 
 
 def _results(

@@ -335,7 +335,7 @@ class SimulationScorer:
                     f" {score.effective:.1%} effective ({done.took_s:.0f} s)"
                 )
                 text = f"{done.num_done} of {done.num_all}"
-                progress.show("simulations", done.num_done, done.num_all, text)
+                progress.show("simulations", done.share_done, 1.0, text, done.left_s)
 
             with progress.busy(f"{len(clusters)} clusters on {part}"):
                 run_missing(runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell)

@@ -102,16 +102,26 @@ def run(config: SimulateConfig) -> int:
     if config.report is not None:
         with explain_write_errors(f"to --report {config.report}"):  # fails now, not after minutes of computing
             Path(config.report).mkdir(parents=True, exist_ok=True)
-    records = read_trace(Path(config.trace), config.limit)
-    records = [record.scaled(1.0, 1.0, config.speedup) for record in records]
     results = []
     with ProgressBars() as progress:
+        with progress.busy(f"reading {config.trace}"):
+            records = read_trace(Path(config.trace), config.limit)
+            records = [record.scaled(1.0, 1.0, config.speedup) for record in records]
         for number, (name, spec) in enumerate(specs, start=1):
-            with progress.busy(f"simulating {name} ({number} of {len(specs)})"):
-                results.append(simulate(spec, records, name=name))
+            task = f"{name} ({number} of {len(specs)})"
+
+            def show(num_ended: int, task: str = task) -> None:
+                text = f"{num_ended:,} of {len(records):,} requests"
+                progress.show(task, num_ended, len(records), text)
+
+            show(0)
+            results.append(simulate(spec, records, name=name, progress=show))
+            show(len(records))
     print(format_summary(results))
     if config.report is not None:
-        print(write_page(results, config.report))
+        with ProgressBars() as progress, progress.busy(f"writing {config.report}"):
+            page = write_page(results, config.report)
+        print(page)
     return 0
 
 

@@ -172,12 +172,18 @@ def test_fast_metrics_equal_prometheus_client(observed: list[tuple[float, int]])
 
 
 def test_progress_line_is_printed_every_few_seconds() -> None:
+    """The time left is estimated from what was done since the task was first shown, unless the caller knows better."""
     log, clock = StringIO(), Clock(0.0)
     with ProgressBars(log, clock=clock) as progress:
+        clock.now = before = 1000.0
         for done in range(11):
-            clock.now = done * LINE_EVERY_S / 2
+            clock.now = before + done * LINE_EVERY_S / 2
             progress.show("copying", done, 10, f"{done} of 10 objects")
+            progress.show("resumed", 80 + done, 90, f"{80 + done} of 90")
+            progress.show("known", done, 10, f"{done} of 10", left_s=90.0)
     lines = log.getvalue().splitlines()
+    assert lines[1:3] == ["resumed: 82 of 90, 20.0 s left", "known: 2 of 10, 1 min 30 s left"]
+    lines = [line for line in lines if "copying" in line]
     assert len(lines) == 4
     assert lines[0] == "copying: 2 of 10 objects, 20.0 s left"
     assert "10 of 10" not in log.getvalue(), "the result says so"

@@ -10,9 +10,11 @@ import pytest
 from moonserve.__main__ import main
 from moonserve.protocol.errors import ConfigError
 from moonserve.traces.experiments.simulate import SimulateConfig, parse_fault, specs_of
+from moonserve.traces.format import read_trace
+from moonserve.traces.simulator.cluster.run import simulate
 from moonserve.traces.simulator.model_profiles import FORMAT, LLAMA3_70B_8XA800, PROFILES, read_profile, write_profile
 from moonserve.traces.simulator.results import results_from_json
-from moonserve.traces.simulator.spec import Crowding, Fault, Overheads
+from moonserve.traces.simulator.spec import ClusterSpec, Crowding, Fault, Overheads
 from tests.traces.made import write_sessions
 
 
@@ -35,6 +37,16 @@ def test_many_runs_are_one_table_and_one_folder(trace: str, tmp_path: Path, caps
     assert [len(each.outcomes) for each in stored[0]] == [20, 20, 20]
     _, aware, plain = (sum(outcome.cached_tokens for outcome in each.outcomes) for each in stored[0])
     assert aware > 0 == plain
+
+
+def test_progress_counts_requests_that_ended(tmp_path: Path) -> None:
+    """It never falls, never passes the number of requests, and changes no result."""
+    records, seen = read_trace(write_sessions(tmp_path / "long.jsonl", 400)), [0]
+    spec = ClusterSpec(model=LLAMA3_70B_8XA800, num_prefill=1, num_decode=1)
+    told = simulate(spec, records, progress=seen.append)
+    assert seen == sorted(seen)
+    assert 0 < seen[-1] <= len(records)
+    assert replace(told, wall_s=0.0) == replace(simulate(spec, records), wall_s=0.0)
 
 
 def test_fixed_and_changing_roles_stand_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

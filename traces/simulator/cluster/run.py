@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.cluster.conditional_disaggregation import ConditionalCluster
 from moonserve.traces.simulator.cluster.coupled import CoupledCluster
 from moonserve.traces.simulator.cluster.disaggregated import DisaggregatedCluster
-from moonserve.traces.simulator.cluster.event_loop import Event, EventLoop
+from moonserve.traces.simulator.cluster.event_loop import Event, EventLoop, TimedEvent
 from moonserve.traces.simulator.cluster.heartbeats_and_samples import block_key_of
-from moonserve.traces.simulator.cluster.request_state import RequestState
+from moonserve.traces.simulator.cluster.request_state import Phase, RequestState
 from moonserve.traces.simulator.cluster.role_switching import SwitchingCluster
 from moonserve.traces.simulator.results import SimulationResult
 from moonserve.traces.simulator.spec import ClusterSpec, CoupledSpec
 
+_EVENTS_BETWEEN_REPORTS = 1024
 
-def simulate(spec: ClusterSpec | CoupledSpec, records: Sequence[TraceRecord], *, name: str = "") -> SimulationResult:
+
+def simulate(
+    spec: ClusterSpec | CoupledSpec,
+    records: Sequence[TraceRecord],
+    *,
+    name: str = "",
+    progress: Callable[[int], None] | None = None,
+) -> SimulationResult:
     """Simulates a cluster that serves a trace. Equal arguments give equal results, except for `wall_s`.
 
-    Raises ConfigError if the spec or the trace cannot be simulated.
+    `progress` is called now and then with the number of requests that have ended. Raises ConfigError if the spec or
+    the trace cannot be simulated.
     """
     began_s = time.perf_counter()
     requests = request_states_of(records, spec.block_size, spec.model.max_model_len)
     cluster = CoupledCluster(spec, requests) if isinstance(spec, CoupledSpec) else cluster_of(spec, requests)
     clock: EventLoop[Event] = EventLoop()
-    clock.run(cluster.begin(), cluster.handle)
+
+    def handle(event: Event, now: float) -> Iterable[TimedEvent[Event]]:
+        if progress is not None and clock.num_events % _EVENTS_BETWEEN_REPORTS == 0:
+            progress(sum(request.phase is Phase.ENDED for request in requests))
+        return cluster.handle(event, now)
+
+    clock.run(cluster.begin(), handle)
     began_at = min((request.record.arrived_s for request in requests), default=0.0)
     ended_at = max((request.ended_at for request in requests), default=began_at)
     return SimulationResult(

@@ -9,7 +9,7 @@
 #include "quantised_weights.h"
 
 #if TILES
-/* Of a block's rows with the high bytes of their inputs, followed by those with the low bytes. */
+/* The sums of a block's rows with the high bytes of their inputs, followed by those with the low bytes. */
 typedef int32_t TileSums[2 * TILE_ROWS][PANEL];
 
 /* Writes codes of 4 bits as bytes, less `zero`. */
