@@ -11,7 +11,7 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 VLLM := .venv-vllm
 
-.PHONY: help .venv-peers .venv-vllm serve test test-all test-thorough test-rdma test-vllm check format conformance chaos simulate bench bench-transfer bench-store bench-engine bench-vllm reproduce docs proto proto-check proto-compare pages-check clean
+.PHONY: help .venv-peers .venv-vllm .venv-clients serve test test-all test-thorough test-rdma test-vllm test-images check format conformance chaos simulate bench bench-transfer bench-store bench-engine bench-vllm reproduce docs proto proto-check proto-compare pages-check clean
 
 help:
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-15s %s\n' "$$target" "$$text"; done
@@ -32,7 +32,7 @@ test: $(DEV) ## the tests for every change, in minutes; a part: ARGS="tests/kvst
 # All other tests: clusters, Ray, Redis, Prometheus, a browser, a virtual machine, ten times the examples of every
 # property, 300 clusters in virtual time, and two minutes of fault injection into a real one.
 test-all: EXTRA = 2
-test-all: $(DEV) ## all other tests, simulation and chaos; tens of minutes
+test-all: $(DEV) .venv-clients/.installed ## all other tests, simulation and chaos; tens of minutes
 	@$(BIN)/python -m compileall -q $(PACKAGES) tests
 	MOONSERVE_TEST_EXAMPLES=1 $(PYTEST) -m "(slow or examples) and not vllm" $(ARGS)
 	$(MAKE) simulate ARGS="--seeds 300"
@@ -47,6 +47,9 @@ test-thorough: $(DEV) ## all tests with a hundred times the examples; hours
 test-rdma: $(DEV) ## RDMA verbs in a virtual machine
 	$(BIN)/python -m tests.rdma.guest --prepare
 	$(BIN)/python -m pytest -s -m rdma tests/rdma $(ARGS)
+
+test-images: ## the Docker image: built by buildah, started, asked (as root, 5 GB)
+	tests/deploy/image.sh
 
 # Tests with vLLM, in its own environment. Warnings of vLLM and its dependencies are not errors here.
 test-vllm: $(DEV) $(VLLM)/.installed ## the tests beside vLLM, in .venv-vllm (3.5 GB)
@@ -124,6 +127,14 @@ NO_AMX = $(if $(filter x86_64,$(shell uname -m)),-DCMAKE_C_FLAGS=-mno-amx-int8 -
 	$(PYTHON) -m venv .venv-peers
 	CMAKE_ARGS="-DLLAVA_BUILD=OFF $(NO_AMX)" .venv-peers/bin/python -m pip install --disable-pip-version-check --quiet -r $<
 	.venv-peers/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Programs of other projects that call a cluster (tests/e2e/test_cluster.py): 2.2 GB.
+.venv-clients: .venv-clients/.installed
+
+.venv-clients/.installed: tests/e2e/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --disable-pip-version-check --quiet -r $<
 	@touch $@
 
 # vLLM with moonserve as its users install it: the base requirements, not `serve`. No constraints.txt: vLLM's versions

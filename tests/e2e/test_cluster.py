@@ -2,6 +2,8 @@
 and a flipped byte. The other files of this folder test each in depth (`make test-all`)."""
 
 import itertools
+import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -29,6 +31,8 @@ WORKERS = ("prefill-0", "decode-0")
 LONG_ANSWER = 4_000
 """Tokens of an answer that takes seconds, so that a worker's failure hits its stream."""
 MODEL = "moonserve-demo"
+CLIENTS = Path(__file__).parent / "clients"
+PROGRAMS = Path(__file__).parents[2] / ".venv-clients" / "bin"
 QUESTION = [
     {"role": "system", "content": "You write Python."},
     {"role": "user", "content": "Complete this Python code:\ndef get_name(self):"},
@@ -110,11 +114,56 @@ def test_the_openai_client_for_node_and_calls_of_open_webui_get_their_answers(cl
     """The last call is an answer that its reader stops: its worker must not go on."""
     if shutil.which("npm") is None:
         pytest.skip("needs npm (.ci/system-packages)")
-    folder = shutil.copytree(Path(__file__).parent / "clients", tmp_path / "clients")
+    folder = shutil.copytree(CLIENTS, tmp_path / "clients")
     subprocess.run(["npm", "ci", "--silent", "--no-audit", "--no-fund"], cwd=folder, check=True)
     dropped = cluster.counter("decode-0", "requests_dropped")
     subprocess.run(["node", "check.mjs", cluster.url, "sesame", MODEL], cwd=folder, check=True)
     cluster.wait_for("its stop", lambda: cluster.counter("decode-0", "requests_dropped") > dropped)
+
+
+def run_program(name: str, *arguments: str) -> None:
+    """Runs a program of `make .venv-clients`."""
+    if not (PROGRAMS / name).exists():
+        pytest.skip("needs make .venv-clients")
+    environ = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # instead of a list from another host
+    subprocess.run([str(PROGRAMS / name), *arguments], env=environ, check=True)
+
+
+@pytest.mark.slow
+def test_langchain_and_litellm_get_their_answers(cluster: Cluster) -> None:
+    run_program("python", str(CLIENTS / "check.py"), cluster.url, "sesame", MODEL)
+
+
+@pytest.mark.slow
+def test_aiperf_measures_every_request(cluster: Cluster, tmp_path: Path) -> None:
+    server = ("--url", cluster.url, "--api-key", "sesame", "--model", MODEL, "--tokenizer", str(demo_model_path()))
+    load = ("--endpoint-type", "chat", "--streaming", "--concurrency", "4", "--request-count", "24", "--isl", "64")
+    length = ("--osl", "16", "--extra-inputs", "ignore_eos:true")
+    run_program("aiperf", "profile", *server, *load, *length, "--output-artifact-dir", str(tmp_path), "--ui", "none")
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert report["request_count"]["avg"] == 24
+    assert not report["error_summary"]
+    assert report["usage_completion_tokens"]["min"] == report["usage_completion_tokens"]["max"] == 16
+    assert 0 < report["time_to_first_token"]["p50"] < report["request_latency"]["p50"]
+
+
+@pytest.mark.slow
+def test_guidellm_replays_a_trace_of_mooncakes_format(cluster: Cluster, tmp_path: Path) -> None:
+    """Its prompts share 1,024 tokens, which are not computed again for those that come later."""
+    trace, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
+    lengths = {"input_length": 1124, "output_length": 8}
+    records = [{"timestamp": 500 * i, **lengths, "hash_ids": [0, 1, 2 + i]} for i in range(12)]
+    trace.write_text("\n".join(map(json.dumps, records)))
+    cached = cluster.metric("vllm:prompt_tokens_cached_total")
+    backend = f"kind=openai_http,target={cluster.url},api_key=sesame,model={MODEL}"
+    data = f"kind=mooncake,source.kind=json_file,source.path={trace}"
+    tokenizer = f"kind=huggingface_auto,model={demo_model_path()}"
+    asked = ("--backend", backend, "--data", data, "--tokenizer", tokenizer, "--profile", "kind=replay,time_scale=0.001")
+    run_program("guidellm", "run", *asked, "--output", f"kind=json,path={report}", "--disable-console-interactive")
+    figures = json.loads(report.read_text())["benchmarks"][0]["metrics"]
+    assert figures["request_totals"] == {"successful": 12, "errored": 0, "incomplete": 0, "total": 12}
+    assert figures["output_token_count"]["successful"]["min"] == 8
+    assert cluster.metric("vllm:prompt_tokens_cached_total") - cached >= 1024
 
 
 def test_the_anthropic_client_gets_the_same_messages_streamed_and_whole(cluster: Cluster) -> None:
