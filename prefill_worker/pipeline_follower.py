@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -49,7 +48,7 @@ class FollowerConfig(PrefillConfig):
             )
 
 
-def follower_config(leader: PrefillConfig, rank: int, status_fd: int) -> FollowerConfig:
+def follower_config(leader: PrefillConfig, rank: int) -> FollowerConfig:
     """Returns the configuration of a follower of `leader`. A follower is not a member of the cluster and has no metrics
     port."""
     own = replace(
@@ -58,8 +57,8 @@ def follower_config(leader: PrefillConfig, rank: int, status_fd: int) -> Followe
         port=0,
         conductor=None,
         metrics_port=0,
-        status_fd=status_fd,
-        parent_pid=os.getpid(),
+        status_fd=None,
+        parent_pid=None,
     )
     values = {each.name: getattr(own, each.name) for each in fields(PrefillConfig)}
     return FollowerConfig(**values, pipeline_rank=rank)

@@ -188,30 +188,15 @@ class Supervisor:
             raise ChildDied(text, exit_code=1) from error
 
     async def _spawn(self, child: Child) -> None:
-        read_fd, write_fd = os.pipe()
         child.failure = None
-        try:
-            with _log_of(child) as log_file:
-                child.process = await asyncio.create_subprocess_exec(
-                    child.spec.python or sys.executable,
-                    *child.spec.argv,
-                    *child.spec.flags,
-                    "--status-fd",
-                    str(write_fd),
-                    "--parent-pid",
-                    str(os.getpid()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    pass_fds=(write_fd, *child.spec.fds),
-                    env={**self._environment, **child.spec.environment},
-                    start_new_session=True,  # a terminal's Ctrl-C reaches only the launcher
-                )
-        except BaseException:  # no follower owns the descriptor yet
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
+        with _log_of(child) as log_fd:
+            child.process, read_fd = await child_process.spawn(
+                (*child.spec.argv, *child.spec.flags),
+                {**self._environment, **child.spec.environment},
+                child.spec.fds,
+                python=child.spec.python,
+                log_fd=log_fd,
+            )
         child.follower = asyncio.create_task(self._follow_status(child, read_fd))
 
     async def _follow_status(self, child: Child, read_fd: int) -> None:
