@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import grpc.aio
 
 from moonserve.engine.replica import Replica, running_replica
 from moonserve.prefill_worker.config import PrefillConfig
@@ -25,7 +22,7 @@ from moonserve.protocol.kv_blocks import DTYPE_BYTES
 from moonserve.protocol.pb import pipeline_pb2, pipeline_pb2_grpc
 from moonserve.protocol.process.config import option
 from moonserve.protocol.process.lifecycle import Lifecycle
-from moonserve.protocol.rpc.grpc_transport import RpcServer
+from moonserve.protocol.rpc.grpc_transport import Context, RpcServer
 from moonserve.protocol.rpc.wire import failure_to_wire
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.transfer.config import TransferTimeout
@@ -62,9 +59,6 @@ def follower_config(leader: PrefillConfig, rank: int) -> FollowerConfig:
     )
     values = {each.name: getattr(own, each.name) for each in fields(PrefillConfig)}
     return FollowerConfig(**values, pipeline_rank=rank)
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):

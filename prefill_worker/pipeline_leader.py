@@ -39,6 +39,7 @@ from moonserve.protocol.kv_blocks import pack_checksums
 from moonserve.protocol.pb import pipeline_pb2, pipeline_pb2_grpc
 from moonserve.protocol.process.child_process import NotReady, WorkerPart, wait_for_first_exit
 from moonserve.protocol.process.config import to_flags
+from moonserve.protocol.process.event_loop import cancel_all
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import failure_from_wire
 from moonserve.transfer import Segment, TransferEngine
@@ -152,9 +153,7 @@ class GroupStep:
             sampled = await self._own.compute()
             outcomes = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
             raise
         own = [tuple(checksum for _, checksum in sums) for sums in self._own.checksums()]
         self._sums = [own, *(checksums for _, checksums in outcomes)]

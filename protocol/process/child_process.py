@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.process.event_loop import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -149,8 +150,7 @@ class WorkerPart:
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the process, and kills it after `timeout_s`."""
-        self.ready.cancel()
-        await asyncio.gather(self.ready, return_exceptions=True)
+        await cancel_all([self.ready])
         terminate(self.process)
         await wait_or_kill(self.process, timeout_s)
 

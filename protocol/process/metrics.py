@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from itertools import accumulate
-from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest, start_http_server
@@ -23,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.pb import metrics_pb2, metrics_pb2_grpc
 from moonserve.protocol.process.event_loop import LoopRunner
+from moonserve.protocol.rpc.grpc_transport import Context
 
 
 class FastCounter(Collector):
@@ -100,9 +100,6 @@ def http_endpoint(registry: CollectorRegistry, host: str, port: int) -> Iterator
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def process_registry() -> CollectorRegistry:
