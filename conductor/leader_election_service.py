@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from moonserve.conductor.config import ConductorConfig
@@ -54,7 +53,7 @@ from moonserve.protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.metrics import add_metrics_service
-from moonserve.protocol.rpc.grpc_transport import RpcServer
+from moonserve.protocol.rpc.grpc_transport import Context, RpcServer
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +225,6 @@ class Candidate:
 # Calls in flight when the process stops are answered within milliseconds.
 STOP_GRACE_S = 0.5
 
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _METHODS = frozenset(method.name for method in conductor_pb2.DESCRIPTOR.services_by_name["Conductor"].methods)
 

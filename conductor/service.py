@@ -10,9 +10,8 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from moonserve.conductor import wire
@@ -53,12 +52,11 @@ from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.process.metrics import http_endpoint, process_registry
 from moonserve.protocol.process.tracing import Tracer, tracing
 from moonserve.protocol.request import Role
-from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.grpc_transport import Channels, Context
 from moonserve.protocol.rpc.wire import failure_to_wire, from_message, role_to_wire, to_message
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R")
 
 _ROLE_TIMEOUT_S = 5.0

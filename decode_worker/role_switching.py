@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-import grpc.aio
-
 from moonserve.decode_worker.config import AllotmentConfig, DecodeConfig
 from moonserve.decode_worker.worker import DecodeWorker
 from moonserve.engine.kv_cache.block_pool import BlockPool
@@ -26,6 +24,7 @@ from moonserve.protocol.process.config import option
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.request import Role
+from moonserve.protocol.rpc.grpc_transport import Context
 from moonserve.protocol.rpc.wire import role_from_wire, role_to_wire
 from moonserve.worker.process import Worker, WorkerResources, worker_resources
 
@@ -124,8 +123,6 @@ class RolePeriod(Lifecycle):
                 await self._process.wait_until_drained(asyncio.wait({finishing}), timeout_s)
             return finishing.done()
 
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _ROLES = (Role.PREFILL, Role.DECODE)
 

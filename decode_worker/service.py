@@ -28,11 +28,12 @@ from moonserve.protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
 from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.process.tracing import Tracer
 from moonserve.protocol.request import BlockId, LeaseId, SamplingParams
+from moonserve.protocol.rpc.grpc_transport import Context
 from moonserve.protocol.rpc.wire import from_message, request_from_wire, to_message
 from moonserve.transfer import TransferEngine
 from moonserve.worker.events import Action, Event
 from moonserve.worker.process import KvMemory
-from moonserve.worker.service import Context, PoolService
+from moonserve.worker.service import PoolService
 
 if TYPE_CHECKING:
     from moonserve.engine.engine import EngineThread  # imports torch

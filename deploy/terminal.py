@@ -23,7 +23,6 @@ EXIT_OK = 0
 EXIT_NOT_FOUND = 1  # not found; also found corrupt, or not done in full
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3  # a process or the registry was not reached; the answers of the others were printed
-EXIT_INTERRUPTED = 130  # a shell's exit code for SIGINT
 
 KEY_ENV = "MOONSERVE_API_KEY"
 TOKEN_ENV = "MOONSERVE_CLUSTER_TOKEN"

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from moonserve.kvstore.disk.base import DiskUsage, Health
 from moonserve.kvstore.state.objects import Usage
+from moonserve.protocol.process.metrics import by_label
 
 _COUNTERS = (
     ("evictions_attempted", "master_attempted_evictions", "Evictions tried."),
@@ -63,23 +64,16 @@ class StoreCollector(Collector):
             yield GaugeMetricFamily(name, help_text, value=value)
         parts = ("free", "held", "leased", "reserved")
         states = {part: getattr(usage, f"{part}_bytes") for part in parts}
-        yield _parts("moonserve_store_memory_bytes", "Bytes of memory by what they are.", states)
-        help_text = "Bytes of tenants with a quota."
-        yield _parts("moonserve_store_tenant_bytes", help_text, usage.tenant_bytes, "tenant")
-
-
-def _parts(name: str, help_text: str, values: Mapping[str, int], label: str = "state") -> GaugeMetricFamily:
-    parts = GaugeMetricFamily(name, help_text, labels=(label,))
-    for part, value in values.items():
-        parts.add_metric((part,), value)
-    return parts
+        text = "Bytes of memory by what they are."
+        yield by_label(GaugeMetricFamily, "moonserve_store_memory_bytes", text, "state", states)
+        text, quotas = "Bytes of tenants with a quota.", usage.tenant_bytes
+        yield by_label(GaugeMetricFamily, "moonserve_store_tenant_bytes", text, "tenant", quotas)
 
 
 def _of_disk(health: Health, usage: DiskUsage, counters: Mapping[str, int]) -> Iterator[Metric]:
     yield GaugeMetricFamily("moonserve_store_disk_healthy", "1 = the disk serves.", value=health is Health.GOOD)
     states = {state: getattr(usage, state) for state in ("live", "dead", "free")}
-    yield _parts("moonserve_store_disk_bytes", "Bytes of disk by what they are.", states)
-    events = CounterMetricFamily("moonserve_store_disk_events", "What the disk tier counts.", labels=("event",))
-    for event, count in counters.items():
-        events.add_metric((event,), count)
-    yield events
+    text = "Bytes of disk by what they are."
+    yield by_label(GaugeMetricFamily, "moonserve_store_disk_bytes", text, "state", states)
+    text = "What the disk tier counts."
+    yield by_label(CounterMetricFamily, "moonserve_store_disk_events", text, "event", counters)

@@ -110,12 +110,15 @@ class StepWriter:
         for piece in pieces:
             for block in self._sums:
                 start = block.start + piece * stride
-                block.checksum.add(buffer[start : start + block.length])
+                block.checksum.update(buffer[start : start + block.length])
 
     def checksums(self) -> list[tuple[tuple[int, int], ...]]:
         """Returns per plan (index in the block table, checksum) of each completed block. Valid after the last layer."""
         sums = iter(self._sums)
-        return [tuple((entry.index, entry.checksum.value) for entry in islice(sums, count)) for count in self._num_sums]
+        return [
+            tuple((entry.index, entry.checksum.intdigest()) for entry in islice(sums, count))
+            for count in self._num_sums
+        ]
 
     def finish(self) -> None:
         """Sends the remaining bytes after the step."""

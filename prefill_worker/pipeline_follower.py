@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import grpc.aio
 
 from moonserve.engine.replica import Replica, running_replica
 from moonserve.prefill_worker.config import PrefillConfig
@@ -26,7 +22,7 @@ from moonserve.protocol.kv_blocks import DTYPE_BYTES
 from moonserve.protocol.pb import pipeline_pb2, pipeline_pb2_grpc
 from moonserve.protocol.process.config import option
 from moonserve.protocol.process.lifecycle import Lifecycle
-from moonserve.protocol.rpc.grpc_transport import RpcServer
+from moonserve.protocol.rpc.grpc_transport import Context, RpcServer
 from moonserve.protocol.rpc.wire import failure_to_wire
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.transfer.config import TransferTimeout
@@ -49,7 +45,7 @@ class FollowerConfig(PrefillConfig):
             )
 
 
-def follower_config(leader: PrefillConfig, rank: int, status_fd: int) -> FollowerConfig:
+def follower_config(leader: PrefillConfig, rank: int) -> FollowerConfig:
     """Returns the configuration of a follower of `leader`. A follower is not a member of the cluster and has no metrics
     port."""
     own = replace(
@@ -58,14 +54,11 @@ def follower_config(leader: PrefillConfig, rank: int, status_fd: int) -> Followe
         port=0,
         conductor=None,
         metrics_port=0,
-        status_fd=status_fd,
-        parent_pid=os.getpid(),
+        status_fd=None,
+        parent_pid=None,
     )
     values = {each.name: getattr(own, each.name) for each in fields(PrefillConfig)}
     return FollowerConfig(**values, pipeline_rank=rank)
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StageServicer(pipeline_pb2_grpc.PipelineStageServicer):

@@ -17,9 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from moonserve.engine.model.batch import Sampled
@@ -39,14 +37,9 @@ from moonserve.prefill_worker.pipeline_stage import (
 from moonserve.protocol.errors import ConfigError, IntegrityError, MoonserveError, PeerError, PeerLost
 from moonserve.protocol.kv_blocks import pack_checksums
 from moonserve.protocol.pb import pipeline_pb2, pipeline_pb2_grpc
-from moonserve.protocol.process.child_process import (
-    NotReady,
-    terminate,
-    wait_for_first_exit,
-    wait_or_kill,
-    wait_until_ready,
-)
+from moonserve.protocol.process.child_process import NotReady, WorkerPart, wait_for_first_exit
 from moonserve.protocol.process.config import to_flags
+from moonserve.protocol.process.event_loop import cancel_all
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import failure_from_wire
 from moonserve.transfer import Segment, TransferEngine
@@ -160,9 +153,7 @@ class GroupStep:
             sampled = await self._own.compute()
             outcomes = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
             raise
         own = [tuple(checksum for _, checksum in sums) for sums in self._own.checksums()]
         self._sums = [own, *(checksums for _, checksums in outcomes)]
@@ -211,16 +202,10 @@ async def gather_all(works: Sequence[Awaitable[None]]) -> None:
 _STOP_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    process: asyncio.subprocess.Process
-    ready: asyncio.Task[str]  # result: the process's lean address
-
-
 class FollowerProcesses:
     """The follower processes of one leader, on its host. They load while the leader loads, and end with it."""
 
-    def __init__(self, config: PrefillConfig, started: Sequence[_Started]) -> None:
+    def __init__(self, config: PrefillConfig, started: Sequence[WorkerPart]) -> None:
         self._config = config
         self._started = started
         self._channels = Channels(config.cluster_token, config.tls())
@@ -228,7 +213,7 @@ class FollowerProcesses:
     async def join(self, replica: Replica, transfer: TransferEngine, segment: Segment) -> PipelineGroup:
         """Waits until all followers have loaded and returns the group. Raises ConfigError if one cannot start or
         differs from the leader."""
-        addresses = await asyncio.gather(*(each.ready for each in self._started))
+        addresses = await asyncio.gather(*(_lean_address(*each) for each in enumerate(self._started, start=1)))
         followers = [FollowerClient(self._channels, address) for address in addresses]
         outbox = make_outbox(self._config, replica, transfer)
         previous = outbox.source
@@ -252,43 +237,28 @@ class FollowerProcesses:
     async def stop(self) -> None:
         """Ends all follower processes."""
         await self._channels.close()
-        await asyncio.gather(*(_stop(each) for each in self._started))
+        await asyncio.gather(*(each.stop(_STOP_S) for each in self._started))
 
 
 @contextlib.asynccontextmanager
 async def start_followers(config: PrefillConfig) -> AsyncIterator[FollowerProcesses]:
     """Starts the follower processes, and ends them when the block is left."""
-    started: list[_Started] = []
+    started: list[WorkerPart] = []
     processes = FollowerProcesses(config, started)
+    environment = {**os.environ, "MOONSERVE_CLUSTER_TOKEN": config.cluster_token}
     try:
         for rank in range(1, config.pipeline_parallel_size):
-            started.append(await _start(config, rank))  # noqa: PERF401 - on an error `stop` needs the earlier ones
+            flags = to_flags(follower_config(config, rank))
+            started.append(await WorkerPart.start("pipeline-stage", flags, environment))
         yield processes
     finally:
         await processes.stop()
 
 
-async def _start(config: PrefillConfig, rank: int) -> _Started:
-    read_fd, write_fd = os.pipe()
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "moonserve",
-            "pipeline-stage",
-            *to_flags(follower_config(config, rank, write_fd)),
-            env={**os.environ, "MOONSERVE_CLUSTER_TOKEN": config.cluster_token},
-            pass_fds=[write_fd],
-        )
-    finally:
-        os.close(write_fd)
-    return _Started(process, asyncio.create_task(_ready(read_fd, rank)))
-
-
-async def _ready(read_fd: int, rank: int) -> str:
+async def _lean_address(rank: int, follower: WorkerPart) -> str:
     """Returns a follower's lean address once it serves. Raises ConfigError if it cannot start."""
     try:
-        return (await wait_until_ready(read_fd))["lean"]
+        return (await follower.ready)["lean"]
     except NotReady as error:
         raise ConfigError(f"pipeline stage {rank}: {error}; see its log") from error
 
@@ -299,9 +269,3 @@ def _require_equal(reply: pipeline_pb2.StageJoinReply, own: pipeline_pb2.StageJo
     found = (reply.rank, reply.size, reply.fingerprint, reply.kernels, reply.attention, reply.num_blocks)
     if found != expected:
         raise ConfigError(f"pipeline stage {rank} is {found}, and the leader needs {expected}")
-
-
-async def _stop(started: _Started) -> None:
-    started.ready.cancel()
-    terminate(started.process)
-    await wait_or_kill(started.process, _STOP_S)

@@ -22,11 +22,11 @@ from moonserve.prefill_worker.state import PrefillState
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
+from moonserve.protocol.process.metrics import by_label
 from moonserve.protocol.request import Role, new_id
 from moonserve.protocol.rpc.wire import prefill_profile_from_wire
 from moonserve.transfer.metrics import copy_bytes_per_s, peer_traffic, private_copy_bytes_per_s
 from moonserve.worker.process import Worker, WorkerResources, worker_resources
-from moonserve.worker.service import PrefillServicer
 
 _COUNTERS = (
     ("reads", "moonserve_prefix_load_reads", "Runs of prefix blocks read, or tried."),
@@ -47,17 +47,13 @@ class PrefixLoadCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         figures = self._loads.read_stats()
         for field, name, text in _COUNTERS:
-            family = CounterMetricFamily(name, text, labels=("store",))
-            for store, figure in figures.items():
-                family.add_metric((store,), getattr(figure, field))
-            yield family
-        latency = GaugeMetricFamily("moonserve_prefix_load_latency_seconds", "Recent reads.", labels=("store",))
-        rate = GaugeMetricFamily("moonserve_prefix_load_bytes_per_second", "Recent reads.", labels=("store",))
-        for store, speed in self._loads.speeds().items():
-            latency.add_metric((store,), speed.latency_s)
-            rate.add_metric((store,), 1 / speed.s_per_byte)
-        yield latency
-        yield rate
+            counts = {store: getattr(figure, field) for store, figure in figures.items()}
+            yield by_label(CounterMetricFamily, name, text, "store", counts)
+        text, speeds = "Recent reads.", self._loads.speeds()
+        latencies = {store: speed.latency_s for store, speed in speeds.items()}
+        yield by_label(GaugeMetricFamily, "moonserve_prefix_load_latency_seconds", text, "store", latencies)
+        rates = {store: 1 / speed.s_per_byte for store, speed in speeds.items()}
+        yield by_label(GaugeMetricFamily, "moonserve_prefix_load_bytes_per_second", text, "store", rates)
 
 
 class PrefillWorker(Worker):
@@ -65,6 +61,7 @@ class PrefillWorker(Worker):
     stage."""
 
     role = Role.PREFILL
+    takes_submissions = True
     _config: PrefillConfig
 
     def __init__(
@@ -116,15 +113,6 @@ class PrefillWorker(Worker):
             look_for_home=self._request_home_store,
             group=group,
             tracer=self.resources.tracer,
-        )
-
-    def _servicer(self) -> PrefillServicer:
-        replica = self.resources.replica
-        return PrefillServicer(
-            self.service,
-            block_size=replica.plan.layout.block_size,
-            vocab_size=replica.vocab_size,
-            prepare=replica.thread.prepare,
         )
 
     def _collectors(self) -> Sequence[Collector]:

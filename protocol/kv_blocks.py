@@ -82,6 +82,25 @@ def iter_keys(packed: bytes) -> Iterator[BlockKey]:
         yield BlockKey(packed[start : start + KEY_BYTES])
 
 
+# Hashes by which instances are chosen for keys and requests, equal in every process.
+
+WORD_MASK = 2**64 - 1
+
+
+def digest64(name: str | bytes, seed: int = 0) -> int:
+    """Returns a 64-bit digest of a name."""
+    data = name if isinstance(name, bytes) else name.encode()
+    salt = (seed & WORD_MASK).to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=salt).digest(), "little")
+
+
+def mix64(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mixes words by SplitMix64's finalizer (Steele, Lea and Flood, 2014). Multiplication wraps around."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
 # Layout: the shape of the paged KV cache and the offset of each piece of a block.
 #
 # A *piece* is one block's K or V in one layer: `[block_size, num_kv_heads, head_dim]`, contiguous, tokens outermost.
@@ -187,22 +206,8 @@ def checksum(pieces: Iterable[memoryview | bytes]) -> int:
     return state.intdigest()
 
 
-class RunningChecksum:
-    """Incremental form of `checksum` for pieces that become available one after the other, in order."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-
-    def add(self, piece: memoryview | bytes) -> None:
-        self._state.update(piece)
-
-    @property
-    def value(self) -> int:
-        """Checksum of all pieces added so far."""
-        return self._state.intdigest()
-
+RunningChecksum = xxhash.xxh3_64
+"""Incremental form of `checksum` (`update`, `intdigest`) for pieces that become available one after the other."""
 
 _CHECKSUM_BITS = 64
 

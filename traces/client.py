@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class Outcome:
         return self.status == 429
 
 
-class StreamClient:
+class StreamClient(AbstractAsyncContextManager["StreamClient"]):
     """A session with one endpoint. Use it as an async context manager."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -58,9 +59,6 @@ class StreamClient:
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=2**20,
         )
-
-    async def __aenter__(self) -> StreamClient:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()

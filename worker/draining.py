@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import grpc.aio
 
 from moonserve.protocol.errors import NoWorker
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from moonserve.protocol.rpc.grpc_transport import Context
 
 
 class Drain:

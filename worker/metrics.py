@@ -6,8 +6,7 @@ Only the waits for blocks are measured here. All other figures are those of hear
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily as _COUNTER
@@ -16,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from moonserve.protocol.pb import worker_pb2
-from moonserve.protocol.process.metrics import LoopCollector
+from moonserve.protocol.process.metrics import LoopCollector, by_label
 from moonserve.protocol.request import Role
 
 # From an immediate grant to a pool that stays full for as long as callers wait.
@@ -61,7 +60,7 @@ def worker_collector(
     def collect() -> Iterator[Metric]:
         now = status()
         load, counters = now.load, now.counters
-        yield _by(_GAUGE, "moonserve_role", "1 for the role that it has.", "role", {role.value: 1})
+        yield by_label(_GAUGE, "moonserve_role", "1 for the role that it has.", "role", {role.value: 1})
         yield _GAUGE("moonserve_draining", "1 = takes nothing new.", value=float(is_draining()))
         depth = _GAUGE("moonserve_queue_depth", "Sequences by what they wait for.", labels=("phase", "state"))
         depth.add_metric((role.value, "waiting"), load.num_waiting)
@@ -75,7 +74,7 @@ def worker_collector(
         held, leased = load.held_blocks, load.leased_blocks
         blocks = {"held": held, "leased": leased, "cached": cached, "free": free}
         text = "Blocks of the worker's pool by what they are."
-        yield _by(_GAUGE, "moonserve_kv_blocks", text, "state", blocks)
+        yield by_label(_GAUGE, "moonserve_kv_blocks", text, "state", blocks)
         if role is Role.DECODE:
             steps = load.steps
             text = "Sequences of all decode steps: by steps, the batch."
@@ -88,15 +87,8 @@ def worker_collector(
         yield _COUNTER("moonserve_integrity_failures", "Blocks dropped for a checksum.", failures)
         hits = {tier: counters.get(counter, 0) for tier, counter in _TIERS.items()}
         text = "Prefix blocks by where they were found."
-        yield _by(_COUNTER, "moonserve_tier_hit_blocks", text, "tier", hits)
+        yield by_label(_COUNTER, "moonserve_tier_hit_blocks", text, "tier", hits)
         text = "What the worker counts about itself."
-        yield _by(_COUNTER, "moonserve_worker_events", text, "event", counters)
+        yield by_label(_COUNTER, "moonserve_worker_events", text, "event", counters)
 
     return LoopCollector(collect)
-
-
-def _by(family: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    made: Metric = family(name, text, labels=(label,))
-    for value, number in values.items():
-        made.add_metric((value,), number)  # type: ignore[attr-defined]
-    return made

@@ -42,7 +42,7 @@ from moonserve.worker.draining import Drain, DrainingServicer
 from moonserve.worker.events import MemoryChanged
 from moonserve.worker.home_finder import HomeFinder, finding_home
 from moonserve.worker.metrics import registered_collectors, worker_collector
-from moonserve.worker.service import PoolService, WorkerServicer
+from moonserve.worker.service import PoolService, PrefillServicer, WorkerServicer
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,8 @@ class Worker:
     """One worker on a loaded replica. Each role is a subclass."""
 
     role: ClassVar[Role]
+    takes_submissions: ClassVar[bool] = False
+    """True if gateways submit requests to this worker, because it computes prompts."""
     service: PoolService
     watched: Sequence[Any] = ()
     """Futures of the role. The worker ends when one of them is done."""
@@ -166,7 +168,11 @@ class Worker:
         raise NotImplementedError
 
     def _servicer(self) -> WorkerServicer:
-        return WorkerServicer(self.service)
+        if not self.takes_submissions:
+            return WorkerServicer(self.service)
+        replica = self.resources.replica
+        block_size, prepare = replica.plan.layout.block_size, replica.thread.prepare
+        return PrefillServicer(self.service, block_size=block_size, vocab_size=replica.vocab_size, prepare=prepare)
 
     def _add_services(self, server: RpcServer) -> None:
         """Adds the role's gRPC services to those of every worker."""

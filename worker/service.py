@@ -16,17 +16,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-import grpc.aio
-
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import Slice
 from moonserve.protocol.errors import Cancelled, InvalidRequest, NoWorker
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
-from moonserve.protocol.process.event_loop import Timer
+from moonserve.protocol.process.event_loop import Timer, cancel_all
 from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.process.tracing import Tracer
 from moonserve.protocol.request import Endpoint, GatewayId, Placement, Request, RequestId, SamplingParams
+from moonserve.protocol.rpc.grpc_transport import Context
 from moonserve.protocol.rpc.wire import from_message, request_from_wire
 from moonserve.worker.events import Action, Event, Fail, GatewayLost, RequestCancelled, StoreFound, Submitted, Tick
 from moonserve.worker.token_streams import GatewayStreams
@@ -118,17 +117,11 @@ class Operations:
     async def stop(self) -> None:
         """Cancels all operations and waits until they have ended, without reporting their outcomes."""
         self._stopping = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(list(self._tasks))
         if self.failed.done():
             self.failed.exception()  # marks it as retrieved, so that asyncio does not log it
         else:
             self.failed.cancel()
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerState(Protocol):

@@ -25,7 +25,6 @@ from moonserve.protocol.step_time import CHUNK_SHARE, DEFAULT_TBT_SLO_S, StepBud
 from moonserve.transfer.config import TransferTimeout, TransferTimeoutConfig
 from moonserve.worker.events import Action, Event
 from moonserve.worker.process import worker_resources
-from moonserve.worker.service import PrefillServicer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +102,7 @@ class LocalPrefillWorker(DecodeWorker):
 
     service: LocalPrefillService
     service_type = LocalPrefillService
+    takes_submissions = True
     _config: LocalPrefillConfig
 
     def _make_service(self) -> LocalPrefillService:
@@ -118,15 +118,6 @@ class LocalPrefillWorker(DecodeWorker):
         limits = config.limits(replica.plan, budget, speculation=speculation)
         policy = config.policy(replica.profiles)
         return LocalPrefillState(self.pool, limits, publishing, policy, self._offload_costs())
-
-    def _servicer(self) -> PrefillServicer:
-        replica = self.resources.replica
-        return PrefillServicer(
-            self.service,
-            block_size=replica.plan.layout.block_size,
-            vocab_size=replica.vocab_size,
-            prepare=replica.thread.prepare,
-        )
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
         registration = super()._registration(address)

@@ -18,7 +18,6 @@ from moonserve.deploy.admin import kvctl_drain, kvctl_modify, kvctl_objects, kvc
 from moonserve.deploy.admin.kvctl_cluster import CALL_TIMEOUT_S, StoreCluster, require_target
 from moonserve.deploy.terminal import (
     DEFAULT_URL,
-    EXIT_INTERRUPTED,
     EXIT_NOT_FOUND,
     EXIT_OK,
     EXIT_UNREACHABLE,
@@ -38,7 +37,7 @@ from moonserve.deploy.terminal import (
 from moonserve.protocol.errors import ConfigError, MoonserveError, NoWorker, PeerLost
 from moonserve.protocol.membership.registry_client import connect_registry
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
-from moonserve.protocol.process.config import parse_bytes
+from moonserve.protocol.process.config import EXIT_INTERRUPTED, parse_bytes
 from moonserve.protocol.request import Role
 from moonserve.protocol.rpc.grpc_transport import Channels
 

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from moonserve.deploy.launcher.process_specs import ProcessSpec
 from moonserve.protocol.errors import ConfigError, MoonserveError
 from moonserve.protocol.process import child_process
 from moonserve.protocol.process.config import ENV_PREFIX, EXIT_CONFIG
+from moonserve.protocol.process.event_loop import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Supervisor:
         try:
             await asyncio.gather(*waits)
         finally:
-            await _cancel(waits)
+            await cancel_all(waits)
         for child in children:
             child.watcher = self._watch(child)
         return children
@@ -131,17 +132,17 @@ class Supervisor:
     async def stop(self) -> None:
         """Ends every process with SIGTERM, and with SIGKILL if it takes longer than its grace period."""
         self._stopping = True
-        await _cancel([child.watcher for child in self.children if child.watcher])
+        await cancel_all([child.watcher for child in self.children if child.watcher])
         children = [*self.children, *self._leaving.values()]
         await asyncio.gather(*(_end(child) for child in children))
-        await _cancel([child.follower for child in children if child.follower])
+        await cancel_all([child.follower for child in children if child.follower])
 
     async def restart(self, child: Child) -> None:
         """Replaces a ready process and returns when its successor is ready. A process that `overlaps` ends after the
         work that it had begun, however long that takes. Raises ChildDied or ConfigError if the successor fails. Then
         an overlapping process serves on, and any other is restarted repeatedly."""
         assert child.watcher is not None, "it was ready"
-        await _cancel([child.watcher])
+        await cancel_all([child.watcher])
         try:
             if child.spec.overlaps:
                 await self._replace_overlapping(child)
@@ -188,30 +189,15 @@ class Supervisor:
             raise ChildDied(text, exit_code=1) from error
 
     async def _spawn(self, child: Child) -> None:
-        read_fd, write_fd = os.pipe()
         child.failure = None
-        try:
-            with _log_of(child) as log_file:
-                child.process = await asyncio.create_subprocess_exec(
-                    child.spec.python or sys.executable,
-                    *child.spec.argv,
-                    *child.spec.flags,
-                    "--status-fd",
-                    str(write_fd),
-                    "--parent-pid",
-                    str(os.getpid()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    pass_fds=(write_fd, *child.spec.fds),
-                    env={**self._environment, **child.spec.environment},
-                    start_new_session=True,  # a terminal's Ctrl-C reaches only the launcher
-                )
-        except BaseException:  # no follower owns the descriptor yet
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
+        with _log_of(child) as log_fd:
+            child.process, read_fd = await child_process.spawn(
+                (*child.spec.argv, *child.spec.flags),
+                {**self._environment, **child.spec.environment},
+                child.spec.fds,
+                python=child.spec.python,
+                log_fd=log_fd,
+            )
         child.follower = asyncio.create_task(self._follow_status(child, read_fd))
 
     async def _follow_status(self, child: Child, read_fd: int) -> None:
@@ -351,9 +337,3 @@ def lower_priority(pid: int, nice: int) -> None:
     with contextlib.suppress(OSError):  # the process has ended, or there are no autogroups
         os.setpriority(os.PRIO_PGRP, pid, nice)
         Path(f"/proc/{pid}/autogroup").write_text(str(nice))
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,9 +11,8 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc.aio
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -26,13 +25,12 @@ from moonserve.protocol.errors import ConfigError, InvalidRequest
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
 from moonserve.protocol.pb.worker_pb2 import KvLimits
 from moonserve.protocol.process.event_loop import background_task
+from moonserve.protocol.rpc.grpc_transport import Context
 
 POLL_S = 0.5
 """Poll interval while this worker waits for pages: a worker that died rings no bell."""
 REPORT_S = 1.0
 """Interval at which spare pages are reported to the other workers."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SharedPageSupply(PageSupply):

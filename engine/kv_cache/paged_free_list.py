@@ -118,11 +118,6 @@ class PagedFreeList(FreeList):
         return self._pages.num_held + self._pages.num_unmapping
 
     @property
-    def num_reclaimed_pages(self) -> int:
-        """Number of pages that are draining, or are being given back and not back at the machine yet."""
-        return len(self._pages.draining) + self._pages.num_unmapping
-
-    @property
     def num_wanted_pages(self) -> int:
         """Number of pages that requests wait for."""
         return self._num_wanted

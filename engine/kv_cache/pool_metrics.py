@@ -9,7 +9,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from moonserve.protocol.process.metrics import LoopCollector
+from moonserve.protocol.process.metrics import LoopCollector, by_label
 
 NUM_BUCKETS = 64 * 8
 """Enough for durations of 64 bits of nanoseconds."""
@@ -114,11 +114,6 @@ def _durations(durations: DurationHistogram) -> Iterator[Metric]:
     buckets.append(("+Inf", sum(durations.counts)))
     histogram.add_metric((), buckets, durations.sum_s())
     yield histogram
-    quantiles = GaugeMetricFamily(
-        "moonserve_pool_allocation_quantile_seconds",
-        "Time within which such a share of the calls for KV blocks was done.",
-        labels=("quantile",),
-    )
-    for percent in QUANTILES:
-        quantiles.add_metric((f"{percent / 100:g}",), durations.percentile_s(percent))
-    yield quantiles
+    text = "Time within which such a share of the calls for KV blocks was done."
+    quantiles = {f"{percent / 100:g}": durations.percentile_s(percent) for percent in QUANTILES}
+    yield by_label(GaugeMetricFamily, "moonserve_pool_allocation_quantile_seconds", text, "quantile", quantiles)

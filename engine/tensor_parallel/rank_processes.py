@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 import socket
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,13 +28,7 @@ from moonserve.engine.model.partition import split_into_shards
 from moonserve.engine.tensor_parallel import RankGroup, StepLeader, step_messages
 from moonserve.engine.tensor_parallel.collectives import MAX_RANKS, Collectives, CollectivesLibrary
 from moonserve.protocol.errors import ConfigError, PeerLost
-from moonserve.protocol.process.child_process import (
-    NotReady,
-    terminate,
-    wait_for_first_exit,
-    wait_or_kill,
-    wait_until_ready,
-)
+from moonserve.protocol.process.child_process import NotReady, WorkerPart, wait_for_first_exit
 from moonserve.protocol.process.config import option, to_flags
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.native_libraries import CompilerError
@@ -55,14 +48,7 @@ class RankConfig(ReplicaConfig):
 
 
 def rank_config(
-    worker: ReplicaConfig,
-    rank: int,
-    *,
-    num_blocks: int,
-    pool_fd: int,
-    steps_fd: int,
-    meeting_fd: int,
-    status_fd: int,
+    worker: ReplicaConfig, rank: int, *, num_blocks: int, pool_fd: int, steps_fd: int, meeting_fd: int
 ) -> RankConfig:
     """Returns the options of a rank of `worker`. A rank is not a member of the cluster and has no metrics port."""
     values = {each.name: getattr(worker, each.name) for each in fields(ReplicaConfig)}
@@ -72,8 +58,8 @@ def rank_config(
         "conductor": None,
         "cluster_token": "",
         "metrics_port": 0,
-        "status_fd": status_fd,
-        "parent_pid": os.getpid(),
+        "status_fd": None,
+        "parent_pid": None,
     }
     return RankConfig(
         **values,
@@ -148,13 +134,6 @@ def _follow(engine: Engine, connection: socket.socket) -> None:
 _STOP_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    rank: int
-    process: asyncio.subprocess.Process
-    ready: asyncio.Task[dict[str, str]]
-
-
 class RankProcesses:
     """Rank processes of one worker, without rank 0. Implements `engine.tensor_parallel.FollowerRanks`. They run on rank
     0's host, start while it loads its own share, and end with it for whatever reason."""
@@ -165,7 +144,7 @@ class RankProcesses:
         self._loop = asyncio.get_running_loop()
         self._meeting_fd: int | None = None
         self._sockets: list[socket.socket] = []
-        self._started: list[_Started] = []
+        self._started: list[WorkerPart] = []
         self._watching: asyncio.Task[None] | None = None
         self.failure: PeerLost | None = None
 
@@ -187,39 +166,29 @@ class RankProcesses:
     async def _start(self, rank: int, meeting_fd: int, num_blocks: int, pool_fd: int) -> None:
         own, other = step_messages.pair()
         self._sockets.append(own)
-        read_fd, write_fd = os.pipe()
-        flags = to_flags(
-            rank_config(
-                self._config,
-                rank,
-                num_blocks=num_blocks,
-                pool_fd=pool_fd,
-                steps_fd=other.fileno(),
-                meeting_fd=meeting_fd,
-                status_fd=write_fd,
-            )
+        config = rank_config(
+            self._config,
+            rank,
+            num_blocks=num_blocks,
+            pool_fd=pool_fd,
+            steps_fd=other.fileno(),
+            meeting_fd=meeting_fd,
         )
-        handed = [write_fd, pool_fd, other.fileno(), meeting_fd]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "moonserve", "tensor-parallel-rank", *flags, pass_fds=handed
-            )
-        finally:
-            other.close()  # then only the rank holds it, and it is closed when the rank ends
-            os.close(write_fd)
-        ready = asyncio.create_task(wait_until_ready(read_fd))
-        self._started.append(_Started(rank, process, ready))
+        with other:  # then only the rank holds it, and it is closed when the rank ends
+            fds = (pool_fd, other.fileno(), meeting_fd)
+            part = await WorkerPart.start("tensor-parallel-rank", to_flags(config), os.environ, fds)
+        self._started.append(part)
 
     async def join(self, engine: Engine) -> None:
         """Waits for the ranks and makes rank 0's loaded `engine` lead them. Raises ConfigError if a rank cannot start
         or would compute something else."""
-        for each in self._started:
+        for rank, each in enumerate(self._started, start=1):
             try:
                 found = await each.ready
             except NotReady as error:
-                raise ConfigError(f"rank {each.rank}: {error.message}") from error
+                raise ConfigError(f"rank {rank}: {error.message}") from error
             if found != compatibility(engine):
-                raise ConfigError(f"rank {each.rank} is {found}, and rank 0 is {compatibility(engine)}")
+                raise ConfigError(f"rank {rank} is {found}, and rank 0 is {compatibility(engine)}")
         self._watching = asyncio.create_task(self._watch())
         engine.set_step_leader(StepLeader(self))
 
@@ -227,8 +196,8 @@ class RankProcesses:
         """Ends the worker as soon as a process has ended."""
         await wait_for_first_exit(each.process for each in self._started)
         lost = [
-            f"rank {each.rank} (exit code {each.process.returncode})"
-            for each in self._started
+            f"rank {rank} (exit code {each.process.returncode})"
+            for rank, each in enumerate(self._started, start=1)
             if each.process.returncode is not None
         ]
         self._lose(f"{', '.join(lost)} ended")
@@ -266,7 +235,7 @@ class RankProcesses:
             self._watching.cancel()
             await asyncio.wait({self._watching})
         self._shut_sockets()
-        await asyncio.gather(*(_stop(each) for each in self._started))
+        await asyncio.gather(*(each.stop(_STOP_S) for each in self._started))
         for each in self._sockets:
             each.close()
         if self._meeting_fd is not None:
@@ -297,12 +266,3 @@ def _library(size: int, cache_folder: Path) -> CollectivesLibrary:
             f"--tensor-parallel-size {size}: ranks cannot share memory: {error}; start one rank with as many "
             "--num-threads instead"
         ) from error
-
-
-async def _stop(started: _Started) -> None:
-    is_ready = started.ready.done() and started.ready.exception() is None
-    if not is_ready:  # it does not watch its socket yet
-        started.ready.cancel()
-        await asyncio.wait({started.ready})
-        terminate(started.process)
-    await wait_or_kill(started.process, _STOP_S)

@@ -71,7 +71,7 @@ async def connect_async(url: str, **options: Any) -> AsyncKvStore:
     return AsyncKvStore(await asyncio.to_thread(partial(connect, url, **options)))
 
 
-class AsyncKvStore:
+class AsyncKvStore(AbstractAsyncContextManager["AsyncKvStore"]):
     """Asyncio client of a KV store. Belongs to one event loop. `KvStore` documents each method."""
 
     def __init__(self, store: KvStore) -> None:
@@ -119,9 +119,6 @@ class AsyncKvStore:
     async def close(self) -> None:
         await self._call(self._store.close)
         self._threads.shutdown()
-
-    async def __aenter__(self) -> AsyncKvStore:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -10,7 +10,6 @@ Schomaker, "Weighted Distributed Hash Tables", SPAA 2005 (logarithmic method).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,10 +19,8 @@ import numpy.typing as npt
 from moonserve.kvstore.client.node_access.node import StoreNode
 from moonserve.kvstore.client.node_access.objects import Block
 from moonserve.protocol.errors import MoonserveError, NoWorker
-from moonserve.protocol.kv_blocks import BlockKey, pack_keys
+from moonserve.protocol.kv_blocks import BlockKey, digest64, mix64, pack_keys
 
-_SPLITMIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_SPLITMIX_2 = np.uint64(0x94D049BB133111EB)
 _FRACTION = 2.0**-53
 
 
@@ -32,7 +29,7 @@ class Placement:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.ids = tuple(sorted(weights))
-        self._seeds = np.array([_seed(node) for node in self.ids], np.uint64)
+        self._seeds = np.array([digest64(node) for node in self.ids], np.uint64)
         self._weights = np.array([weights[node] for node in self.ids], np.float64)
 
     def ranked(self, keys: Sequence[BlockKey]) -> list[list[int]]:
@@ -45,7 +42,7 @@ class Placement:
     def _scores(self, keys: Sequence[BlockKey]) -> npt.NDArray[np.float64]:
         """Returns scores of shape (keys, nodes); smallest is home. Exponentially distributed: weights act as rates."""
         words = np.frombuffer(pack_keys(keys), np.dtype("<u8")).reshape(-1, 2, 1)
-        mixed = _mix(_mix(words[:, 0] ^ self._seeds) ^ words[:, 1])
+        mixed = mix64(mix64(words[:, 0] ^ self._seeds) ^ words[:, 1])
         uniform = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * _FRACTION
         scores: npt.NDArray[np.float64] = -np.log(uniform) / self._weights
         return scores
@@ -74,17 +71,6 @@ class ClusterView:
 
     def by_id(self, node_id: str) -> StoreNode | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
-
-
-def _seed(node: str) -> int:
-    return int.from_bytes(hashlib.blake2b(node.encode(), digest_size=8).digest(), "little")
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64; multiplication wraps around."""
-    x = (x ^ (x >> np.uint64(30))) * _SPLITMIX_1
-    x = (x ^ (x >> np.uint64(27))) * _SPLITMIX_2
-    return x ^ (x >> np.uint64(31))
 
 
 _MAX_NEAR = 3

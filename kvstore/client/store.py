@@ -58,7 +58,7 @@ class ReplicaChange:
     """Replicas that could not be created: the node had no room or was lost. Calling again tries another node."""
 
 
-class KvStore:
+class KvStore(contextlib.AbstractContextManager["KvStore"]):
     """Thread-safe client of a KV store. Create it with `connect`; `close` it or use it as a context manager.
 
     Keys are bytes, or blocks of a chain (`chain`). Values are immutable: storing an equal value again succeeds, a
@@ -360,9 +360,6 @@ class KvStore:
             self._touches.flush(LAST_REPORTS_S)
         self._cluster.close()
         self._resources.close()
-
-    def __enter__(self) -> KvStore:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -29,7 +29,7 @@ _RENEWALS = 3
 """Renewal attempts within the lifetime of a lease."""
 
 
-class StoreLease:
+class StoreLease(contextlib.AbstractContextManager["StoreLease"]):
     """A lease on objects at any number of nodes. Use it as a context manager. Belongs to one thread."""
 
     def __init__(self, resources: ClientResources, ttl_s: float) -> None:
@@ -76,9 +76,6 @@ class StoreLease:
         for lease in leases:
             lease.close()
         self._memory.close()
-
-    def __enter__(self) -> StoreLease:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:

@@ -6,9 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
-import grpc.aio
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -31,10 +29,8 @@ from moonserve.protocol.pb import directory_pb2, directory_pb2_grpc, registry_pb
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.metrics import add_metrics_service, http_endpoint, process_registry
-from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
+from moonserve.protocol.rpc.grpc_transport import Channels, Context, RpcServer
 from moonserve.protocol.rpc.wire import endpoint_to_wire
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServicer):

@@ -19,7 +19,7 @@ FULL_FOR_S = 5.0
 READ_ERRORS_IN_A_ROW = 3
 """Read errors in a row until the disk counts as failed: a bad sector costs one object, a dead disk delays all reads."""
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ENODEV, errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOMEDIUM}
 _ORDER = (Health.GOOD, Health.READ_ONLY, Health.FAILED)
 
@@ -51,7 +51,7 @@ class DiskHealth:
     def failed(self, doing: DiskOperation, error: OSError, now: float) -> None:
         """Records an operation that ended with `error`."""
         self._counters[f"errors_{errno.errorcode.get(error.errno or 0, 'other')}"] += 1
-        if error.errno in _FULL:
+        if error.errno in FULL_ERRORS:
             self._full_until = now + FULL_FOR_S
         elif error.errno in _GONE:
             self._worsen(Health.FAILED, f"the disk or its folder is gone: {error}")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from moonserve.kvstore.client.node_access.inline_protocol import INLINE_METHOD
 from moonserve.kvstore.config import StoreConfig
+from moonserve.kvstore.disk.health import FULL_ERRORS
 from moonserve.kvstore.disk.io.segment_file import replace_durably
 from moonserve.kvstore.disk.tier import DiskOptions, SsdTier
 from moonserve.kvstore.metrics import StoreCollector
@@ -58,7 +58,6 @@ log = logging.getLogger(__name__)
 
 _GIB = 2**30
 INCARNATION_FILE_NAME = "incarnation"
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 # Calls in flight when the process stops return within milliseconds, a commit of gigabytes within a second.
@@ -286,7 +285,7 @@ def _write_count(path: Path, text: str) -> None:
     try:
         replace_durably(path, text)
     except OSError as error:
-        if error.errno not in _FULL or not path.exists():
+        if error.errno not in FULL_ERRORS or not path.exists():
             raise
         with path.open("r+") as file:
             file.write(text)

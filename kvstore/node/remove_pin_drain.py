@@ -10,9 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import grpc.aio
 
 from moonserve.kvstore import wire
 from moonserve.kvstore.disk.io.segment_file import sync_folder
@@ -21,6 +18,7 @@ from moonserve.kvstore.node.tier_mover import TierMover
 from moonserve.kvstore.state.state import StoreState
 from moonserve.protocol.kv_blocks import pack_keys
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from moonserve.protocol.rpc.grpc_transport import Context
 
 DRAINING_FILE_NAME = "draining"
 
@@ -58,8 +56,6 @@ log = logging.getLogger(__name__)
 
 REMOVALS_PER_MESSAGE = 20_000
 """Limit of removals per reply: about 640 KB."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DurableCalls(kvstore_pb2_grpc.KvStoreServicer):

@@ -13,9 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
-
-import grpc.aio
+from typing import TypeVar
 
 from moonserve.kvstore import wire
 from moonserve.kvstore.client.blocks import BlockStores
@@ -38,7 +36,7 @@ from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey, pack_keys
 from moonserve.protocol.pb import conductor_pb2, kvstore_pb2
 from moonserve.protocol.process.event_loop import BackgroundTasks, Timer, wait_event
 from moonserve.protocol.request import Endpoint
-from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.grpc_transport import Channels, Context
 from moonserve.protocol.rpc.wire import endpoint_to_wire, to_message
 from moonserve.transfer import Segment, TransferEngine
 
@@ -53,7 +51,6 @@ OBJECTS_PER_MESSAGE = 2_000
 # Keys of a `Touch` that are handled between turns of the loop: 0.02 ms with LRU, 0.2 ms with a policy in Python.
 TOUCHED_BYTES = 128 * KEY_BYTES
 
-Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 

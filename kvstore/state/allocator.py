@@ -37,11 +37,6 @@ class Allocator:
     def free_bytes(self) -> int:
         return self.capacity - self.used
 
-    @property
-    def largest_free(self) -> int:
-        """Length of the longest free extent."""
-        return self._lengths[-1] if self._lengths else 0
-
     def allocate(self, nbytes: int) -> int | None:
         """Returns the offset of a new extent for `nbytes`; None if no free extent is long enough."""
         wanted = padded(nbytes)

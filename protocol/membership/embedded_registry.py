@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
-
-import grpc.aio
 
 from moonserve.protocol.membership.lease_table import LeaseTable
 from moonserve.protocol.membership.registry import TTL_S, Member
 from moonserve.protocol.pb import registry_pb2, registry_pb2_grpc
 from moonserve.protocol.process.event_loop import Timer
+from moonserve.protocol.rpc.grpc_transport import Context
 from moonserve.protocol.rpc.wire import from_message, to_message
 
 
@@ -96,9 +94,6 @@ class EmbeddedRegistry:
             self._seen_version = self._table.version
             self._changed.set()
             self._changed = asyncio.Event()
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RegistryService(registry_pb2_grpc.RegistryServicer):

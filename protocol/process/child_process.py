@@ -1,7 +1,6 @@
-"""Child processes as their starter sees them: their reports on the status pipe, waiting for them, ending them.
+"""Child processes as their starter sees them: starting them, their reports on the status pipe, ending them.
 
-A report is one JSON object per line; `protocol.process.lifecycle` writes them. How a process is started is not known
-here, and none is restarted.
+A report is one JSON object per line; `protocol.process.lifecycle` writes them. No process is restarted here.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.process.event_loop import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,65 @@ def _report(line: bytes) -> StartReport:
     if "ready" in entry:
         return StartReady(entry["ready"])
     return StartFailed(entry["failed"]) if "failed" in entry else StartProgress(entry["stage"], entry["fraction"])
+
+
+async def spawn(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+    *,
+    python: str | None = None,
+    log_fd: int | None = None,
+) -> tuple[Process, int]:
+    """Starts a process that reports to this one and ends with it. Returns it and the descriptor of its reports.
+
+    `argv`: arguments of the interpreter `python`, by default this process's. With `log_fd`, the process writes there,
+    reads nothing, and has a session of its own, so a terminal's Ctrl-C does not reach it."""
+    read_fd, write_fd = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            python or sys.executable,
+            *argv,
+            "--status-fd",
+            str(write_fd),
+            "--parent-pid",
+            str(os.getpid()),
+            stdin=None if log_fd is None else asyncio.subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            pass_fds=(write_fd, *pass_fds),
+            env=environment,
+            start_new_session=log_fd is not None,
+        )
+    except BaseException:
+        os.close(read_fd)
+        raise
+    finally:
+        os.close(write_fd)
+    return process, read_fd
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """A process that computes a part of this worker."""
+
+    process: Process
+    ready: asyncio.Task[dict[str, str]]
+    """Waits until the process serves. Its result is the process's facts, or NotReady."""
+
+    @classmethod
+    async def start(
+        cls, command: str, flags: Iterable[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> WorkerPart:
+        """Starts `moonserve <command>` with these flags, beside `--status-fd` and `--parent-pid`."""
+        process, read_fd = await spawn(("-m", "moonserve", command, *flags), environment, pass_fds)
+        return cls(process, asyncio.create_task(wait_until_ready(read_fd)))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ends the process, and kills it after `timeout_s`."""
+        await cancel_all([self.ready])
+        terminate(self.process)
+        await wait_or_kill(self.process, timeout_s)
 
 
 async def wait_for_first_exit(processes: Iterable[Process]) -> None:

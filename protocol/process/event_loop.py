@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from moonserve.protocol.errors import PeerLost
@@ -42,10 +42,7 @@ class BackgroundTasks:
 
     async def cancel(self) -> None:
         """Cancels all tasks and returns once they have ended. Their errors are ignored."""
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tuple(self._tasks))
 
 
 class LoggedTasks(BackgroundTasks):
@@ -68,6 +65,13 @@ def _log_failure(task: asyncio.Task[Any], request_id: str) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         extra = request_extra(request_id) if request_id else None
         log.error("task %s failed", task.get_name(), exc_info=error, extra=extra)
+
+
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancels tasks and returns once they have ended. Their errors are ignored."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -12,17 +12,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from itertools import accumulate
-from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest, start_http_server
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.pb import metrics_pb2, metrics_pb2_grpc
 from moonserve.protocol.process.event_loop import LoopRunner
+from moonserve.protocol.rpc.grpc_transport import Context
 
 
 class FastCounter(Collector):
@@ -44,6 +44,20 @@ class FastCounter(Collector):
         family = CounterMetricFamily(self._name, self._text, labels=tuple(self._labels))
         family.add_metric(tuple(self._labels.values()), self._count)
         yield family
+
+
+def by_label(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    """Returns a metric with one label. `values`: by the label's value."""
+    made = family(name, text, labels=(label,))
+    for value, number in values.items():
+        made.add_metric((value,), number)
+    return made
 
 
 class FastHistogram(Collector):
@@ -86,9 +100,6 @@ def http_endpoint(registry: CollectorRegistry, host: str, port: int) -> Iterator
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def process_registry() -> CollectorRegistry:

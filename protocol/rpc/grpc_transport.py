@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -76,6 +76,8 @@ _STATUS_OF: list[tuple[type[MoonserveError], grpc.StatusCode]] = [
 ]
 
 Reply = TypeVar("Reply")
+Context = grpc.aio.ServicerContext[Any, Any]
+"""Context of a call that a servicer answers."""
 
 
 class RpcServer:
@@ -180,7 +182,7 @@ class _AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 def _guard_unary(
     behavior: Callable[..., Awaitable[Any]], allowed: bool, reply_metadata: Metadata | None
 ) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def guarded(request: Any, context: Context) -> Any:
         try:
             if not allowed:
                 raise Unauthenticated("wrong or missing cluster token")
@@ -195,7 +197,7 @@ def _guard_unary(
 
 
 def _guard_stream(behavior: Callable[..., AsyncIterator[Any]], allowed: bool) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def guarded(request: Any, context: Context) -> Any:
         try:
             if not allowed:
                 raise Unauthenticated("wrong or missing cluster token")
@@ -207,7 +209,7 @@ def _guard_stream(behavior: Callable[..., AsyncIterator[Any]], allowed: bool) ->
     return guarded
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, request: Any) -> None:
+async def _abort(context: Context, error: Exception, request: Any) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     failure = handler_failure(error, request)
@@ -218,7 +220,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
     )
 
 
-class Channels:
+class Channels(contextlib.AbstractAsyncContextManager["Channels"]):
     """Channels to other processes, one per address, opened on first use and closed together. `async with` closes them.
 
     With `tls`, peers must show a certificate of its authority, and no peer is dialled without TLS.
@@ -229,9 +231,6 @@ class Channels:
         self.tls = tls
         self._metadata = ((TOKEN_HEADER, cluster_token),)
         self._channels: dict[str, grpc.aio.Channel] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -85,7 +85,7 @@ class ElasticDecodeWorker(KeepingDecodeWorker):
     def something_progresses(self) -> None:
         """The base invariant holds, except while pages are being given back."""
         free_list = self.free_list
-        if not (self.pages.leaving or free_list.num_reclaimed_pages or free_list.num_wanted_pages):
+        if not (self.pages.leaving or free_list.is_reclaiming or free_list.num_wanted_pages):
             super().something_progresses()
 
     @invariant()

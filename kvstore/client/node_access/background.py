@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from moonserve.protocol.errors import DeadlineExceeded, PeerLost
+from moonserve.protocol.process.event_loop import cancel_all
 
 T = TypeVar("T")
 
@@ -67,10 +68,7 @@ class BackgroundLoop:
 
     async def cancel_all(self) -> None:
         """Cancels running tasks and waits for them."""
-        held = [asyncio.wrap_future(future) for future in self._held]
-        for each in held:
-            each.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
+        await cancel_all([asyncio.wrap_future(future) for future in self._held])
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

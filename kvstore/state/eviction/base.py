@@ -184,6 +184,7 @@ class EvictionPolicy(ABC):
     def __init__(self) -> None:
         self._clock = 0  # counts uses; part of most ranks, to make them unique
         self._ranks = RankHeap()  # ranks of all resident records; the heap has those on offer
+        self._last_victim = NO_RECORD  # until it is forgotten, by policies that learn from it
 
     @abstractmethod
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
@@ -212,7 +213,8 @@ class EvictionPolicy(ABC):
 
     def victim(self) -> Record:
         """Returns the record to evict first, which stays on offer until forgotten or withdrawn. NO_RECORD = none."""
-        return self._ranks.first()
+        self._last_victim = self._ranks.first()
+        return self._last_victim
 
     @property
     def nbytes(self) -> int:

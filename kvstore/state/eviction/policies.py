@@ -57,7 +57,6 @@ class LeastFrequentlyUsed(EvictionPolicy):
         super().__init__()
         self._num_uses = Column("I")  # of resident records
         self._age = 0.0  # rank of the last victim
-        self._last_victim = NO_RECORD  # the last victim, until it is forgotten
 
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
         self.used(record)
@@ -65,10 +64,6 @@ class LeastFrequentlyUsed(EvictionPolicy):
     def used(self, record: Record) -> None:
         self._num_uses[record] = min(self._num_uses[record] + 1, MAX_USES)
         self._set_rank(record, self._age + self._num_uses[record], self._tie(record))
-
-    def victim(self) -> Record:
-        self._last_victim = super().victim()
-        return self._last_victim
 
     def forget(self, record: Record) -> None:
         if record == self._last_victim:
@@ -155,7 +150,6 @@ class ReuseCredit(EvictionPolicy):
         self._num_residents = 0
         self._lifetime = 0.0  # in uses of the store
         self._num_lifetimes = 0  # samples in the mean
-        self._last_victim = NO_RECORD  # the last victim, until a record is forgotten
 
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
         self._run_depths[record] = 1 if self._num_reads[parent] else self._run_depths[parent] + 1
@@ -166,10 +160,6 @@ class ReuseCredit(EvictionPolicy):
     def used(self, record: Record) -> None:
         self._num_reads[record] = min(self._num_reads[record] + 1, MAX_CREDIT)
         self._rank(record)
-
-    def victim(self) -> Record:
-        self._last_victim = super().victim()
-        return self._last_victim
 
     def forget(self, record: Record) -> None:
         if self._run_depths[record]:
@@ -233,7 +223,6 @@ class S3Fifo(EvictionPolicy):
         self._digests = Column("q")
         self._num_small = self._num_residents = 0
         self._ghosts: OrderedDict[int, None] = OrderedDict()  # digests, oldest first; at most as many as residents
-        self._last_victim = NO_RECORD  # the last victim, until a record is forgotten
 
     def added(self, record: Record, key: BlockKey, parent: Record) -> None:
         digest = hash(key)

@@ -18,7 +18,7 @@ from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
 from moonserve.protocol.pb import conductor_pb2, worker_pb2, worker_pb2_grpc
 from moonserve.protocol.process.tracing import Tracer
 from moonserve.protocol.request import Request, RequestId, Role
-from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.grpc_transport import Channels, Context
 from moonserve.protocol.rpc.wire import request_from_wire, to_message
 from moonserve.vllm.serving.kv_event_state import KvEventSource
 from moonserve.vllm.serving.model_description import EngineFacts
@@ -35,7 +35,7 @@ from moonserve.vllm.serving.state import (
     Stopping,
 )
 from moonserve.worker.events import Action, Event
-from moonserve.worker.service import Context, Operation, StepLog, WorkerService
+from moonserve.worker.service import Operation, StepLog, WorkerService
 
 # A decode worker answers as soon as it has taken the request over; the KV moves afterwards.
 HANDOFF_TIMEOUT_S = 10.0

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.deploy.admin.kvctl_drain_plan import MAX_BYTES, MAX_KEYS, StoredObject, batches
-from moonserve.deploy.terminal import EXIT_INTERRUPTED
 from moonserve.kvstore.client import plain_key
 from moonserve.kvstore.client.placement import Placement
 from moonserve.protocol.errors import Overloaded
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import kvstore_pb2
+from moonserve.protocol.process.config import EXIT_INTERRUPTED
 from tests.deploy.admin.conftest import ENVIRON, SEGMENT_BYTES, Kvctl, chain_keys, get_all, put, put_chain, stage
 from tests.kvstore.client.pools import store_of
 from tests.kvstore.node.nodes import Node, connected
