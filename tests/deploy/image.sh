@@ -21,8 +21,10 @@ fi
 settings=()
 share() { if [ -e "$1" ]; then settings+=(--volume "$1:$1:ro"); fi; }
 while read -r file; do share "$file"; done < <(python3 -m pip config debug | sed -n 's/^ *\(.*\), exists: True$/\1/p')
-# Local indexes, folders of wheels, and certificates that these files name.
-for path in $(python3 -m pip config list | grep -o "/[^' ]*" | sed 's,^//,,' | sort -u); do share "$path"; done
+# Local indexes with the files beside them, folders of wheels, and certificates that these settings name.
+for path in $(python3 -m pip config list | grep -o "/[^' ]*" | sed 's,^//,,; s,/simple$,,' | sort -u); do
+  share "$path"
+done
 
 buildah build --quiet --isolation chroot "${settings[@]}" --build-arg PYTHON=localhost/python \
   ${TORCH_INDEX:+--build-arg "TORCH_INDEX=$TORCH_INDEX"} --file deploy/docker/Dockerfile --tag moonserve:cpu .

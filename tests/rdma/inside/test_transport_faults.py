@@ -85,7 +85,8 @@ def large_reads(engine: TransferEngine, remote: Remote) -> list[Transfer]:
 def test_a_peer_killed_mid_batch_fails_it_and_its_successor_is_served(
     engine: TransferEngine, doomed: Remote, shared: Remote, under_way: threading.Event
 ) -> None:
-    batch = engine.submit(large_reads(engine, doomed), deadline_s=2 * PATIENCE_S)
+    reads = large_reads(engine, doomed) * 16  # more than can end before the peer does
+    batch = engine.submit(reads, deadline_s=2 * PATIENCE_S)
     assert under_way.wait(PATIENCE_S)
     doomed.process.end()
     with pytest.raises(PeerLost):
@@ -118,7 +119,9 @@ def resources() -> list[int]:
     return list(map(int, re.findall(r"(?<= )\d+", shown.stdout)))
 
 
-def test_connecting_and_closing_repeatedly_leaks_nothing(shared: Remote) -> None:
+def test_connecting_and_closing_repeatedly_leaks_nothing(engine: TransferEngine, shared: Remote) -> None:
+    there_and_back(engine, shared, 4096)  # what the peer keeps from its first connection on is no leak
+
     def cycle() -> None:
         with engine_over_rdma() as engine:
             there_and_back(engine, shared, 4096)
