@@ -1,6 +1,7 @@
 """Configuration of all tests: assignment to `make test` or `make test-all`, order, and number of examples."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 import moonserve.protocol.process.lifecycle
 from tests.authority import authority as authority
+from tests.redis_server import redis as redis
 from tests.thoroughness import THOROUGH, examples
 
 SLOW = (
@@ -43,7 +45,7 @@ SLOW = (
 )
 """Tests that only `make test-all` runs, like those marked `slow`: several processes, other programs, virtual hours."""
 
-PROGRAMS = {"redis", "redis_server", "shared_redis", "clang", "clang++"}
+PROGRAMS = {"redis", "redis_server", "clang", "clang++"}
 """Fixtures and parameters of tests that need a program which a new machine lacks. `make test-all` runs them too."""
 
 FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
@@ -112,6 +114,28 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_model("llama", path)
     return path
+
+
+@pytest.fixture(scope="module")
+def own_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny Llama checkpoint of a module, with its MODEL: fields of the configuration."""
+    from tests.random_models import make_model
+
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path, **request.module.MODEL)
+    return path
+
+
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """Restores the root logger and the handlers of signals after the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    root.handlers[:], root.level = handlers, level
+    for number, handler in signals.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

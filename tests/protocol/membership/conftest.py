@@ -28,13 +28,6 @@ OpenRedis = Callable[..., RedisRegistry]
 _prefixes = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def shared_redis() -> Iterator[RedisServer]:
-    """A Redis server shared by the tests that neither stop nor reconfigure it. Each test uses its own prefix."""
-    with RedisServer() as server:
-        yield server
-
-
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
     """A Redis server that the test may stop and kill."""
@@ -86,7 +79,7 @@ async def connect(request: pytest.FixtureRequest, open_redis: OpenRedis) -> Asyn
 
             yield connected
     else:
-        server: RedisServer = request.getfixturevalue("shared_redis")
+        server: RedisServer = request.getfixturevalue("redis")
         prefix = f"test-{next(_prefixes)}"
         yield lambda: open_redis(server.url, prefix=prefix, poll_s=0.2)
 
