@@ -6,6 +6,7 @@ draws new examples every time; an example that fails there becomes an `@example`
 
 import os
 from pathlib import Path
+from typing import Any
 from unittest import TestCase
 
 import pytest
@@ -23,10 +24,13 @@ def examples(ordinary: int) -> int:
     return max(_FEWEST, round(ordinary * _FACTOR))
 
 
-def any_order(machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int = 40) -> type[TestCase]:
+def any_order(
+    machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int = 40, *, derandomize: bool = not THOROUGH
+) -> type[TestCase]:
     """Returns the test of a state machine: `num_examples` as in `examples`, each of up to `num_steps` rules."""
-    case: type[TestCase] = machine.TestCase
-    case.settings = settings(max_examples=examples(num_examples), stateful_step_count=num_steps)  # type: ignore[attr-defined]
+    case: Any = machine.TestCase
+    limits = {"max_examples": examples(num_examples), "stateful_step_count": num_steps}
+    case.settings = settings(**limits, derandomize=derandomize)
     return case
 
 

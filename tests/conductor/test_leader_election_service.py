@@ -31,7 +31,7 @@ from tests.conductor.cluster import chain
 from tests.conductor.test_service import registration, wish
 from tests.patience import PATIENCE_S, answered
 from tests.protocol.membership.conftest import served
-from tests.services import ReportedLifecycle
+from tests.services import ReportedLifecycle, serving
 
 TOKEN = "secret"
 
@@ -41,8 +41,7 @@ class Cluster:
 
     def __init__(self, registry: str | None = None) -> None:
         self._registry = registry
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lifecycles: dict[str, ReportedLifecycle] = {}
+        self._running: dict[str, contextlib.AsyncExitStack] = {}
         self.addresses: dict[str, str] = {}
         self.channels = Channels(TOKEN)
 
@@ -50,13 +49,11 @@ class Cluster:
         """Starts a conductor and waits for its address. `options` sets fields of its configuration."""
         common = {"leader_ttl_s": 3.0, "heartbeat_interval_s": 0.1}
         config = ConductorConfig(cluster_token=TOKEN, registry=self._registry, **common | options)
-        lifecycle = self._lifecycles[name] = ReportedLifecycle()
-        self._tasks[name] = asyncio.create_task(serve(config, lifecycle))
-        self.addresses[name] = (await lifecycle.facts)["rpc"]
+        running = self._running[name] = contextlib.AsyncExitStack()
+        self.addresses[name] = (await running.enter_async_context(serving(serve, config)))["rpc"]
 
     async def stop(self, name: str) -> None:
-        self._lifecycles[name].stopping.set()
-        await self._tasks.pop(name)
+        await self._running.pop(name).aclose()
 
     async def who(self, name: str) -> leadership_pb2.WhoReply:
         stub: leadership_pb2_grpc.LeadershipAsyncStub = leadership_pb2_grpc.LeadershipStub(
@@ -77,7 +74,7 @@ class Cluster:
         return await self.channels.call(getattr(stub, method), request, timeout_s=PATIENCE_S)
 
     async def close(self) -> None:
-        for name in list(self._tasks):
+        for name in list(self._running):
             await self.stop(name)
         await self.channels.close()
 

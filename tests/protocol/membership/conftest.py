@@ -50,9 +50,9 @@ async def open_redis() -> AsyncIterator[OpenRedis]:
 
 
 @contextlib.asynccontextmanager
-async def served(port: int = 0) -> AsyncIterator[str]:
+async def served(port: int = 0, token: str = "secret") -> AsyncIterator[str]:
     """Serves a new, empty embedded registry over gRPC and gives its address."""
-    registry, server = EmbeddedRegistry(), RpcServer("secret")
+    registry, server = EmbeddedRegistry(), RpcServer(token)
     registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(registry), server.grpc)
     try:
         yield await server.start("127.0.0.1", port)
