@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-import moonserve.protocol.process.lifecycle
+from moonserve.__main__ import main
+from moonserve.protocol.process import lifecycle
 from tests.authority import authority as authority
+from tests.commands import Command
 from tests.redis_server import redis as redis
 from tests.thoroughness import THOROUGH, examples
 
@@ -127,6 +129,12 @@ def own_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
+def moonserve(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `moonserve` in this process."""
+    return Command(capsys, main)
+
+
+@pytest.fixture
 def untouched() -> Iterator[None]:
     """Restores the root logger and the handlers of signals after the test."""
     root = logging.getLogger()
@@ -144,6 +152,6 @@ def _services_collect_no_garbage() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     real = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold", "enable", "disable")}
     nothing = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: 0)
-    patch.setattr(moonserve.protocol.process.lifecycle, "gc", SimpleNamespace(**real, **nothing))
+    patch.setattr(lifecycle, "gc", SimpleNamespace(**real, **nothing))
     yield
     patch.undo()
