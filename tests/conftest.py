@@ -1,6 +1,7 @@
 """Configuration of all tests: assignment to `make test` or `make test-all`, order, and number of examples."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -11,8 +12,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-import moonserve.protocol.process.lifecycle
+from moonserve.__main__ import main
+from moonserve.protocol.process import lifecycle
 from tests.authority import authority as authority
+from tests.commands import Command
+from tests.redis_server import redis as redis
 from tests.thoroughness import THOROUGH, examples
 
 SLOW = (
@@ -43,7 +47,7 @@ SLOW = (
 )
 """Tests that only `make test-all` runs, like those marked `slow`: several processes, other programs, virtual hours."""
 
-PROGRAMS = {"redis", "redis_server", "shared_redis", "clang", "clang++"}
+PROGRAMS = {"redis", "redis_server", "clang", "clang++"}
 """Fixtures and parameters of tests that need a program which a new machine lacks. `make test-all` runs them too."""
 
 FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
@@ -114,12 +118,40 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def own_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny Llama checkpoint of a module, with its MODEL: fields of the configuration."""
+    from tests.random_models import make_model
+
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama", path, **request.module.MODEL)
+    return path
+
+
+@pytest.fixture
+def moonserve(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `moonserve` in this process."""
+    return Command(capsys, main)
+
+
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """Restores the root logger and the handlers of signals after the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    root.handlers[:], root.level = handlers, level
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _services_collect_no_garbage() -> Iterator[None]:
     """Disables the garbage collection at a service's start: 0.3 s each in a test process, whose heap is large."""
     patch = pytest.MonkeyPatch()
     real = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold", "enable", "disable")}
     nothing = dict.fromkeys(("collect", "freeze", "unfreeze"), lambda: 0)
-    patch.setattr(moonserve.protocol.process.lifecycle, "gc", SimpleNamespace(**real, **nothing))
+    patch.setattr(lifecycle, "gc", SimpleNamespace(**real, **nothing))
     yield
     patch.undo()

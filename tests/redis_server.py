@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -129,3 +129,10 @@ class RedisServer:
         except OSError:
             return False
         return reply.startswith((b"+PONG", b"-NOAUTH"))
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    """Server shared by the tests of a module. The tests of registries use different prefixes."""
+    with RedisServer() as server:
+        yield server

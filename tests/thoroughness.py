@@ -6,8 +6,12 @@ draws new examples every time; an example that fails there becomes an `@example`
 
 import os
 from pathlib import Path
+from typing import Any
+from unittest import TestCase
 
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine
 
 _FACTOR = float(os.environ.get("MOONSERVE_TEST_EXAMPLES", "0.1"))
 _FEWEST = 3
@@ -18,6 +22,16 @@ THOROUGH = _FACTOR >= 10
 def examples(ordinary: int) -> int:
     """Returns the number of examples of a property test, given the number for `make test-all`."""
     return max(_FEWEST, round(ordinary * _FACTOR))
+
+
+def any_order(
+    machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int = 40, *, derandomize: bool = not THOROUGH
+) -> type[TestCase]:
+    """Returns the test of a state machine: `num_examples` as in `examples`, each of up to `num_steps` rules."""
+    case: Any = machine.TestCase
+    limits = {"max_examples": examples(num_examples), "stateful_step_count": num_steps}
+    case.settings = settings(**limits, derandomize=derandomize)
+    return case
 
 
 def seconds(ordinary: float, thorough: float) -> float:

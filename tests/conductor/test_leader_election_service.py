@@ -25,26 +25,15 @@ from moonserve.protocol.membership.heartbeats import BlockLog, Membership
 from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from moonserve.protocol.process.config import load_config
 from moonserve.protocol.process.event_loop import background_task
-from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import failure_from_wire
 from tests.conductor.cluster import chain
 from tests.conductor.test_service import registration, wish
 from tests.patience import PATIENCE_S, answered
 from tests.protocol.membership.conftest import served
+from tests.services import ReportedLifecycle, serving
 
 TOKEN = "secret"
-
-
-class FactsOfReady(Lifecycle):
-    """A lifecycle that keeps the RPC address that the process reports when it is ready."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def ready(self, **facts: str) -> None:
-        self.address.set_result(facts["rpc"])
 
 
 class Cluster:
@@ -52,8 +41,7 @@ class Cluster:
 
     def __init__(self, registry: str | None = None) -> None:
         self._registry = registry
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lifecycles: dict[str, FactsOfReady] = {}
+        self._running: dict[str, contextlib.AsyncExitStack] = {}
         self.addresses: dict[str, str] = {}
         self.channels = Channels(TOKEN)
 
@@ -61,13 +49,11 @@ class Cluster:
         """Starts a conductor and waits for its address. `options` sets fields of its configuration."""
         common = {"leader_ttl_s": 3.0, "heartbeat_interval_s": 0.1}
         config = ConductorConfig(cluster_token=TOKEN, registry=self._registry, **common | options)
-        lifecycle = self._lifecycles[name] = FactsOfReady()
-        self._tasks[name] = asyncio.create_task(serve(config, lifecycle))
-        self.addresses[name] = await lifecycle.address
+        running = self._running[name] = contextlib.AsyncExitStack()
+        self.addresses[name] = (await running.enter_async_context(serving(serve, config)))["rpc"]
 
     async def stop(self, name: str) -> None:
-        self._lifecycles[name].stopping.set()
-        await self._tasks.pop(name)
+        await self._running.pop(name).aclose()
 
     async def who(self, name: str) -> leadership_pb2.WhoReply:
         stub: leadership_pb2_grpc.LeadershipAsyncStub = leadership_pb2_grpc.LeadershipStub(
@@ -88,7 +74,7 @@ class Cluster:
         return await self.channels.call(getattr(stub, method), request, timeout_s=PATIENCE_S)
 
     async def close(self) -> None:
-        for name in list(self._tasks):
+        for name in list(self._running):
             await self.stop(name)
         await self.channels.close()
 
@@ -182,7 +168,7 @@ async def test_new_leader_reports_missing_workers_only_after_a_lease(cluster: Cl
 async def test_a_registry_that_refuses_the_credentials_ends_the_start(cluster: Cluster) -> None:
     config = ConductorConfig(cluster_token="another", registry=cluster._registry)
     with pytest.raises(Unauthenticated):
-        await serve(config, FactsOfReady())
+        await serve(config, ReportedLifecycle())
 
 
 async def test_conductor_without_registry_ticks_and_is_found_at_one_of_several_addresses() -> None:
@@ -214,7 +200,7 @@ async def test_conductor_without_registry_ticks_and_is_found_at_one_of_several_a
 async def test_values_that_cannot_work_are_config_errors(flags: str, named: str) -> None:
     config = load_config(ConductorConfig, flags.split(), prog="conductor", environ={})
     with pytest.raises(ConfigError, match=named):
-        await serve(config, FactsOfReady())
+        await serve(config, ReportedLifecycle())
 
 
 async def test_answer_from_before_a_suspension_is_not_given() -> None:

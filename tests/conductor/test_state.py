@@ -6,7 +6,6 @@ its end, by being placed again, or by being forgotten.
 
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -18,7 +17,7 @@ from moonserve.protocol.errors import InvalidRequest, NoWorker, StaleLease
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
 from moonserve.protocol.request import InstanceId, RequestId, Role
 from tests.conductor.cluster import LAYOUT, chain, shown, worker
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 ROLES = {
     **{f"p{i}": Role.PREFILL for i in range(3)},
@@ -227,7 +226,4 @@ class ConductorMachine(RuleBasedStateMachine):
         self.state.validate()
 
 
-ConductorMachine.TestCase.settings = settings(
-    max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True
-)
-TestRandomHistories = ConductorMachine.TestCase
+TestRandomHistories = any_order(ConductorMachine, 75, derandomize=True)

@@ -21,7 +21,7 @@ from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
 from moonserve.protocol.request import BlockId, Endpoint, LeaseId, Request, RequestId, Token
 from moonserve.protocol.step_time import PrefillProfile
 from moonserve.worker.events import Action, Event
-from tests.prefill_worker.builders import make_request
+from tests.prefill_worker.builders import all_of, make_request
 from tests.scores import pretend
 
 BLOCK_SIZE = 4
@@ -355,13 +355,9 @@ class Driver:
     # -- results
 
     def all_of(self, kind: type[A]) -> list[A]:
-        return only(self.log, kind)
+        return all_of(self.log, kind)
 
     def step_of(self) -> list[tuple[str, int, int]]:
         """Returns (request, start, end) of each slice of the oldest step in flight."""
         assert self.step is not None
         return [(piece.request_id, piece.start, piece.end) for piece in self.step.slices]
-
-
-def only(done: Sequence[Action], kind: type[A]) -> list[A]:
-    return [action for action in done if isinstance(action, kind)]

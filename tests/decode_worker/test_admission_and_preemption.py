@@ -11,7 +11,8 @@ from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.lookahead_policy import LookaheadPolicy
 from moonserve.protocol.kv_blocks import NO_PARENT
 from moonserve.protocol.request import RequestId
-from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, only, pool
+from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, pool
+from tests.prefill_worker.builders import all_of
 
 PROMPT = list(range(12))  # 3 blocks
 
@@ -130,11 +131,11 @@ def test_shared_blocks_do_not_count_for_the_choice_of_a_victim() -> None:
 
 def test_a_landing_that_may_grow_beyond_the_pool_waits_for_the_one_before() -> None:
     driver = Driver(num_blocks=8, policy=LookaheadPolicy(), max_model_len=32)
-    granted = only(driver.reserve(PROMPT, "a"), events.GrantLease)
+    granted = all_of(driver.reserve(PROMPT, "a"), events.GrantLease)
     assert len(granted) == 1
     assert driver.reserve([77, 78], "b", wait_s=100.0) == []
     done = driver.wait(10.0)  # the first lease expires
-    assert [grant.lease_id for grant in only(done, events.GrantLease)] == ["lease-b"]
+    assert [grant.lease_id for grant in all_of(done, events.GrantLease)] == ["lease-b"]
 
 
 def test_lengths_are_learned_from_ended_sequences() -> None:

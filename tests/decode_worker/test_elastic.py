@@ -3,7 +3,6 @@ and no page in use is given back."""
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
@@ -14,7 +13,7 @@ from moonserve.protocol.errors import InvalidRequest
 from tests.decode_worker.driver import Driver
 from tests.decode_worker.test_interleavings import DecodeWorker, KeepingDecodeWorker
 from tests.engine.kv_cache.shapes import paging
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 NUM_PAGES, PER_PAGE = 4, 2
 
@@ -98,8 +97,7 @@ class ElasticDecodeWorker(KeepingDecodeWorker):
         super().teardown()
 
 
-ElasticDecodeWorker.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
-test_limits_that_change_at_any_moment_change_no_token = ElasticDecodeWorker.TestCase
+test_limits_that_change_at_any_moment_change_no_token = any_order(ElasticDecodeWorker, 40)
 
 
 def elastic_driver(supply: PageSupply | None = None, reserved: int = 1) -> tuple[Driver, Page]:

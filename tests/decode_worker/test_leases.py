@@ -19,8 +19,9 @@ from moonserve.protocol.pb import worker_pb2_grpc
 from moonserve.protocol.request import GatewayId, LeaseId, RequestId
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.worker.events import Action, Event
-from tests.decode_worker.driver import BLOCK_SIZE, STORE, Driver, keys_of, only, request_of
+from tests.decode_worker.driver import BLOCK_SIZE, STORE, Driver, keys_of, request_of
 from tests.patience import PATIENCE_S
+from tests.prefill_worker.builders import all_of
 
 PROMPT = list(range(10))  # two full blocks of four tokens and a half one
 LEASE = LeaseId("lease-r")
@@ -28,12 +29,12 @@ LEASE = LeaseId("lease-r")
 
 def refusal(done: list[Action]) -> MoonserveError:
     """Returns the error with which a reservation, a renewal or a commit was refused."""
-    (error,) = (action.error for action in only(done, events.Refuse))
+    (error,) = (action.error for action in all_of(done, events.Refuse))
     return error
 
 
 def grants(done: list[Action]) -> list[str]:
-    return [grant.lease_id for grant in only(done, events.GrantLease)]
+    return [grant.lease_id for grant in all_of(done, events.GrantLease)]
 
 
 def release(driver: Driver, name: str = "r") -> list[Action]:
@@ -129,13 +130,13 @@ def test_a_lease_lives_until_its_last_renewal_runs_out_but_for_verification() ->
     assert driver.wait(5.0) == []
     driver.verify(corrupt=[0])
     assert driver.wait(3.9) == []
-    assert only(driver.wait(0.2), events.CloseWindow)
+    assert all_of(driver.wait(0.2), events.CloseWindow)
 
 
 def test_a_good_commit_runs_only_after_its_window_is_closed() -> None:
     driver = Driver()
     driver.reserve(PROMPT)
-    (verify,) = only(driver.commit(request_of(PROMPT)), events.VerifyBlocks)
+    (verify,) = all_of(driver.commit(request_of(PROMPT)), events.VerifyBlocks)
     blocks = [(each.index, each.block, each.num_tokens, each.checksum) for each in verify.blocks]
     assert blocks == [(0, 0, 4, 0), (1, 1, 4, 1), (2, 2, 2, 2)]
     assert driver.verify() == [
@@ -143,7 +144,7 @@ def test_a_good_commit_runs_only_after_its_window_is_closed() -> None:
         events.CloseWindow(lease_id=LEASE, landed=(0, 1, 2)),
     ]
     assert driver.step is None
-    (early,) = only(driver.reserve(PROMPT, "early"), events.GrantLease)
+    (early,) = all_of(driver.reserve(PROMPT, "early"), events.GrantLease)
     assert early.num_cached == 0, "nobody shares what may still be written"
     driver.close()
     assert driver.step_of() == [("r", 10, 11)]
@@ -165,7 +166,7 @@ def test_a_corrupt_commit_keeps_the_landing_open_for_another_attempt() -> None:
 def test_committing_again_is_accepted_once_and_starts_one_sequence(moment: str) -> None:
     driver = Driver()
     landed(driver, until=moment)
-    again = only(driver.commit(request_of(PROMPT)), events.AnswerCommit)
+    again = all_of(driver.commit(request_of(PROMPT)), events.AnswerCommit)
     assert len(again) == (moment != "verifying")
     driver.drain_landing()
     assert (driver.state.num_running, driver.state.num_waiting) == (1, 0)
@@ -175,15 +176,15 @@ def test_a_commit_that_contradicts_its_lease_is_rejected_and_the_lease_stays() -
     driver = Driver()
     driver.reserve(PROMPT)
     assert isinstance(refusal(driver.commit(request_of([*PROMPT, 5]))), InvalidRequest)
-    assert only(driver.commit(request_of(PROMPT)), events.VerifyBlocks)
+    assert all_of(driver.commit(request_of(PROMPT)), events.VerifyBlocks)
 
 
 def test_later_reservations_share_full_blocks_and_need_no_window_for_them() -> None:
     driver = Driver()
     driver.start(PROMPT, "a")
-    (grant,) = only(driver.reserve([*PROMPT[:8], 99, 98], "b"), events.GrantLease)
+    (grant,) = all_of(driver.reserve([*PROMPT[:8], 99, 98], "b"), events.GrantLease)
     assert (grant.blocks, grant.num_cached) == ((0, 1, 3), 2)
-    (grant,) = only(driver.reserve(PROMPT[:8], "c"), events.GrantLease)
+    (grant,) = all_of(driver.reserve(PROMPT[:8], "c"), events.GrantLease)
     assert grant.num_cached == len(grant.blocks) == 2
     accepted = driver.commit(request_of(PROMPT[:8], "c"))
     assert accepted == [events.AnswerCommit(lease_id=LeaseId("lease-c"))]
@@ -196,7 +197,7 @@ def test_a_release_during_verification_rejects_the_commit() -> None:
     landed(driver, until="verifying")
     done = release(driver)
     assert isinstance(refusal(done), StaleLease)
-    assert only(done, events.CloseWindow)
+    assert all_of(done, events.CloseWindow)
     driver.verify()
     driver.drain()
 

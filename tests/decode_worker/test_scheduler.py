@@ -14,7 +14,8 @@ from moonserve.decode_worker.decisions.steps import StepTimeCorrection
 from moonserve.engine.model.batch import Sampled
 from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest, MoonserveError, PeerError
 from moonserve.protocol.request import FinishReason, GatewayId, RequestId
-from tests.decode_worker.driver import Driver, next_token, only, request_of
+from tests.decode_worker.driver import Driver, next_token, request_of
+from tests.prefill_worker.builders import all_of
 
 
 def names(driver: Driver) -> list[str]:
@@ -38,13 +39,13 @@ def test_the_tokens_of_a_step_leave_as_one_message_per_gateway_behind_the_next_s
     """Sequences that arrived during the step join the next one."""
     driver = Driver()
     driver.start([1], "a", gateway="g1")
-    assert only(driver.start([2], "b", gateway="g2"), events.RunStep) == []
+    assert all_of(driver.start([2], "b", gateway="g2"), events.RunStep) == []
     driver.start([3], "c", gateway="g1")
     driver.compute()
     assert names(driver) == ["a", "b", "c"]
     done = driver.compute()
     assert [type(action) for action in done] == [events.RunStep, *[events.SendTokens] * 2]
-    sent = only(done, events.SendTokens)
+    sent = all_of(done, events.SendTokens)
     assert [(s.gateway_id, [t.request_id for t in s.tokens]) for s in sent] == [("g1", ["a", "c"]), ("g2", ["b"])]
 
 
@@ -237,7 +238,7 @@ def test_step_begins_before_the_previous_one_has_ended() -> None:
 def test_a_token_behind_the_end_is_dropped_and_holds_the_blocks_until_it_is_computed() -> None:
     driver = ahead()
     driver.start(PROMPT, stops_after=2)
-    assert not only(driver.compute(), events.RunStep)
+    assert not all_of(driver.compute(), events.RunStep)
     assert driver.pool.num_free < driver.pool.num_blocks, "a step still writes there"
     driver.compute()
     assert len(driver.tokens["r"]) == 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moonserve.__main__ import VERBS, main
+from moonserve.__main__ import VERBS
 from moonserve.deploy.admin.explain import main as explain
 from moonserve.deploy.admin.explain import show
 from moonserve.deploy.admin.keys import main as keys
@@ -25,17 +25,19 @@ from moonserve.gateway.access import redis_stores
 from moonserve.gateway.access.api_key import digest_of, new_key
 from moonserve.gateway.access.key_file import read
 from moonserve.protocol.errors import MoonserveError
+from tests.commands import Command
 from tests.patience import PATIENCE_S
 from tests.redis_server import RedisServer
 
 
-def test_help_lists_every_verb_and_verbs_have_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    printed = capsys.readouterr().out
+def test_help_lists_every_verb_and_verbs_have_help(moonserve: Command) -> None:
+    printed = moonserve("--help", ends=0).out
     assert all(verb in printed for verb in VERBS)
     for verb in ("serve", "gateway", "conductor", "store"):
-        assert main([verb, "--help"]) == 0
-        assert "--port" in capsys.readouterr().out
+        assert "--port" in moonserve(verb, "--help", ends=0).out
+
+
+PREFILL = ("worker", "--role", "prefill", "--instance-id", "p", "--model", "x")
 
 
 @pytest.mark.parametrize(
@@ -46,13 +48,17 @@ def test_help_lists_every_verb_and_verbs_have_help(capsys: pytest.CaptureFixture
         (["worker", "--role", "x"], "--role"),
         (["worker", "--role-switching", "x"], "--role-switching"),
         (["worker", "--role=decode", "--conditional-disaggregation=x"], "--conditional"),
+        ([*PREFILL, "--block-sise", "8"], "did you mean --block-size?"),
+        ([*PREFILL, "--home-store", "store-0"], "--home-store needs --conductor"),
+        (
+            [*PREFILL, "--pipeline-parallel-size", "2", "--home-store", "s", "--conductor", "c:1"],
+            "--home-store cannot be combined with --pipeline-parallel-size",
+        ),
+        ([*PREFILL, "--pipeline-parallel-size", "0"], "--pipeline-parallel-size must be at least 1"),
     ],
 )
-def test_wrong_usage_is_reported_in_one_line_with_exit_code_2(
-    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    assert hint in capsys.readouterr().err
+def test_wrong_usage_is_reported_in_one_line_with_exit_code_2(argv: list[str], hint: str, moonserve: Command) -> None:
+    assert hint in moonserve(*argv, ends=2).err
 
 
 @pytest.mark.parametrize(("argument", "is_read", "code"), [("--help", False, 141), ("serv", True, 2)])
@@ -81,17 +87,15 @@ MAMBA = json.dumps({"architectures": ["MambaForCausalLM"]})
     ],
 )
 def test_serve_reports_an_error_in_one_line_that_names_the_cause(
-    arguments: list[str], config: str | None, words: list[str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    arguments: list[str], config: str | None, words: list[str], tmp_path: Path, moonserve: Command
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         known = {"folder": tmp_path, "port": taken.getsockname()[1]}
-        assert main(["serve", *(each.format(**known) for each in arguments)]) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    [line] = printed.err.strip().splitlines()
+        said = moonserve("serve", *(each.format(**known) for each in arguments), ends=2)
+    assert not said.out
+    [line] = said.err.strip().splitlines()
     assert all(word in line for word in words)
 
 
@@ -198,8 +202,8 @@ def test_a_port_of_another_protocol_and_an_incomplete_answer_count_as_no_answer(
 
 def test_a_missing_gateway_is_reported_with_its_address_and_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     for url in ("http://localhost:80x", "nonsense", "http://127.0.0.1:9"):
-        assert explain(["x"], {"MOONSERVE_URL": url}) == EXIT_UNREACHABLE
-        (line,) = capsys.readouterr().err.splitlines()
+        said = Command(capsys, explain, environ={"MOONSERVE_URL": url})("x", ends=EXIT_UNREACHABLE)
+        (line,) = said.err.splitlines()
         assert f"no answer from {url}" in line
         assert "--url" in line
 
@@ -210,32 +214,27 @@ def test_keys_are_added_listed_and_revoked(
 ) -> None:
     """A key can be added, listed and revoked in a file and in Redis, even if Redis is slow."""
     monkeypatch.setattr(redis_stores, "DEADLINE_S", PATIENCE_S)
+    run = Command(capsys, keys, environ={})
     if place == "file":
-        is_kept(["--file", str(tmp_path / "keys.json")], capsys)
+        is_kept(["--file", str(tmp_path / "keys.json")], run)
     else:
         with RedisServer() as server:
-            is_kept(["--in-registry", "--registry", server.url], capsys)
+            is_kept(["--in-registry", "--registry", server.url], run)
 
 
-def is_kept(place: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    about = ["--tenant", "alice", "--requests-per-minute", "60", "--priority", "-2"]
-    assert keys(["add", *place, *about], {}) == 0
-    printed = capsys.readouterr()
-    key = printed.out.strip()
+def is_kept(place: list[str], run: Command) -> None:
+    added = run("add", *place, "--tenant", "alice", "--requests-per-minute", "60", "--priority", "-2", ends=0)
+    key = added.out.strip()
     assert key.startswith("msk-")
-    assert "only time" in printed.err
-    assert keys(["list", *place, "--json"], {}) == 0
-    listed = json.loads(capsys.readouterr().out)
+    assert "only time" in added.err
+    [listed] = run("list", *place, "--json", ends=0).records
     assert (listed["tenant"], listed["requests_per_minute"], listed["priority"]) == ("alice", 60, -2)
     assert listed["key_id"] == digest_of(key.encode())[: len(listed["key_id"])]
-    assert keys(["list", *place], {}) == 0
-    shown = capsys.readouterr().out
+    shown = run("list", *place, ends=0).out
     assert "alice" in shown
     assert key not in shown
-    assert [keys(["revoke", *place, listed["key_id"]], {}) for _ in range(2)] == [0, 1]
-    capsys.readouterr()
-    assert keys(["list", *place], {}) == 0
-    assert capsys.readouterr().out == ""
+    assert [run("revoke", *place, listed["key_id"]).code for _ in range(2)] == [0, 1]
+    assert run("list", *place, ends=0).out == ""
 
 
 def test_a_key_from_standard_input_must_not_be_guessable(
@@ -251,12 +250,10 @@ def test_a_key_from_standard_input_must_not_be_guessable(
         assert keys(["add", "--stdin", "--tenant", tenant], environ) == 0
     assert [(k.digest, k.tenant) for k in read(path)] == [(digest_of(key.encode()), "bob")]
     assert key not in path.read_text()
-    capsys.readouterr()
-    assert keys(["hash"], {}) == 0
-    assert capsys.readouterr().out.strip() == digest_of(key.encode())
+    run = Command(capsys, keys, environ={})
+    assert run("hash", ends=0).out.strip() == digest_of(key.encode())
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff" * 40), encoding="utf-8"))
-    assert keys(["hash"], {}) == 2
-    assert "printable ASCII" in capsys.readouterr().err
+    assert "printable ASCII" in run("hash", ends=2).err
 
 
 def test_only_the_owner_reads_the_key_file_and_writers_lock_it(tmp_path: Path) -> None:
@@ -284,7 +281,6 @@ def test_only_the_owner_reads_the_key_file_and_writers_lock_it(tmp_path: Path) -
 def test_wrong_usage_of_keys_is_reported_in_one_line(
     arguments: str, code: int, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert keys(arguments.format(nobody=free_port()).split(), {}) == code
-    told = capsys.readouterr().err
+    told = Command(capsys, keys, environ={})(*arguments.format(nobody=free_port()).split(), ends=code).err
     assert hint in told
     assert told.count("\n") == 1

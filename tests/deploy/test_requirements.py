@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import moonserve.__main__ as command
+from tests.commands import Command
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -68,12 +69,14 @@ def test_other_engines_processes_and_the_base_verbs_import_only_the_base_require
 
 
 def test_the_other_verbs_are_refused_where_a_module_of_the_extra_serve_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, moonserve: Command
 ) -> None:
     extra = [modules_of([each], deep=False) for each in PROJECT["optional-dependencies"]["serve"] if "gguf" not in each]
     assert len(extra) == len(command.SERVE_MODULES)
     assert all(any(module in modules for modules in extra) for module in command.SERVE_MODULES)
     monkeypatch.setattr(command, "SERVE_MODULES", (*command.SERVE_MODULES, "not_installed"))
     for verb in {*command.VERBS} - {*command.BASE_VERBS}:
-        assert command.main([verb, "--help"]) == 2
-        assert capsys.readouterr().err == f"moonserve {verb} needs not_installed: pip install 'moonserve[serve]'\n"
+        assert (
+            moonserve(verb, "--help", ends=2).err
+            == f"moonserve {verb} needs not_installed: pip install 'moonserve[serve]'\n"
+        )

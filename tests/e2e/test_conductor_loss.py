@@ -24,12 +24,6 @@ NUM_CLIENTS = 3
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, redis: RedisServer) -> Iterator[Cluster]:
     flags = (
         *("--conductors", "2", "--registry", redis.url, "--dtype", "float32"),

@@ -1,6 +1,5 @@
 """Workers under a shared memory budget: limits change under load and never change a token."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -10,6 +9,7 @@ import pytest
 
 from moonserve.deploy.admin.kvctl import main as kvctl
 from moonserve.engine.kv_cache.elastic_budget import Ledger
+from tests.commands import Command
 from tests.e2e.cluster import Cluster, prompt_of
 from tests.e2e.reference import continuations, load_reference, num_ties
 
@@ -30,11 +30,8 @@ ATTEMPTS = 8
 
 def limits(cluster: Cluster, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
     """Returns the output of `kvctl` by worker."""
-    capsys.readouterr()
-    environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}
-    assert kvctl(["--json", *arguments, "--url", cluster.url], environ) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return {line["worker"]: line for line in lines}
+    run = Command(capsys, kvctl, environ={"MOONSERVE_CLUSTER_TOKEN": cluster.token})
+    return {record["worker"]: record for record in run.json(*arguments, "--url", cluster.url)}
 
 
 def test_changing_memory_limits_under_load_changes_no_token(

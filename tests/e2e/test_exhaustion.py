@@ -3,7 +3,6 @@
 docs/faults.md lists what else can run out, and the test for each.
 """
 
-import contextlib
 import os
 import resource
 import sys
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster, tokens_of
-from tests.kvstore.faults.mounts import mounted
+from tests.kvstore.faults.mounts import fill_up, mounted
 from tests.random_models import make_model
 
 pytestmark = pytest.mark.e2e
@@ -95,25 +94,13 @@ def test_without_descriptors_requests_wait_or_are_refused(cluster: Cluster, want
     assert cluster.pids()[name] == pid, "it did not end"
 
 
-@contextmanager
-def full(disk: Path) -> Iterator[None]:
-    """Fills the disk to its last page within the block."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-    try:
-        with pytest.raises(OSError, match="No space"):
-            (disk / "more").write_bytes(bytes(4096))
-        yield
-    finally:
-        filler.unlink()
-
-
 def test_a_full_disk_under_the_logs_costs_only_log_lines(cluster: Cluster, wanted: list[int]) -> None:
     """A full log disk costs only log lines, also for a process that starts meanwhile."""
-    with full(cluster.log_dir):
+    filler = fill_up(cluster.log_dir)
+    try:
         epoch = cluster.kill("store-0")
         assert tokens_of(cluster.greedy(KNOWN, 8)) == wanted
         cluster.wait_for("its successor", lambda: cluster.epoch("store-0") > epoch)
         assert tokens_of(cluster.greedy(KNOWN, 8)) == wanted
+    finally:
+        filler.unlink()

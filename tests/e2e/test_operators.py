@@ -14,10 +14,10 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from moonserve.__main__ import main
 from moonserve.gateway.generation.request_timing import PHASES
 from moonserve.models import demo_model_path
 from tests.collector import Receiver, attributes_of, running_collector
+from tests.commands import Command
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_cluster
 from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
@@ -68,7 +68,7 @@ def explained(cluster: Cluster, request_id: str) -> dict[str, Any]:
     return decision
 
 
-def test_a_request_is_explained_by_the_clients_request_id(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_is_explained_by_the_clients_request_id(cluster: Cluster, moonserve: Command) -> None:
     """The explanation has all candidates, the choice and the outcome, as tables and as JSON."""
     name = "my/first+request"
     reply = post(cluster, {"prompt": list(range(1, 41)), "max_tokens": 4}, **{"x-request-id": name})
@@ -81,17 +81,13 @@ def test_a_request_is_explained_by_the_clients_request_id(cluster: Cluster, caps
     assert 0 < best["ttft_s"] <= decision["predicted_ttft_s"]
     assert decision["outcome"]["output_tokens"] == 4
     assert 0 < decision["outcome"]["ttft_s"] <= decision["outcome"]["elapsed_s"]
-    capsys.readouterr()
-    assert main(["explain", name, "--url", cluster.url]) == 0
-    text = capsys.readouterr().out
-    marked = [line.split()[1] for line in text.splitlines() if line.startswith("→")]
-    assert marked == ["prefill-0", decision["decode"]]
-    assert "finished after" in text
-    assert "with 4 tokens" in text
-    assert main(["explain", name, "--url", cluster.url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["decisions"] == [decision]
-    assert main(["explain", "cmpl-never", "--url", cluster.url]) == 1
-    assert "last 4096 requests" in capsys.readouterr().err
+    said = moonserve("explain", name, "--url", cluster.url, ends=0)
+    assert [line.split()[1] for line in said.lines if line.startswith("→")] == ["prefill-0", decision["decode"]]
+    assert "finished after" in said.out
+    assert "with 4 tokens" in said.out
+    said = moonserve("explain", name, "--url", cluster.url, "--json", ends=0)
+    assert json.loads(said.out)["decisions"] == [decision]
+    assert "last 4096 requests" in moonserve("explain", "cmpl-never", "--url", cluster.url, ends=1).err
 
 
 # Time

@@ -9,6 +9,7 @@ import pytest
 
 from moonserve.deploy.admin import drain_and_role
 from tests.background import Background
+from tests.commands import Command
 from tests.e2e.cluster import GREEDY, Cluster, running_cluster
 from tests.e2e.load import Regulars
 
@@ -69,15 +70,13 @@ def holders(cluster: Cluster, num_blocks: int) -> list[str]:
 
 
 def test_the_role_command_reports_errors(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    assert switch(cluster, "worker-9", "decode", 0.0) == 1
-    assert "worker-9" in capsys.readouterr().err
-    assert switch(cluster, "worker-0", "prefill", 0.0) == 0
-    assert "is a prefill worker" in capsys.readouterr().out
-    assert switch(cluster, "worker-0", "decode", 0.0) == 2
-    assert "the only prefill worker" in capsys.readouterr().err
-    arguments = ["worker-0", "decode", "--url", cluster.url, "--force"]
-    assert drain_and_role.role(arguments, {"MOONSERVE_CLUSTER_TOKEN": "wrong"}) == 2
-    assert "MOONSERVE_CLUSTER_TOKEN" in capsys.readouterr().err
+    environ = {"MOONSERVE_CLUSTER_TOKEN": cluster.token}
+    role = partial(Command(capsys, drain_and_role.role, environ=environ), "--url", cluster.url, "--drain-s", "0.0")
+    assert "worker-9" in role("worker-9", "decode", ends=1).err
+    assert "is a prefill worker" in role("worker-0", "prefill", ends=0).out
+    assert "the only prefill worker" in role("worker-0", "decode", ends=2).err
+    wrong = {"MOONSERVE_CLUSTER_TOKEN": "wrong"}
+    assert "MOONSERVE_CLUSTER_TOKEN" in role("worker-0", "decode", "--force", ends=2, environ=wrong).err
 
 
 def test_the_conductor_turns_a_decode_worker_into_a_prefill_worker_where_prompts_queue(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moonserve.prefill_worker.decisions import events as ev
@@ -15,7 +14,7 @@ from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.request import Endpoint, GatewayId, RequestId, Token
 from moonserve.worker.events import Action, Event
 from tests.prefill_worker.builders import HOME, endpoint, granted, make_request, make_state, step_done, submitted
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 GATEWAYS = ("gateway-0", "gateway-1")
 LOST = PeerLost("gone")
@@ -347,7 +346,4 @@ class PrefillWorkers(RuleBasedStateMachine):
         assert not self.live, "some request ended silently"
 
 
-PrefillWorkers.TestCase.settings = settings(
-    max_examples=examples(30), stateful_step_count=40, deadline=None, derandomize=True
-)
-TestPrefillWorkers = PrefillWorkers.TestCase
+TestPrefillWorkers = any_order(PrefillWorkers, 30, derandomize=True)

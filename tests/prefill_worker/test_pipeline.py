@@ -23,19 +23,12 @@ from tests.engine.steps import random_prompt
 from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.cluster import Placed
 from tests.processes import running
-from tests.random_models import make_model
 from tests.stopping import stop
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, decoding, endpoint_of, listening
 
+MODEL = {"num_hidden_layers": 4}
 CHUNK = 24
 MAX_TOKENS = 6
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama", path, num_hidden_layers=4)
-    return path
 
 
 @dataclass
@@ -72,10 +65,10 @@ PROMPTS = {"long": random_prompt(150, 1), "other": random_prompt(61, 2), "short"
 
 
 @pytest.mark.slow
-async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
+async def test_a_group_gives_the_tokens_of_one_engine(own_model: Path) -> None:
     """Holds for concurrent prompts in chunks, and for a prompt with a cached prefix, of whose blocks every stage sends
     its layers without computing them."""
-    async with group(model_path, size=2) as made:
+    async with group(own_model, size=2) as made:
         for name, prompt in PROMPTS.items():
             await made.submit(name, prompt, max_tokens=MAX_TOKENS)
         for name, prompt in PROMPTS.items():
@@ -95,11 +88,11 @@ async def test_a_group_gives_the_tokens_of_one_engine(model_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_corrupt_bytes_of_any_stage_are_found(model_path: Path) -> None:
+async def test_corrupt_bytes_of_any_stage_are_found(own_model: Path) -> None:
     """With three stages over TCP and a corrupt first write of each, the decode worker detects the corruption and all
     stages compute those blocks again. No token is wrong."""
     flags = ("--transports", "tcp", "--fault-corrupt-writes", "1")
-    async with group(model_path, *flags, size=3) as made:
+    async with group(own_model, *flags, size=3) as made:
         for seed, name in enumerate(("first", "second")):
             prompt = random_prompt(70, seed)
             await made.submit(name, prompt, max_tokens=MAX_TOKENS)
@@ -154,10 +147,10 @@ def test_stage_waits_for_a_bounded_time() -> None:
 
 
 @pytest.mark.slow
-async def test_lost_stage_fails_requests_in_flight_and_ends_the_group(model_path: Path) -> None:
+async def test_lost_stage_fails_requests_in_flight_and_ends_the_group(own_model: Path) -> None:
     """A request that waits for the stage fails with a retryable error. The leader exits, so that its supervisor can
     restart the whole group."""
-    async with group(model_path, size=2) as made:
+    async with group(own_model, size=2) as made:
         [follower] = made.followers()
         stop(follower)
         await made.submit("r", random_prompt(100), max_tokens=MAX_TOKENS)

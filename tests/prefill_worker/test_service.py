@@ -17,7 +17,6 @@ from tests.kvstore.node.nodes import until_stats
 from tests.patience import PATIENCE_S, answered, came_true
 from tests.prefill_worker.builders import make_placement
 from tests.prefill_worker.cluster import NUM_STORED, PROMPT, Cluster, Gate, cluster, put_into, source_of, store_node
-from tests.random_models import make_model
 from tests.worker.parts import BLOCK_SIZE, layout_of
 
 
@@ -255,6 +254,7 @@ async def test_a_prefix_that_is_only_on_disk_is_read_or_fetched_ahead(
             await reader.assert_drained()
 
 
+MODEL = {"num_key_value_heads": 4}  # for up to four ranks
 MAX_TOKENS = 8
 SHARED = random_prompt(5 * BLOCK_SIZE, seed=1)
 PROMPTS = {
@@ -264,19 +264,11 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Path of a model with four KV heads, for up to four ranks."""
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama", path, num_key_value_heads=4)
-    return path
-
-
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)])
-async def test_any_sizes_give_the_tokens_of_one_engine(prefill_ranks: int, decode_ranks: int, wide_path: Path) -> None:
+async def test_any_sizes_give_the_tokens_of_one_engine(prefill_ranks: int, decode_ranks: int, own_model: Path) -> None:
     """Prefill and decode workers of any tensor-parallel sizes have equal layouts and fingerprints."""
     sizes = {"prefill_ranks": prefill_ranks, "decode_ranks": decode_ranks}
-    async with cluster(wide_path, **sizes) as c:  # type: ignore[arg-type]
+    async with cluster(own_model, **sizes) as c:  # type: ignore[arg-type]
         for name, prompt in PROMPTS.items():
             await c.submit(name, prompt, max_tokens=MAX_TOKENS)
             assert await c.ears.all_tokens(name) == c.expected(prompt, MAX_TOKENS)
@@ -285,12 +277,12 @@ async def test_any_sizes_give_the_tokens_of_one_engine(prefill_ranks: int, decod
 
 
 @pytest.mark.parametrize(("writing", "reading"), [(2, 1), (1, 2), (4, 2)])
-async def test_a_store_does_not_know_how_many_ranks_made_a_block(writing: int, reading: int, wide_path: Path) -> None:
+async def test_a_store_does_not_know_how_many_ranks_made_a_block(writing: int, reading: int, own_model: Path) -> None:
     """Blocks put by a worker of one size serve a worker of another size."""
     async with (
-        cluster(wide_path, home_store="store-0", prefill_ranks=writing) as writer,
+        cluster(own_model, home_store="store-0", prefill_ranks=writing) as writer,
         store_node(writer) as store,
-        cluster(wide_path, layered_loads="never", prefill_ranks=reading) as reader,
+        cluster(own_model, layered_loads="never", prefill_ranks=reading) as reader,
     ):
         await put_into(writer, store, [PROMPTS["first"]])
         prompt = PROMPTS["its-prefix-is-cached"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from moonserve.__main__ import main
 from moonserve.conductor.config import ConductorConfig
 from moonserve.conductor.service import serve as serve_conductor
 from moonserve.decode_worker.config import DecodeConfig
@@ -175,25 +174,6 @@ async def test_missing_model_is_named_in_the_error() -> None:
     config = DecodeConfig(instance_id="d", **options(Path("/does/not/exist")))
     with pytest.raises(ConfigError, match="/does/not/exist"):
         await serve_decode(config, ReportedLifecycle())
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ("--block-sise 8", "did you mean --block-size?"),
-        ("--home-store store-0", "--home-store needs --conductor"),
-        (
-            "--pipeline-parallel-size 2 --home-store s --conductor c:1",
-            "--home-store cannot be combined with --pipeline-parallel-size",
-        ),
-        ("--pipeline-parallel-size 0", "--pipeline-parallel-size must be at least 1"),
-    ],
-)
-def test_a_wrong_configuration_is_one_line_and_exit_code_2(
-    flags: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["worker", "--role", "prefill", "--instance-id", "p", "--model", "x", *flags.split()]) == 2
-    assert complaint in capsys.readouterr().err
 
 
 def test_a_batch_must_hold_a_token_of_each_sequence(model_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -25,7 +24,7 @@ from moonserve.protocol.step_time import MIN_CHUNK_TOKENS, DecodeProfile, Prefil
 from moonserve.worker.events import Submitted
 from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, limits, request_of
 from tests.scores import is_whole
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 STORE = Endpoint(instance_id="store", epoch=1, rpc_address="s:1", transfer_address="s:2", host="host")
 # A decode step takes 4 ms plus 1 ms per sequence; each prompt token adds 1 ms.
@@ -365,8 +364,7 @@ class LocalPrefillWorker(RuleBasedStateMachine):
             assert is_done or name in self.driver.failures or name in self.excused, name
 
 
-TestLocalPrefillWorker = LocalPrefillWorker.TestCase
-TestLocalPrefillWorker.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestLocalPrefillWorker = any_order(LocalPrefillWorker, 60)
 
 
 def test_a_scored_prompt_is_computed_whole_and_shares_what_it_computed() -> None:

@@ -1,14 +1,12 @@
 """Tests of kvctl's verbs: output matches what nodes hold, changes reach every replica, each error is one line."""
 
 import asyncio
-import json
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
-from moonserve.deploy.admin.kvctl import main
 from moonserve.deploy.admin.kvctl_cluster import reason
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.deploy.terminal import EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
@@ -17,17 +15,27 @@ from moonserve.kvstore.client import plain_key
 from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.pb import worker_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import RpcServer
-from tests.deploy.admin.conftest import ENVIRON, SEGMENT_BYTES, Kvctl, Stage, chain_keys, get_all, put, put_chain, stage
+from tests.commands import Command
+from tests.deploy.admin.conftest import (
+    ENVIRON,
+    SEGMENT_BYTES,
+    chain_keys,
+    get_all,
+    keep_member,
+    kvctl_of,
+    put,
+    put_chain,
+)
 from tests.engine.kv_cache.test_elastic_service import Worker
+from tests.kvstore.faults.pool import Pool, held
 from tests.kvstore.node.nodes import TOKEN, running_node
 from tests.patience import until
 from tests.redis_server import RedisServer
-from tests.stopping import stop
 
 
-def test_ls_shows_the_requested_objects_and_counts_the_others(pair: Stage, kvctl: Kvctl) -> None:
-    put(pair.nodes["store-0"], {f"listed-{number}": b"value" for number in range(5)})
-    put(pair.nodes["store-1"], {"big": bytes(200_000)})
+def test_ls_shows_the_requested_objects_and_counts_the_others(pair: Pool, kvctl: Command) -> None:
+    put(pair, "store-0", {f"listed-{number}": b"value" for number in range(5)})
+    put(pair, "store-1", {"big": bytes(200_000)})
     said = kvctl("ls", "--node", "store-0", "--limit", "2", ends=0)
     assert " ".join(said.lines[0].split()) == "key node tier size pin holds followers tenant"
     assert len(said.lines) == 3
@@ -44,9 +52,9 @@ def test_ls_shows_the_requested_objects_and_counts_the_others(pair: Stage, kvctl
         assert (said.code, said.out, said.err) == (0, "", "no objects\n")
 
 
-def test_stat_shows_an_object_and_its_chain_as_far_as_it_exists(pair: Stage, kvctl: Kvctl) -> None:
+def test_stat_shows_an_object_and_its_chain_as_far_as_it_exists(pair: Pool, kvctl: Command) -> None:
     keys = chain_keys("stat", 5)
-    put_chain(pair.nodes["store-0"], keys)
+    put_chain(pair, "store-0", keys)
     [record] = kvctl.json("stat", keys[-1].hex())
     assert [replica["node"] for replica in record["replicas"]] == ["store-0"]
     assert [above["key"] for above in record["chain"]] == [key.hex() for key in keys[-2::-1]]
@@ -61,34 +69,34 @@ def test_stat_shows_an_object_and_its_chain_as_far_as_it_exists(pair: Stage, kvc
     assert not record["reaches_head"]
 
 
-def test_a_plain_key_that_looks_like_a_block_key_is_found(pair: Stage, kvctl: Kvctl) -> None:
+def test_a_plain_key_that_looks_like_a_block_key_is_found(pair: Pool, kvctl: Command) -> None:
     name = "0123456789abcdef0123456789abcdef"
-    put(pair.nodes["store-0"], {name: b"value"})
+    put(pair, "store-0", {name: b"value"})
     assert kvctl("stat", name).code == 1
     [record] = kvctl.json("stat", name, "--plain")
     assert record["key"] == plain_key(name.encode()).hex()
 
 
 def test_nodes_lists_every_node_and_a_single_node_without_a_registry(
-    pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]
+    pair: Pool, kvctl: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(pair.nodes["store-0"], {"counted": b"value"})
+    put(pair, "store-0", {"counted": b"value"})
     first, second = kvctl.json("nodes")
     assert (first["node"], second["node"]) == ("store-0", "store-1")
     held = len(kvctl.json("ls", "--node", "store-0", "--limit", "0"))
     assert (first["capacity_bytes"], first["num_objects"]) == (SEGMENT_BYTES, held)
-    assert first["address"] == pair.address("store-0")
+    assert first["address"] == pair.running["store-0"].rpc_address
     said = kvctl("nodes", "--long")
     assert all(each in said.out for each in (first["epoch"], first["host"], "of 8.0 MiB"))
-    node = ("--node", pair.address("store-1"))
+    node = ("--node", pair.running["store-1"].rpc_address)
     for arguments in ((*node, "nodes"), ("nodes", *node)):
-        [record] = Kvctl(capsys).json(*arguments)
+        [record] = kvctl_of(capsys).json(*arguments)
         assert record["node"] == "store-1"
 
 
-def test_a_pin_holds_on_all_replicas_until_it_is_removed(pair: Stage, kvctl: Kvctl) -> None:
-    for node in pair.nodes.values():
-        put(node, {"pinned": b"value"})
+def test_a_pin_holds_on_all_replicas_until_it_is_removed(pair: Pool, kvctl: Command) -> None:
+    for node_id in pair.running:
+        put(pair, node_id, {"pinned": b"value"})
     said = kvctl("pin", "pinned", "not-there", "--hard", ends=1)
     assert said.out == "pinned (hard) 1 object: 2 replicas on 2 nodes\n"
     assert "no such key: not-there" in said.err
@@ -99,26 +107,26 @@ def test_a_pin_holds_on_all_replicas_until_it_is_removed(pair: Stage, kvctl: Kvc
         assert kvctl("pin", "pinned", *kinds).code == 2
 
 
-def test_a_chain_is_pinned_up_to_its_head(pair: Stage, kvctl: Kvctl) -> None:
+def test_a_chain_is_pinned_up_to_its_head(pair: Pool, kvctl: Command) -> None:
     keys = chain_keys("pin", 4)
-    put_chain(pair.nodes["store-0"], keys)
+    put_chain(pair, "store-0", keys)
     assert kvctl("pin", keys[2].hex(), "--soft", "--chain").code == 0
     pins = [replica["pin"] for key in keys for replica in kvctl.json("replicas", key.hex())]
     assert pins == ["soft", "soft", "soft", "none"]
 
 
-def test_a_dropped_object_is_gone_from_every_node(pair: Stage, kvctl: Kvctl) -> None:
-    for node in pair.nodes.values():
-        put(node, {"dropped": b"value"})
+def test_a_dropped_object_is_gone_from_every_node(pair: Pool, kvctl: Command) -> None:
+    for node_id in pair.running:
+        put(pair, node_id, {"dropped": b"value"})
     said = kvctl("drop", "dropped")
     assert said.out == "dropped 1 object: 2 replicas on 2 nodes\n"
-    assert not any(get_all(node, ["dropped"]) for node in pair.nodes.values())
+    assert not any(get_all(pair, node_id, ["dropped"]) for node_id in pair.running)
     assert kvctl("drop", "dropped").code == 1
 
 
-def test_many_objects_are_dropped_only_with_yes(pair: Stage, kvctl: Kvctl) -> None:
+def test_many_objects_are_dropped_only_with_yes(pair: Pool, kvctl: Command) -> None:
     keys = chain_keys("drop", 20)
-    put_chain(pair.nodes["store-0"], keys)
+    put_chain(pair, "store-0", keys)
     said = kvctl("drop", keys[4].hex(), "--chain-below", ends=2)
     assert "would drop 16 objects; confirm with --yes" in said.err
     assert kvctl("stat", keys[-1].hex()).code == 0
@@ -126,37 +134,37 @@ def test_many_objects_are_dropped_only_with_yes(pair: Stage, kvctl: Kvctl) -> No
     assert [kvctl("stat", key.hex()).code for key in keys[3:6]] == [0, 1, 1]
 
 
-def test_replicas_of_chain_are_made_by_directory(pair: Stage, kvctl: Kvctl, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_of_chain_are_made_by_directory(
+    pair: Pool, kvctl: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = chain_keys("replicas", 3)
-    put_chain(pair.nodes["store-0"], keys)
-    asyncio.run(pair.until_indexed(keys))
+    put_chain(pair, "store-0", keys)
+    until(lambda: all(held(pair, keys)))
     said = kvctl("replicas", keys[-1].hex(), "2", ends=0)
     assert "created 3 replicas" in said.err
     for key in keys:
         assert {r["node"] for r in kvctl.json("replicas", key.hex())} == {"store-0", "store-1"}
     said = kvctl("replicas", keys[-1].hex(), "3", ends=1)
     assert "3 wanted, 2 there" in said.err
-    said = Kvctl(capsys)("--node", pair.address("store-0"), "replicas", keys[-1].hex(), "2", ends=2)
+    said = kvctl_of(capsys)("--node", pair.running["store-0"].rpc_address, "replicas", keys[-1].hex(), "2", ends=2)
     assert "moonserve directory" in said.err
 
 
-def test_verify_finds_a_flipped_byte_and_another_replica_serves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_a_flipped_byte_and_another_replica_serves(own_pair: Pool, own_kvctl: Command) -> None:
     value = bytes(range(256)) * 64
-    with stage(["store-0", "store-1"]) as made:
-        first, second = made.nodes.values()
-        for node in (first, second):
-            put(node, {"doubled": value})
-        first.flip_byte(7, SEGMENT_BYTES)
-        kvctl = Kvctl(capsys, made.registry)
-        said = kvctl("verify", ends=1)
-        corrupt = f"corrupt {plain_key(b'doubled').hex()}, dropped"
-        assert f"store-0: {corrupt}; still on store-1" in said.lines
-        assert "store-1: 1 object checked, all good" in said.lines
-        assert [get_all(node, ["doubled"]) for node in (first, second)] == [{}, {"doubled": value}]
-        good = {"node": "store-1", "checked": 1, "total": 1, "corrupt": []}
-        assert kvctl.json("verify", "--node", "store-1") == [good]
-        second.flip_byte(7, SEGMENT_BYTES)
-        assert f"store-1: {corrupt}; it was the only replica" in kvctl("verify").lines
+    first, second = own_pair.running.values()
+    for node_id in own_pair.running:
+        put(own_pair, node_id, {"doubled": value})
+    first.flip_byte(7, SEGMENT_BYTES)
+    said = own_kvctl("verify", ends=1)
+    corrupt = f"corrupt {plain_key(b'doubled').hex()}, dropped"
+    assert f"store-0: {corrupt}; still on store-1" in said.lines
+    assert "store-1: 1 object checked, all good" in said.lines
+    assert [get_all(own_pair, node_id, ["doubled"]) for node_id in own_pair.running] == [{}, {"doubled": value}]
+    good = {"node": "store-1", "checked": 1, "total": 1, "corrupt": []}
+    assert own_kvctl.json("verify", "--node", "store-1") == [good]
+    second.flip_byte(7, SEGMENT_BYTES)
+    assert f"store-1: {corrupt}; it was the only replica" in own_kvctl("verify").lines
 
 
 @pytest.mark.parametrize(
@@ -177,53 +185,47 @@ def test_verify_finds_a_flipped_byte_and_another_replica_serves(capsys: pytest.C
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(
-    pair: Stage, capsys: pytest.CaptureFixture[str],
+    pair: Pool, capsys: pytest.CaptureFixture[str],
     registry: str | None, arguments: str, code: int, words: str,
 ) -> None:  # fmt: skip
     known = {"pair": pair.registry, "nobody": f"127.0.0.1:{free_port()}"}
-    kvctl = Kvctl(capsys, "" if registry is None else registry.format(**known))
+    kvctl = kvctl_of(capsys, *([] if registry is None else ["--registry", registry.format(**known)]))
     said = kvctl(*arguments.format(**known).split())
     assert said.code == code
     [line] = said.err.splitlines()
     assert words in line
 
 
-def test_registry_and_token_come_from_the_environment(pair: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    said = Kvctl(capsys)("nodes", environ={**ENVIRON, "MOONSERVE_REGISTRY": pair.registry}, ends=0)
+def test_registry_and_token_come_from_the_environment(pair: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    said = kvctl_of(capsys)("nodes", environ={**ENVIRON, "MOONSERVE_REGISTRY": pair.registry}, ends=0)
     assert "store-1" in said.out
-    said = Kvctl(capsys, pair.registry)("nodes", environ={"MOONSERVE_CLUSTER_TOKEN": "wrong"}, ends=2)
+    said = kvctl_of(capsys, "--registry", pair.registry)("nodes", environ={"MOONSERVE_CLUSTER_TOKEN": "wrong"}, ends=2)
     assert "set MOONSERVE_CLUSTER_TOKEN" in said.err
 
 
-def test_a_lost_node_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    with stage(["store-0", "store-1"]) as made:
-        put(made.nodes["store-0"], {"here": b"value"})
-        made.nodes["store-1"].kill()
-        asyncio.run(made.keep_member("store-1"))
-        kvctl = Kvctl(capsys, made.registry)
-        for verb in (["nodes"], ["ls"], ["stat", "here"], ["pin", "here", "--soft"], ["verify"]):
-            said = kvctl(*verb, ends=3)
-            assert f"store-1 at {made.address('store-1')}: connection refused" in said.err
-            assert said.out
-        lost = kvctl("--json", "nodes").records[1]
-        assert "connection refused" in lost["lost"]
-        assert "may hold" in kvctl("drop", "here").err
+def test_a_lost_node_does_not_hide_the_others(own_pair: Pool, own_kvctl: Command) -> None:
+    put(own_pair, "store-0", {"here": b"value"})
+    address = own_pair.running["store-1"].rpc_address
+    own_pair.kill("store-1")
+    asyncio.run(keep_member(own_pair, "store-1"))
+    for verb in (["nodes"], ["ls"], ["stat", "here"], ["pin", "here", "--soft"], ["verify"]):
+        said = own_kvctl(*verb, ends=3)
+        assert f"store-1 at {address}: connection refused" in said.err
+        assert said.out
+    lost = own_kvctl("--json", "nodes").records[1]
+    assert "connection refused" in lost["lost"]
+    assert "may hold" in own_kvctl("drop", "here").err
 
 
 def test_a_stopped_node_delays_a_command_by_seconds_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own_pair: Pool, own_kvctl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the command's own timeouts
-    with stage(["store-0", "store-1"]) as made:
-        keys = chain_keys("stopped", 5)
-        put_chain(made.nodes["store-0"], keys)
-        stopped = made.nodes["store-1"].process
-        stop(stopped.pid)
-        asyncio.run(made.keep_member("store-1"))
-        try:
-            said = Kvctl(capsys, made.registry)("stat", keys[-1].hex())
-        finally:
-            stopped.send_signal(signal.SIGCONT)
+    keys = chain_keys("stopped", 5)
+    put_chain(own_pair, "store-0", keys)
+    with own_pair.frozen("store-1"):
+        asyncio.run(keep_member(own_pair, "store-1"))
+        said = own_kvctl("stat", keys[-1].hex())
     assert said.code == 3
     assert "store-1" in said.err
     assert "no answer in time" in said.err
@@ -232,7 +234,7 @@ def test_a_stopped_node_delays_a_command_by_seconds_only(
 
 def test_redis_is_a_registry_and_one_without_nodes_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with RedisServer() as redis:
-        kvctl = Kvctl(capsys, redis.url)
+        kvctl = kvctl_of(capsys, "--registry", redis.url)
         alone = kvctl("nodes")
         assert (alone.code, "moonserve store --join" in alone.err) == (1, True)
         with running_node("--dram", "1MiB", "--join", redis.url):
@@ -275,16 +277,12 @@ async def test_a_ceiling_is_changed_in_whole_pages_and_shown(capsys: pytest.Capt
     worker = Worker()
     page = worker.paging.page_bytes
     async with serving(worker) as address:
-        arguments = ["--node", address, "--json"]
-        asked = ["limit", "worker", str(2 * page + 1)]
-        assert await asyncio.to_thread(main, [*arguments, *asked], ENVIRON) == EXIT_OK
-        changed = json.loads(capsys.readouterr().out)
+        kvctl = kvctl_of(capsys, "--node", address)
+        [changed] = await asyncio.to_thread(kvctl.json, "limit", "worker", str(2 * page + 1))
         assert changed["ceiling_bytes"] == 2 * page
         assert worker.changed.is_set(), "who holds too much was told"
-        assert await asyncio.to_thread(main, [*arguments, "limits"], ENVIRON) == EXIT_OK
-        assert json.loads(capsys.readouterr().out) == {**changed, "worker": address}
-        assert await asyncio.to_thread(main, [*arguments[:2], "limits"], ENVIRON) == EXIT_OK
-        table = capsys.readouterr().out.splitlines()
+        assert await asyncio.to_thread(kvctl.json, "limits") == [{**changed, "worker": address}]
+        table = (await asyncio.to_thread(kvctl, "limits", ends=EXIT_OK)).lines
         assert table[0].split()[:3] == ["worker", "role", "resident"]
         assert "its own" in table[1]
 
@@ -310,18 +308,16 @@ async def test_an_impossible_limit_is_refused_and_changes_nothing(
     worker = Worker()
     before = worker.elastic_memory.limits()
     async with serving(None if asked is None else worker) as address:
-        arguments = ["--node", address, *(asked or ["limit", "w", "1MiB"])]
-        environ = {} if asked == [] else ENVIRON
-        assert await asyncio.to_thread(main, arguments, environ) == EXIT_USAGE
-    assert words in capsys.readouterr().err
+        kvctl = partial(kvctl_of(capsys, "--node", address), environ={} if asked == [] else ENVIRON)
+        said = await asyncio.to_thread(kvctl, *(asked or ["limit", "w", "1MiB"]), ends=EXIT_USAGE)
+    assert words in said.err
     assert worker.elastic_memory.limits() == before
 
 
 def test_a_missing_answer_has_another_exit_code_than_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    assert main(["--node", nobody, "limits"], ENVIRON) == EXIT_UNREACHABLE
+    nobody, kvctl = f"127.0.0.1:{free_port()}", kvctl_of(capsys)
+    assert kvctl("--node", nobody, "limits").code == EXIT_UNREACHABLE
     for asked in (["limits", "--url", f"http://{nobody}"], ["--url", f"http://{nobody}", "limits"]):
-        assert main(asked, ENVIRON) == EXIT_UNREACHABLE
-        assert "--url" in capsys.readouterr().err
-    assert main(["--url", f"http://{nobody}", "ls"], ENVIRON) == EXIT_USAGE
-    assert "--registry" in capsys.readouterr().err  # `limits` is the only verb that works with a gateway
+        assert "--url" in kvctl(*asked, ends=EXIT_UNREACHABLE).err
+    said = kvctl("--url", f"http://{nobody}", "ls", ends=EXIT_USAGE)
+    assert "--registry" in said.err  # `limits` is the only verb that works with a gateway

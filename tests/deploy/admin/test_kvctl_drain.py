@@ -1,12 +1,10 @@
 """Tests of `kvctl drain`: each object that only the drained node holds is copied unchanged, or listed as unplaced."""
 
-import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,19 @@ from moonserve.protocol.errors import Overloaded
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.process.config import EXIT_INTERRUPTED
-from tests.deploy.admin.conftest import ENVIRON, SEGMENT_BYTES, Kvctl, chain_keys, get_all, put, put_chain, stage
-from tests.kvstore.client.pools import store_of
-from tests.kvstore.node.nodes import Node, connected
+from tests.commands import Command
+from tests.deploy.admin.conftest import (
+    DRAM,
+    ENVIRON,
+    SEGMENT_BYTES,
+    chain_keys,
+    get_all,
+    join,
+    kvctl_of,
+    put,
+    put_chain,
+)
+from tests.kvstore.faults.pool import Pool, pool_with_directory
 from tests.patience import PATIENCE_S, until
 from tests.processes import ROOT
 
@@ -86,16 +94,15 @@ PATIENTLY = (sys.executable, "-m", "tests.deploy.admin.patient_kvctl")
 VALUES = {f"value-{number}": os.urandom(10_000 + number) for number in range(100)}
 
 
-def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A draining node refuses writes. A chain goes to the node that holds its beginning and keeps its pins; every other
     object goes to the node where clients look for it."""
     keys = chain_keys("drained", 150)
-    with stage(["store-0", "store-1", "store-2"]) as made:
-        leaving, second, third = made.nodes.values()
-        put(leaving, VALUES)
-        put_chain(leaving, keys)
-        put_chain(third, keys[:10])
-        kvctl = Kvctl(capsys, made.registry)
+    with pool_with_directory(tmp_path, 3, *DRAM) as made:
+        put(made, "store-0", VALUES)
+        put_chain(made, "store-0", keys)
+        put_chain(made, "store-2", keys[:10])
+        kvctl = kvctl_of(capsys, "--registry", made.registry)
         for kind, key in (("--hard", keys[3]), ("--soft", keys[100])):  # store-2 holds only the first of the two
             assert kvctl("pin", key.hex(), kind, "--node", "store-0").code == 0
         said = kvctl("drain", "store-0", ends=0)
@@ -103,8 +110,8 @@ def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixtur
         assert "copied" not in kvctl("drain", "store-0").out
         assert kvctl.json("nodes")[0]["state"] == "draining"
         with pytest.raises(Overloaded):
-            put(leaving, {"during": b"value"})
-        leaving.stop()
+            put(made, "store-0", {"during": b"value"})
+        made.stop("store-0")
         held = {r["key"]: r for r in kvctl.json("ls", "--limit", "0")}
         chain = [held.pop(key.hex()) for key in keys]
         assert {r["node"] for r in chain} == {"store-2"}
@@ -114,54 +121,52 @@ def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixtur
         for key, record in held.items():
             [[home, _]] = placement.ranked([BlockKey(bytes.fromhex(key))])
             assert placement.ids[home] == record["node"]
-        assert get_all(second, VALUES) | get_all(third, VALUES) == VALUES
+        assert get_all(made, "store-1", VALUES) | get_all(made, "store-2", VALUES) == VALUES
 
 
-def test_a_drain_lists_objects_without_a_place_and_ignores_evictions(capsys: pytest.CaptureFixture[str]) -> None:
-    with stage(["store-0"]) as made:
-        kvctl = Kvctl(capsys, made.registry)
-        put(made.nodes["store-0"], {"large": bytes(3 * 2**20), "small": b"value"})
+def test_a_drain_lists_objects_without_a_place_and_ignores_evictions(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pool_with_directory(tmp_path, 1, *DRAM) as made:
+        kvctl = kvctl_of(capsys, "--registry", made.registry)
+        put(made, "store-0", {"large": bytes(3 * 2**20), "small": b"value"})
         said = kvctl("drain", "store-0", ends=1)
         assert "no other node accepts the objects of store-0" in said.err
         assert kvctl.json("nodes")[0]["state"] == "ok"
-        with made.joined("store-1", "--dram", "1MiB"):
-            said = kvctl("drain", "store-0", ends=1)
-            assert "not placed:" in said.out
-            assert "1 object (3.0 MiB) found no place" in said.err
-            assert "still draining" in said.err
-            [record] = kvctl("--json", "drain", "store-0").records
-            assert not record["can_be_stopped"]
-            assert len(record["unplaced"]) == 1
-            undone = kvctl("drain", "store-0", "--undo")
-            assert undone.out == "store-0 accepts objects again\n"
-            put(made.nodes["store-0"], {f"cold-{n}": bytes(100_000) for n in range(40)})
-            said = kvctl("drain", "store-0", ends=1)
-            assert "they will evict what is cold there" in said.err
+        join(made, "store-1", "--dram", "1MiB")
+        said = kvctl("drain", "store-0", ends=1)
+        assert "not placed:" in said.out
+        assert "1 object (3.0 MiB) found no place" in said.err
+        assert "still draining" in said.err
+        [record] = kvctl("--json", "drain", "store-0").records
+        assert not record["can_be_stopped"]
+        assert len(record["unplaced"]) == 1
+        undone = kvctl("drain", "store-0", "--undo")
+        assert undone.out == "store-0 accepts objects again\n"
+        put(made, "store-0", {f"cold-{n}": bytes(100_000) for n in range(40)})
+        said = kvctl("drain", "store-0", ends=1)
+        assert "they will evict what is cold there" in said.err
 
 
 def test_a_drain_copies_objects_that_are_only_on_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Objects of three times the memory's size are drained. Write-through: none is evicted before it is on disk."""
     values = {f"cold-{n}": os.urandom(8) * 25_000 for n in range(120)}
-    ssd = ("--ssd", f"{tmp_path}:512MiB", "--ssd-write-through")
-    with (
-        stage([]) as made,
-        made.joined("store-0", "--dram", str(SEGMENT_BYTES), *ssd) as leaving,
-        made.joined("store-1", "--dram", "64MiB") as other,
-    ):
-        put_behind_the_disk(leaving, values)
-        kvctl = Kvctl(capsys, made.registry)
+    with pool_with_directory(tmp_path, 1, *DRAM, "--ssd-write-through", ssd="512MiB") as made:
+        join(made, "store-1", "--dram", "64MiB")
+        put_behind_the_disk(made, values)
+        kvctl = kvctl_of(capsys, "--registry", made.registry)
         held = {record["key"] for record in kvctl.json("ls", "--limit", "0")}
         assert kvctl.json("ls", "--disk-only", "--limit", "0")
         [record] = kvctl.json("drain", "store-0")
         assert (record["copied"], record["gone"]) == (len(held), 0)
-        found = get_all(other, values)
+        found = get_all(made, "store-1", values)
     assert len(found) == len(held)
     assert found.items() <= values.items()
 
 
-def put_behind_the_disk(node: Node, values: dict[str, bytes]) -> None:
+def put_behind_the_disk(pool: Pool, values: dict[str, bytes]) -> None:
     """Puts all values and retries refused ones: a node refuses while its memory is full of unwritten objects."""
-    with store_of(f"node://{node.rpc_address}") as store:
+    with pool.alone("store-0") as store:
 
         def taken(key: str) -> bool:
             with contextlib.suppress(Overloaded):
@@ -173,36 +178,22 @@ def put_behind_the_disk(node: Node, values: dict[str, bytes]) -> None:
             until(partial(taken, key))
 
 
-def test_an_interrupted_drain_reports_the_rest_and_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_drain_reports_the_rest_and_can_be_repeated(own_pair: Pool, own_kvctl: Command) -> None:
     """The drain waits for an unfinished write, so that the signal arrives while it runs."""
-    with stage(["store-0", "store-1"]) as made:
-        put(made.nodes["store-0"], VALUES)
-        kvctl = Kvctl(capsys, made.registry)
-        with _unfinished_write(made.address("store-0")):
-            words = [*PATIENTLY, "--registry", made.registry, "drain", "store-0"]
-            environ = {**os.environ, **ENVIRON}
-            command = subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
-            assert command.stderr is not None
-            assert any("waiting for writes" in line for line in command.stderr)
-            command.send_signal(signal.SIGINT)
-            _, said = command.communicate(timeout=PATIENCE_S)
-            assert command.returncode == EXIT_INTERRUPTED
-            assert "interrupted: store-0 is still draining" in said
-            assert kvctl.json("nodes")[0]["state"] == "draining"
-        assert kvctl("drain", "store-0").code == 0
-        assert get_all(made.nodes["store-1"], VALUES) == VALUES
-
-
-@contextlib.contextmanager
-def _unfinished_write(address: str) -> Iterator[None]:
-    begin = kvstore_pb2.StoreReserveRequest(
-        reservation_id="unfinished", ttl_s=60.0, wishes=[{"key": b"k" * 16, "length": 1}]
-    )
-    asyncio.run(_ask(address, "Reserve", begin))
-    yield
-    asyncio.run(_ask(address, "Abort", kvstore_pb2.StoreAbortRequest(reservation_id="unfinished")))
-
-
-async def _ask(address: str, method: str, request: Any) -> None:
-    async with connected(address) as (client, _, endpoint):
-        await client.call(endpoint, method, request)
+    put(own_pair, "store-0", VALUES)
+    wishes: Any = [{"key": b"k" * 16, "length": 1}]
+    begin = kvstore_pb2.StoreReserveRequest(reservation_id="unfinished", ttl_s=60.0, wishes=wishes)
+    own_pair.ask("store-0", "Reserve", begin)
+    words = [*PATIENTLY, "--registry", own_pair.registry, "drain", "store-0"]
+    environ = {**os.environ, **ENVIRON}
+    command = subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
+    assert command.stderr is not None
+    assert any("waiting for writes" in line for line in command.stderr)
+    command.send_signal(signal.SIGINT)
+    _, said = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == EXIT_INTERRUPTED
+    assert "interrupted: store-0 is still draining" in said
+    assert own_kvctl.json("nodes")[0]["state"] == "draining"
+    own_pair.ask("store-0", "Abort", kvstore_pb2.StoreAbortRequest(reservation_id="unfinished"))
+    assert own_kvctl("drain", "store-0").code == 0
+    assert get_all(own_pair, "store-1", VALUES) == VALUES

@@ -20,6 +20,7 @@ from moonserve.protocol.latency import Timeline
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 from moonserve.traces.simulator.model_profiles import read_profile
 from moonserve.traces.simulator.spec import ClusterSpec, Overheads
+from tests.commands import Command
 from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from tests.traces.simulator.small import MODEL
@@ -307,15 +308,14 @@ def test_a_profile_is_measured_printed_and_written(tmp_path: Path, capsys: pytes
         (["--disk", "/proc/self"], "--disk /proc/self"),
     ],
 )
-def test_impossible_measurement_is_reported(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", *options]) == 2
-    [*progress, told] = capsys.readouterr().err.strip().splitlines()
+def test_impossible_measurement_is_reported(options: list[str], words: str, moonserve: Command) -> None:
+    [*progress, told] = moonserve("profile", *options, ends=2).err.strip().splitlines()
     assert words in told
     assert all(line.endswith("…") for line in progress)
 
 
 def test_overheads_of_serving_are_measured_through_a_real_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, moonserve: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cluster of a tiny model is measured, and the file has what its simulation needs. Bursts are few and batches
     short: larger numbers only make the figures more precise."""
@@ -330,13 +330,12 @@ def test_overheads_of_serving_are_measured_through_a_real_cluster(
         monkeypatch.setenv(f"MOONSERVE_{name}", value)
     written = tmp_path / "serving.json"
     options = ["--json", str(written), "--disk", str(tmp_path), "--budget-s", "1", "--serving"]
-    assert main(["profile", str(model), *options]) == 0
+    printed = moonserve("profile", str(model), *options, ends=0).out
     profile = read_profile(written)
     assert profile.overheads.request_s > 0.0
     assert profile.overheads.landing_s == 0.0, "an idle worker computes while it requests a landing"
     assert profile.prefill.seconds(512, 0) > 0.0
     assert profile.decode.step_s(8, 4096) > 0.0
     assert profile.crowding.prefill[0] == profile.crowding.decode[0] == 1.0
-    printed = capsys.readouterr().out
     for words in ("request, beside its computing", "prefill beside 0, 1, … others"):
         assert words in printed

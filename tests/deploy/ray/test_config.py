@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from moonserve.__main__ import main
 from moonserve.deploy.launcher.process_specs import HostOptions, ProcessKind
 from moonserve.deploy.ray.command import INSTALL, connect
 from moonserve.deploy.ray.config import parse_cluster
 from moonserve.deploy.ray.processes import PlannedProcess, addresses_of, process_spec, serve_config
 from moonserve.deploy.terminal import EXIT_USAGE
 from moonserve.protocol.errors import ConfigError
+from tests.commands import Command
 from tests.deploy.launcher.test_process_specs import parsed
 
 WHOLE = """
@@ -93,29 +93,25 @@ def test_an_invalid_value_is_reported_with_its_key(document: Any, words: str) ->
     ("text", "words"), [("a: [", "not valid YAML"), ("prefil: {count: 2}", "did you mean"), (None, "cannot read")]
 )
 def test_an_invalid_file_is_reported_before_ray_is_contacted(
-    tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str | None, words: str, moonserve: Command
 ) -> None:
     path = tmp_path / "cluster.yaml"
     if text is not None:
         path.write_text(text)
-    assert main(["deploy", "ray", "--address", "nowhere:1", str(path)]) == EXIT_USAGE
-    told = capsys.readouterr().err
+    told = moonserve("deploy", "ray", "--address", "nowhere:1", str(path), ends=EXIT_USAGE).err
     assert words in told
     assert str(path) in told
 
 
-def test_files_and_verbs_need_no_ray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_verbs_need_no_ray(moonserve: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     example = Path(__file__).parents[3] / "deploy" / "clusters" / "gpu.yaml"
-    assert main(["deploy", "ray", "--check", str(example)]) == 0
-    assert "gpu.yaml is valid" in capsys.readouterr().out
-    assert main(["deploy", "--help"]) == 0
-    shown = capsys.readouterr().out
+    assert "gpu.yaml is valid" in moonserve("deploy", "ray", "--check", str(example), ends=0).out
+    shown = moonserve("deploy", "--help", ends=0).out
     for verb in ("ray", "status", "logs", "scale", "restart", "drain", "down"):
         assert f"\n    {verb} " in shown
     for wrong in ([], ["scale"], ["frobnicate"], ["drain"]):
-        assert main(["deploy", *wrong]) == EXIT_USAGE
-        assert "usage: moonserve deploy" in capsys.readouterr().err
+        assert "usage: moonserve deploy" in moonserve("deploy", *wrong, ends=EXIT_USAGE).err
     with pytest.raises(ConfigError) as raised:
         connect("auto")
     assert INSTALL in str(raised.value)

@@ -4,7 +4,6 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,7 +15,7 @@ from moonserve.deploy.ray.placement import REFUSAL_S
 from moonserve.deploy.ray.state import ACTOR_PATIENCE_S, ControllerState
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.request import InstanceId, Role
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 DOCUMENT = {
     "prefill": {"count": 2, "cpus": 1, "resources": {"prefill": 1}},
@@ -324,5 +323,4 @@ class AnyOrder(RuleBasedStateMachine):
         }
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)
+TestAnyOrder = any_order(AnyOrder, 25, 25)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,7 +19,7 @@ from moonserve.engine.kv_cache.tensors import BlockZeroer, consecutive_runs
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
 from moonserve.protocol.request import BlockId
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 NUM_BLOCKS = 24
 LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
@@ -191,8 +190,7 @@ class Twins(RuleBasedStateMachine):
             assert twin.pool.num_held == len({b for blocks in twin.held for b in blocks})
 
 
-Twins.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
-TestTwins = Twins.TestCase
+TestTwins = any_order(Twins, 60)
 
 
 def test_evicting_a_block_uncaches_its_held_continuation() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -22,7 +21,7 @@ from moonserve.engine.kv_cache.elastic_service import SharedPageSupply
 from moonserve.protocol.errors import ConfigError
 from tests.clock import Clock
 from tests.kvstore.faults.mounts import mounted
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 MIB = 1 << 20
 BUDGET = 16 * MIB
@@ -202,8 +201,7 @@ class Host(RuleBasedStateMachine):
             )
 
 
-Host.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30)
-TestHost = Host.TestCase
+TestHost = any_order(Host, 100, 30)
 
 
 def test_concurrent_processes_never_exceed_the_budget_and_dead_ones_hold_nothing(path: Path, ledger: Ledger) -> None:

@@ -4,7 +4,7 @@ import math
 import mmap
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,7 +15,7 @@ from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
 from moonserve.protocol.request import BlockId
 from tests.engine.kv_cache.shapes import PAGE, paging
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 NUM_PAGES, PER_PAGE = 6, 3
 NUM_BLOCKS = NUM_PAGES * PER_PAGE
@@ -165,8 +165,7 @@ class PagedPool(RuleBasedStateMachine):
         assert self.free_list.num_held_pages == 0
 
 
-PagedPool.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)
-test_nothing_is_lost_whatever_comes_and_goes = PagedPool.TestCase
+test_nothing_is_lost_whatever_comes_and_goes = any_order(PagedPool, 25, 30)
 
 
 def test_pages_are_held_only_while_they_hold_blocks() -> None:

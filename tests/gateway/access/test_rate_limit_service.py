@@ -1,11 +1,11 @@
 """Rate limits: shared by gateways in a real Redis, without Redis, and as a state machine in virtual time."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client import CollectorRegistry
@@ -18,15 +18,9 @@ from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.process.event_loop import background_task
 from tests.patience import PATIENCE_S, answered
 from tests.redis_server import RedisServer
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 MANY = KeyLimits(requests_per_minute=50, tokens_per_minute=10_000)
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
 
 
 @pytest.fixture
@@ -281,8 +275,7 @@ class Limits(RuleBasedStateMachine):
         assert set(self.state.in_flight()) == mine
 
 
-TestLimits = Limits.TestCase
-TestLimits.settings = settings(deadline=None, stateful_step_count=40, max_examples=examples(60))
+TestLimits = any_order(Limits, 60)
 
 
 def test_settlement_returns_unused_tokens_or_adds_a_debt() -> None:

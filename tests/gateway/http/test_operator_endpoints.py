@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import logging
 import re
-import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,19 +168,7 @@ async def test_stop_lets_requests_finish_then_fails_the_rest(cluster: ScriptedCl
             reply.close()
 
 
-@pytest.fixture
-def untouched() -> Iterator[None]:
-    """Restores logging and signal handlers, which the gateway's main function changes once it has read its flags."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    root.handlers[:], root.level = handlers, level
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("untouched")
+@pytest.mark.usefixtures("untouched")  # the gateway's main function changes them once it has read its flags
 @pytest.mark.parametrize(
     "flags",
     [

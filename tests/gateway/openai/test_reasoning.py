@@ -73,55 +73,54 @@ def prompt(cluster: ScriptedCluster, folder: Path) -> str:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 async def test_chats_tell_reasoning_from_the_answer(
-    url: str, cluster: ScriptedCluster, folder: Path, family: str
+    client: openai.AsyncOpenAI, cluster: ScriptedCluster, folder: Path, family: str
 ) -> None:
     cluster.answer_with(ANSWERS[family], load_tokenizer(folder))
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
-        ask = {"model": "m", "messages": ASK, "max_tokens": 200}
-        whole = await client.chat.completions.create(**ask)
-        message = whole.choices[0].message
-        assert (message.content, message.reasoning_content) == ("Yes.", "I see.")
-        assert 1 < whole.usage.completion_tokens_details.reasoning_tokens < whole.usage.completion_tokens
-        deltas = [chunk.choices[0].delta async for chunk in await client.chat.completions.create(**ask, stream=True)]
-        for name, text in (("content", "Yes."), ("reasoning_content", "I see."), ("reasoning", "I see.")):
-            assert "".join(getattr(delta, name, None) or "" for delta in deltas) == text
-        hidden = await client.chat.completions.create(**ask, extra_body={"include_reasoning": False})
-        assert not hasattr(hidden.choices[0].message, "reasoning_content")
+    ask = {"model": "m", "messages": ASK, "max_tokens": 200}
+    whole = await client.chat.completions.create(**ask)
+    message = whole.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", "I see.")
+    assert 1 < whole.usage.completion_tokens_details.reasoning_tokens < whole.usage.completion_tokens
+    deltas = [chunk.choices[0].delta async for chunk in await client.chat.completions.create(**ask, stream=True)]
+    for name, text in (("content", "Yes."), ("reasoning_content", "I see."), ("reasoning", "I see.")):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == text
+    hidden = await client.chat.completions.create(**ask, extra_body={"include_reasoning": False})
+    assert not hasattr(hidden.choices[0].message, "reasoning_content")
 
 
 @pytest.mark.parametrize("family", CALLS)
 async def test_reasoning_precedes_calls_and_comes_back_to_the_template(
-    url: str, cluster: ScriptedCluster, folder: Path, family: str
+    client: openai.AsyncOpenAI, cluster: ScriptedCluster, folder: Path, family: str
 ) -> None:
     cluster.answer_with(CALLS[family], load_tokenizer(folder))
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
-        ask = {"model": "m", "messages": ASK, "tools": TOOLS, "max_tokens": 200}
-        [choice] = (await client.chat.completions.create(**ask, reasoning_effort="low")).choices
-        assert "low" in prompt(cluster, folder)
-        [call] = choice.message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3})
-        assert (choice.message.reasoning_content, choice.finish_reason) == ("I see.", "tool_calls")
-        ask["messages"] = [*ASK, choice.message.model_dump(exclude_none=True), *ASK]
-        await client.chat.completions.create(**ask, reasoning_effort="none")
-        assert "I see.|" in prompt(cluster, folder)
-        assert "False" in prompt(cluster, folder)
+    ask = {"model": "m", "messages": ASK, "tools": TOOLS, "max_tokens": 200}
+    [choice] = (await client.chat.completions.create(**ask, reasoning_effort="low")).choices
+    assert "low" in prompt(cluster, folder)
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3})
+    assert (choice.message.reasoning_content, choice.finish_reason) == ("I see.", "tool_calls")
+    ask["messages"] = [*ASK, choice.message.model_dump(exclude_none=True), *ASK]
+    await client.chat.completions.create(**ask, reasoning_effort="none")
+    assert "I see.|" in prompt(cluster, folder)
+    assert "False" in prompt(cluster, folder)
 
 
 @pytest.mark.parametrize("family", ["channels"])
-async def test_responses_have_reasoning_items(url: str, cluster: ScriptedCluster, folder: Path) -> None:
+async def test_responses_have_reasoning_items(
+    client: openai.AsyncOpenAI, cluster: ScriptedCluster, folder: Path
+) -> None:
     cluster.answer_with(ANSWERS["channels"], load_tokenizer(folder))
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
-        async with client.responses.stream(model="m", input="hi", reasoning={"effort": "high"}) as stream:
-            events = [event async for event in stream]
-            response = await stream.get_final_response()
-        assert "high" in prompt(cluster, folder)
-        assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "I see."
-        assert [item.type for item in response.output] == ["reasoning", "message"]
-        assert response.output[0].content[0].text == "I see."
-        assert (response.output_text, response.reasoning.effort) == ("Yes.", "high")
-        assert response.usage.output_tokens_details.reasoning_tokens > 1
-        await client.responses.create(model="m", input="so?", previous_response_id=response.id)
-        assert "I see.|Yes." in prompt(cluster, folder)
+    async with client.responses.stream(model="m", input="hi", reasoning={"effort": "high"}) as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
+    assert "high" in prompt(cluster, folder)
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "I see."
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output[0].content[0].text == "I see."
+    assert (response.output_text, response.reasoning.effort) == ("Yes.", "high")
+    assert response.usage.output_tokens_details.reasoning_tokens > 1
+    await client.responses.create(model="m", input="so?", previous_response_id=response.id)
+    assert "I see.|Yes." in prompt(cluster, folder)
 
 
 @pytest.mark.parametrize("family", ["think"])
@@ -145,15 +144,14 @@ async def test_messages_have_thinking_blocks(url: str, cluster: ScriptedCluster,
 
 @pytest.mark.parametrize("family", TEMPLATES)
 async def test_constrained_answers_may_follow_reasoning(
-    url: str, cluster: ScriptedCluster, folder: Path, family: str
+    client: openai.AsyncOpenAI, cluster: ScriptedCluster, folder: Path, family: str
 ) -> None:
     """The grammar that workers receive allows what the model was trained to write, and no other answer."""
     tokenizer, grammars = load_tokenizer(folder), GrammarCache(folder, vocab_size=4096, eos_token_ids=[4])
 
     async def allows(text: str, **fields: Any) -> bool:
         cluster.answer_with(text, tokenizer)
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
-            await client.chat.completions.create(model="m", messages=ASK, max_tokens=200, **fields)
+        await client.chat.completions.create(model="m", messages=ASK, max_tokens=200, **fields)
         matcher = grammars.new_matcher(cluster.submissions[-1].sampling.grammar)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

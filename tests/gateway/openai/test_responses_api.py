@@ -1,6 +1,5 @@
 """`/v1/responses` with the official client and a scripted cluster: its items as chat messages, and its store."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -17,12 +16,6 @@ from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster
 
 TEXT = " to be or"  # three tokens of the script
-
-
-@pytest.fixture
-async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as made:
-        yield made
 
 
 async def test_response_has_its_output_and_logprobs(client: openai.AsyncOpenAI) -> None:

@@ -8,12 +8,10 @@ import pytest
 
 from moonserve.kvstore.client import KvStore, connect
 from moonserve.kvstore.client.node_access.background import BackgroundLoop
-from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry, RegistryService
-from moonserve.protocol.pb import registry_pb2_grpc
-from moonserve.protocol.rpc.grpc_transport import RpcServer
 from moonserve.transfer import TransferOptions
 from tests.kvstore.node.nodes import TOKEN
 from tests.patience import PATIENCE_S
+from tests.protocol.membership.conftest import served
 
 DRAM = 8 * 2**20
 BOTH = ("shm", "tcp")
@@ -34,15 +32,9 @@ def store_of(url: str, transports: tuple[str, ...] = BOTH) -> KvStore:
 @contextlib.contextmanager
 def running_registry() -> Iterator[str]:
     """Serves an embedded registry from this process. Yields its address."""
-
-    async def start() -> tuple[RpcServer, str]:
-        server = RpcServer(TOKEN)
-        registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(EmbeddedRegistry()), server.grpc)
-        return server, await server.start("127.0.0.1", 0)
-
     with contextlib.closing(BackgroundLoop()) as background:
-        server, address = background.run(start(), PATIENCE_S)
+        serving = served(token=TOKEN)
         try:
-            yield address
+            yield background.run(serving.__aenter__(), PATIENCE_S)
         finally:
-            background.run(server.stop(0.0), PATIENCE_S)
+            background.run(serving.__aexit__(None, None, None), PATIENCE_S)

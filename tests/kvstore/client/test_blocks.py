@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -22,13 +21,6 @@ BLOCK = 64 * 1024
 PIECES = 8
 _FIRST = itertools.count(0, 1000)
 ways = pytest.mark.parametrize("way", ["shm", "tcp"])
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    """A node shared by tests that leave nothing but their own objects behind."""
-    with running_node("--dram", str(DRAM)) as node:
-        yield node
 
 
 def fresh(count: int) -> range:

@@ -4,7 +4,6 @@ waits for other writers of its keys without blaming the node."""
 import os
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -74,12 +73,6 @@ def test_readers_never_see_torn_or_foreign_bytes(transports: tuple[str, ...]) ->
             stats = reading.stats()
         assert stats.client["corrupt_replicas"] == 0
         assert stats.total.leased_bytes == stats.total.reserved_bytes == 0
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with running_node("--dram", str(DRAM)) as node:
-        yield node
 
 
 def begin_to_write(store: KvStore, name: bytes) -> None:

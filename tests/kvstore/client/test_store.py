@@ -16,23 +16,19 @@ from moonserve.kvstore.client.node_access.node import StoreNode
 from moonserve.kvstore.client.node_access.objects import plain_key
 from moonserve.kvstore.index_layout import IndexMoved
 from moonserve.protocol.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, Unauthenticated
-from tests.kvstore.client.pools import BOTH, DRAM, TCP, fresh, store_of
+from tests.kvstore.client.pools import BOTH, TCP, fresh, store_of
+from tests.kvstore.client.pools import DRAM as SMALL_DRAM
 from tests.kvstore.node.nodes import TOKEN, Node, key, running_node
 
 T = TypeVar("T")
 BLOCK = 64 * 1024
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with running_node("--dram", str(4 * DRAM)) as node:
-        yield node
+DRAM = 4 * SMALL_DRAM
 
 
 @pytest.fixture(scope="module")
 def own_store() -> Iterator[KvStore]:
     """A client of a node that never evicts ahead of need. Tests may fill the node and must leave it empty."""
-    own = running_node("--dram", str(DRAM), "--evict-above", "1", "--evict-share", "0")
+    own = running_node("--dram", str(SMALL_DRAM), "--evict-above", "1", "--evict-share", "0")
     with own as node, store_of(f"node://{node.rpc_address}") as store:
         yield store
 
@@ -209,15 +205,15 @@ async def test_wrong_arguments_are_refused_before_anything_is_asked(store: Eithe
 
 
 def test_a_value_larger_than_the_node_is_refused_with_both_sizes(own_store: KvStore) -> None:
-    with pytest.raises(InvalidRequest, match=f"{DRAM + 1} bytes .* {DRAM} bytes"):
-        own_store.put(b"large", bytes(DRAM + 1))
-    own_store.put(b"exact", bytes(DRAM))
-    assert own_store.get(b"exact") == bytes(DRAM)
+    with pytest.raises(InvalidRequest, match=f"{SMALL_DRAM + 1} bytes .* {SMALL_DRAM} bytes"):
+        own_store.put(b"large", bytes(SMALL_DRAM + 1))
+    own_store.put(b"exact", bytes(SMALL_DRAM))
+    assert own_store.get(b"exact") == bytes(SMALL_DRAM)
     assert own_store.remove(b"exact")
 
 
 def test_a_store_full_of_leased_objects_says_so(own_store: KvStore) -> None:
-    names = [b"%d" % number for number in range(DRAM // 2**20)]
+    names = [b"%d" % number for number in range(SMALL_DRAM // 2**20)]
     own_store.batch_put((name, bytes(2**20)) for name in names)
     with own_store.lease(names), pytest.raises(Overloaded) as refused:
         own_store.put(b"one more", b"x")
@@ -228,7 +224,7 @@ def test_a_store_full_of_leased_objects_says_so(own_store: KvStore) -> None:
 
 def test_a_tenant_over_its_quota_loses_its_own_and_is_told_what_does_not_fit() -> None:
     with (
-        running_node("--dram", str(DRAM), "--tenant-quota", "alice=1MiB") as node,
+        running_node("--dram", str(SMALL_DRAM), "--tenant-quota", "alice=1MiB") as node,
         store_of(f"node://{node.rpc_address}") as store,
     ):
         store.put(b"of nobody", b"value")
@@ -243,7 +239,7 @@ def test_a_tenant_over_its_quota_loses_its_own_and_is_told_what_does_not_fit() -
 
 
 def test_readers_follow_an_index_that_grows() -> None:
-    with running_node("--dram", str(DRAM)) as node, contextlib.ExitStack() as stores:
+    with running_node("--dram", str(SMALL_DRAM)) as node, contextlib.ExitStack() as stores:
         url = f"node://{node.rpc_address}"
         writer = stores.enter_context(store_of(url))
         readers = [stores.enter_context(store_of(url, way)) for way in (BOTH, TCP)]
@@ -262,7 +258,7 @@ def test_readers_follow_an_index_that_grows() -> None:
 
 def test_use_is_reported_when_a_client_closes_at_the_latest(own_store: KvStore) -> None:
     """Closing a client reports its reads: the oldest object, which it has read, is not evicted."""
-    names = [b"%d" % number for number in range(DRAM // 2**20)]
+    names = [b"%d" % number for number in range(SMALL_DRAM // 2**20)]
     for name in names:
         own_store.put(name, bytes(2**20))
     [node] = own_store.nodes()

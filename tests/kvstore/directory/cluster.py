@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TypeVar
 
 from moonserve.protocol.kv_blocks import BlockKey, pack_keys
 from moonserve.protocol.pb import directory_pb2, directory_pb2_grpc
@@ -13,8 +12,6 @@ from moonserve.protocol.rpc.grpc_transport import Channels
 from tests.kvstore.node.nodes import TOKEN
 from tests.patience import PATIENCE_S, answered
 from tests.processes import running
-
-T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -49,7 +46,7 @@ class Questions:
 
 
 @contextlib.asynccontextmanager
-async def asking(port: int, address: str = "") -> AsyncIterator[Questions]:
-    """Connects to the directory at `port` of this host, or at `address` if one is given."""
+async def asking(address: str) -> AsyncIterator[Questions]:
+    """Connects to the directory at `address`."""
     async with Channels(TOKEN) as channels:
-        yield Questions(directory_pb2_grpc.DirectoryStub(channels.to(address or f"127.0.0.1:{port}")), channels)
+        yield Questions(directory_pb2_grpc.DirectoryStub(channels.to(address)), channels)

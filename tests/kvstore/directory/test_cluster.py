@@ -18,8 +18,8 @@ from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.registry_client import RemoteRegistry
 from moonserve.protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.client.pools import TCP, fresh
-from tests.kvstore.directory.cluster import asking, running_directory
-from tests.kvstore.faults.pool import Pool, held, running_pool, until_on_disk
+from tests.kvstore.directory.cluster import asking
+from tests.kvstore.faults.pool import Pool, held, pool_with_directory, until_on_disk
 from tests.kvstore.faults.values import put_many
 from tests.kvstore.node.nodes import TOKEN, key
 from tests.patience import PATIENCE_S, until
@@ -31,12 +31,7 @@ VALUES = [bytes([number]) * 4096 for number in range(8)]
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    port = free_port()
-    with (
-        running_directory(port=port),
-        running_pool(tmp_path_factory.mktemp("pool"), 3, "--dram", "8MiB", registry=f"127.0.0.1:{port}") as pool,
-    ):
-        pool.directory(lambda asks: asks.until_in_step(*pool.running))
+    with pool_with_directory(tmp_path_factory.mktemp("pool"), 3, "--dram", "8MiB") as pool:
         yield pool
 
 
@@ -116,11 +111,9 @@ def test_copies_have_their_sources_pin_and_fewer_replicas_leave_pinned_ones(pool
 @pytest.mark.slow
 def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_is_cold(tmp_path: Path) -> None:
     """The planner replicates a hot chain at its next run, one second later, and drops the replica after 4 s of rest."""
-    port = free_port()
     flags = ("--hot-cool-s", "4", "--hot-extra-replicas", "1")
     with (
-        running_directory(*flags, port=port),
-        running_pool(tmp_path, 3, "--dram", "8MiB", registry=f"127.0.0.1:{port}") as pool,
+        pool_with_directory(tmp_path, 3, "--dram", "8MiB", directory=flags) as pool,
         pool.alone("store-0") as store,
     ):
         store.batch_put(zip(BLOCKS, VALUES, strict=True))
@@ -143,21 +136,18 @@ def test_a_hot_chain_gains_a_replica_that_reads_back_and_loses_it_when_it_is_col
 def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(tmp_path: Path) -> None:
     """The directory drops a killed node 16 s later, a little after its lease ends, and lists its disk when it is back.
     The directory is a member that publishes its lean address, and it exports metrics."""
-    port, metrics_port = free_port(), free_port()
-    flags = ("--dram", "8MiB", "--ssd-write-through")
-    with (
-        running_directory("--metrics-port", str(metrics_port), port=port),
-        running_pool(tmp_path, 2, *flags, ssd="64MiB", registry=f"127.0.0.1:{port}") as pool,
-    ):
+    metrics_port = free_port()
+    flags, of_directory = ("--dram", "8MiB", "--ssd-write-through"), ("--metrics-port", str(metrics_port))
+    with pool_with_directory(tmp_path, 2, *flags, ssd="64MiB", directory=of_directory) as pool:
 
         async def directory_at() -> str:
-            registry = RemoteRegistry(f"127.0.0.1:{port}", TOKEN)
+            registry = RemoteRegistry(pool.registry, TOKEN)
             members = {member.role: member for member in await registry.members()}
             await registry.close()
             return members["directory"].facts["lean"]
 
         async def holders(lean: str) -> list[set[str]]:
-            async with asking(port, lean) as asks:
+            async with asking(lean) as asks:
                 return await asks.holders(KEYS)
 
         with pool.alone("store-1") as store:
@@ -184,12 +174,7 @@ def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(t
 
 @pytest.mark.slow
 def test_replicas_that_could_not_be_made_are_reported(tmp_path: Path) -> None:
-    port = free_port()
-    with (
-        running_directory(port=port),
-        running_pool(tmp_path, 2, "--dram", "8MiB", registry=f"127.0.0.1:{port}") as pool,
-        pool.store() as store,
-    ):
+    with pool_with_directory(tmp_path, 2, "--dram", "8MiB") as pool, pool.store() as store:
         with pool.alone("store-1") as full, pytest.raises(Overloaded):
             full.batch_put(((b"%d" % n, bytes(500_000)) for n in range(100)), pin="hard")
         with pool.alone("store-0") as source:

@@ -14,7 +14,7 @@ from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, pack_keys
 from moonserve.protocol.request import InstanceId
 from tests.kvstore.node.nodes import key
-from tests.thoroughness import examples
+from tests.thoroughness import any_order, examples
 
 A, B = InstanceId("a"), InstanceId("b")
 PARENT_OF = {1: 0, 2: 1, 3: 2, 4: 2, 5: 0, 6: 5, 7: 3}  # two branches below 2, two below 0
@@ -196,8 +196,7 @@ class AnyOrder(RuleBasedStateMachine):
         return chain[::-1]
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
+TestAnyOrder = any_order(AnyOrder, 40, 25)
 
 
 @given(

@@ -16,7 +16,7 @@ from moonserve.kvstore.directory.replica_plans import NO_PINS, NodeView, PinnedR
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, pack_keys
 from moonserve.protocol.request import InstanceId
 from tests.kvstore.node.nodes import key
-from tests.thoroughness import examples
+from tests.thoroughness import any_order, examples
 
 HITS = 8
 COOL_S = 60.0
@@ -282,8 +282,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.cluster.directory.validate()
 
 
-TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
+TestAnyHistory = any_order(AnyHistory, 40)
 
 
 def test_the_least_read_blocks_are_dropped_at_the_limit_of_counts() -> None:

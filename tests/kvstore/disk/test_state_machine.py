@@ -9,13 +9,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moonserve.kvstore.disk.base import DiskObject
 from tests.kvstore.disk.tiers import CAPACITY, SMALL, Stand, opened, written
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 T = TypeVar("T")
 
@@ -114,7 +113,4 @@ class TierMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-TestTier = TierMachine.TestCase
-TestTier.settings = settings(
-    max_examples=examples(25), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestTier = any_order(TierMachine, 25)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import KvStore
 from moonserve.kvstore.client.node_access.background import BackgroundLoop
 from moonserve.kvstore.client.node_access.objects import Key, block_of
@@ -20,7 +21,7 @@ from moonserve.protocol.process.child_process import NotReady
 from moonserve.protocol.rpc.grpc_transport import Channels
 from tests import processes
 from tests.kvstore.client.pools import BOTH, running_registry, store_of
-from tests.kvstore.directory.cluster import Questions, asking
+from tests.kvstore.directory.cluster import Questions, asking, running_directory
 from tests.kvstore.faults.values import value_of
 from tests.kvstore.node.nodes import TOKEN, Node
 from tests.patience import PATIENCE_S, until
@@ -131,7 +132,7 @@ class Pool:
         """Queries the directory, which serves the pool's registry."""
 
         async def ask() -> T:
-            async with asking(int(self.registry.rpartition(":")[2])) as asks:
+            async with asking(self.registry) as asks:
                 return await question(asks)
 
         return self.background.run(ask(), PATIENCE_S)
@@ -236,6 +237,20 @@ def running_pool(folder: Path, num_nodes: int, *flags: str, ssd: str = "", regis
             node.process.terminate()
         for node in pool.running.values():
             assert node.process.wait(timeout=PATIENCE_S) == 0
+
+
+@contextlib.contextmanager
+def pool_with_directory(
+    folder: Path, num_nodes: int, *flags: str, ssd: str = "", directory: Sequence[str] = ()
+) -> Iterator[Pool]:
+    """Runs a pool, and a directory that knows its nodes and serves their registry. `directory`: its flags."""
+    port = free_port()
+    with (
+        running_directory(*directory, port=port),
+        running_pool(folder, num_nodes, *flags, ssd=ssd, registry=f"127.0.0.1:{port}") as pool,
+    ):
+        pool.directory(lambda asks: asks.until_in_step(*pool.running))
+        yield pool
 
 
 def _end(pool: Pool) -> None:

@@ -40,12 +40,6 @@ FAR_AHEAD = 2.0**62
 """Deadline that never passes."""
 
 
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with running_node("--dram", str(DRAM)) as node:
-        yield node
-
-
 @pytest.fixture
 def store(node: Node) -> Iterator[KvStore]:
     with store_of(f"node://{node.rpc_address}", TCP) as store:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,9 @@ DRAM = 4 * 2**20
 BLOCK = 64 * 1024
 
 
-@pytest.fixture(scope="module")
-def shared_node() -> Iterator[Node]:
-    """A node shared by tests that leave nothing but their own objects behind."""
-    with running_node("--dram", str(DRAM)) as node:
-        yield node
-
-
-async def test_a_byte_that_flips_on_the_way_in_is_never_visible(shared_node: Node) -> None:
+async def test_a_byte_that_flips_on_the_way_in_is_never_visible(node: Node) -> None:
     faults = FaultPlan(corrupt_writes=1)
-    async with connected(shared_node.rpc_address, faults=faults) as (client, transfer, store):
+    async with connected(node.rpc_address, faults=faults) as (client, transfer, store):
         local = transfer.allocate(2 * BLOCK)
         objects, slots = chain_of(local, range(300, 302), BLOCK)
         result = await client.put(store, objects, slots)
@@ -51,14 +43,14 @@ async def test_a_byte_that_flips_on_the_way_in_is_never_visible(shared_node: Nod
         assert (await client.put(store, objects, slots)).stored == 1
 
 
-async def test_a_lost_lease_is_not_mistaken_for_corruption(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store):
+async def test_a_lost_lease_is_not_mistaken_for_corruption(node: Node) -> None:
+    async with connected(node.rpc_address) as (client, transfer, store):
         local = transfer.allocate(BLOCK)
         [wish], slots = chain_of(local, range(600, 601), BLOCK)
         await client.put(store, [wish], slots)
         lease = await client.lease(store, [wish.key])
         await client.release_soon(lease)
-        shared_node.flip_byte(lease.objects[0].offset, DRAM)
+        node.flip_byte(lease.objects[0].offset, DRAM)
         with pytest.raises(StaleLease):
             await client.read_leased(lease, slots, deadline_s=PATIENCE_S)
         assert await exists(client, store, [wish.key]) == [True]
@@ -82,8 +74,8 @@ def write_of(local: Segment, store: Endpoint, reserved: StoreReserveReply) -> Tr
     return Transfer(Op.WRITE, local, 0, remote, reserved.slots[0].offset, BLOCK, reserved.window_id)
 
 
-async def test_an_abandoned_reservation_is_reclaimed_and_its_late_writer_shut_out(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store):
+async def test_an_abandoned_reservation_is_reclaimed_and_its_late_writer_shut_out(node: Node) -> None:
+    async with connected(node.rpc_address) as (client, transfer, store):
         reserved = await reserve(client, store, "abandoned", 0.1, 801)
         await until_stats(client, store, lambda s: s.reserved_bytes == 0)
         with pytest.raises(StaleLease):
@@ -94,8 +86,8 @@ async def test_an_abandoned_reservation_is_reclaimed_and_its_late_writer_shut_ou
         assert (await client.put(store, *chain_of(local, range(801, 802), BLOCK))).stored == 1
 
 
-async def test_a_commit_is_idempotent_and_closes_the_window(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store):
+async def test_a_commit_is_idempotent_and_closes_the_window(node: Node) -> None:
+    async with connected(node.rpc_address) as (client, transfer, store):
         reserved = await reserve(client, store, "twice", 30.0, 400)
         assert await reserve(client, store, "twice", 30.0, 400) == reserved
         local = transfer.allocate(BLOCK)
@@ -111,11 +103,11 @@ async def test_a_commit_is_idempotent_and_closes_the_window(shared_node: Node) -
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("end", ["cancelled", "killed"])
 async def test_a_read_that_ends_between_its_lease_and_its_bytes_leaves_no_lease(
-    shared_node: Node, transport: str, end: str
+    node: Node, transport: str, end: str
 ) -> None:
     faults = FaultPlan()
     with contextlib.ExitStack() as own:
-        node = own.enter_context(running_node("--dram", str(DRAM))) if end == "killed" else shared_node
+        node = own.enter_context(running_node("--dram", str(DRAM))) if end == "killed" else node
         way = connected(node.rpc_address, transport, faults=faults, attaches=False)
         async with way as (client, transfer, store):
             [wish], slots = chain_of(transfer.allocate(BLOCK), range(700, 701), BLOCK)
@@ -134,11 +126,11 @@ async def test_a_read_that_ends_between_its_lease_and_its_bytes_leaves_no_lease(
                 await until_stats(client, store, lambda s: s.leased_bytes == 0)
 
 
-async def test_a_node_that_hangs_costs_no_more_than_the_deadline(shared_node: Node) -> None:
-    async with connected(shared_node.rpc_address) as (client, transfer, store):
+async def test_a_node_that_hangs_costs_no_more_than_the_deadline(node: Node) -> None:
+    async with connected(node.rpc_address) as (client, transfer, store):
         objects, slots = chain_of(transfer.allocate(BLOCK), range(1), BLOCK)
         await client.put(store, objects, slots)
-        with stopped(shared_node.process.pid):
+        with stopped(node.process.pid):
             with pytest.raises(DeadlineExceeded):
                 await client.lease(store, [key(0)], timeout_s=0.3)
             with pytest.raises((DeadlineExceeded, PeerLost)):

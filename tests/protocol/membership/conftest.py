@@ -28,13 +28,6 @@ OpenRedis = Callable[..., RedisRegistry]
 _prefixes = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def shared_redis() -> Iterator[RedisServer]:
-    """A Redis server shared by the tests that neither stop nor reconfigure it. Each test uses its own prefix."""
-    with RedisServer() as server:
-        yield server
-
-
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
     """A Redis server that the test may stop and kill."""
@@ -57,9 +50,9 @@ async def open_redis() -> AsyncIterator[OpenRedis]:
 
 
 @contextlib.asynccontextmanager
-async def served(port: int = 0) -> AsyncIterator[str]:
+async def served(port: int = 0, token: str = "secret") -> AsyncIterator[str]:
     """Serves a new, empty embedded registry over gRPC and gives its address."""
-    registry, server = EmbeddedRegistry(), RpcServer("secret")
+    registry, server = EmbeddedRegistry(), RpcServer(token)
     registry_pb2_grpc.add_RegistryServicer_to_server(RegistryService(registry), server.grpc)
     try:
         yield await server.start("127.0.0.1", port)
@@ -86,7 +79,7 @@ async def connect(request: pytest.FixtureRequest, open_redis: OpenRedis) -> Asyn
 
             yield connected
     else:
-        server: RedisServer = request.getfixturevalue("shared_redis")
+        server: RedisServer = request.getfixturevalue("redis")
         prefix = f"test-{next(_prefixes)}"
         yield lambda: open_redis(server.url, prefix=prefix, poll_s=0.2)
 

@@ -109,52 +109,50 @@ async def test_watch_continues_after_a_change_of_password(
         assert await upcoming == []
 
 
-async def test_failover_that_loses_a_join_forgets_the_lease(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
+async def test_failover_that_loses_a_join_forgets_the_lease(redis: RedisServer, open_redis: OpenRedis) -> None:
     """A lagging replica shows an earlier epoch. The member with the later epoch joins again, above both."""
-    registry = open_redis(shared_redis.url, prefix="lagging")
+    registry = open_redis(redis.url, prefix="lagging")
     early = await registry.join(member())
     late = await registry.join(member())
-    shared_redis.ask("HSET", "lagging:member:store-0", "epoch", str(early.endpoint.epoch))
-    shared_redis.ask("HSET", "lagging:epochs", "store-0", str(early.endpoint.epoch))
+    redis.ask("HSET", "lagging:member:store-0", "epoch", str(early.endpoint.epoch))
+    redis.ask("HSET", "lagging:epochs", "store-0", str(early.endpoint.epoch))
     with pytest.raises(StaleLease, match="forgot"):
         await registry.renew(late)
     again = await registry.join(late)
     assert again.endpoint.epoch > late.endpoint.epoch
 
 
-async def test_clock_jump_ahead_ends_leases_and_epochs_still_grow(
-    shared_redis: RedisServer, open_redis: OpenRedis
-) -> None:
+async def test_clock_jump_ahead_ends_leases_and_epochs_still_grow(redis: RedisServer, open_redis: OpenRedis) -> None:
     """A jump ahead ends leases, and epochs still grow. PEXPIREAT 1 has the effect of a jump on a lease."""
-    registry = open_redis(shared_redis.url, prefix="ahead")
+    registry = open_redis(redis.url, prefix="ahead")
     joined = await registry.join(member())
-    shared_redis.ask("PEXPIREAT", "ahead:member:store-0", "1")
+    redis.ask("PEXPIREAT", "ahead:member:store-0", "1")
     assert await registry.members() == []
     with pytest.raises(StaleLease):
         await registry.renew(joined)
     assert (await registry.join(member())).endpoint.epoch > joined.endpoint.epoch
 
 
-async def test_epochs_grow_after_server_clock_is_set_back(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
-    registry = open_redis(shared_redis.url, prefix="back")
+async def test_epochs_grow_after_server_clock_is_set_back(redis: RedisServer, open_redis: OpenRedis) -> None:
+    registry = open_redis(redis.url, prefix="back")
     in_2040 = str(2_208_988_800 * 10**9)  # an epoch given before the clock was corrected
-    shared_redis.ask("HSET", "back:epochs", "store-0", in_2040)
+    redis.ask("HSET", "back:epochs", "store-0", in_2040)
     assert (await registry.join(member())).endpoint.epoch == int(in_2040) + 1
 
 
-async def test_ended_lease_leaves_only_its_epoch(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
-    registry = open_redis(shared_redis.url, prefix="traces", poll_s=0.1)
+async def test_ended_lease_leaves_only_its_epoch(redis: RedisServer, open_redis: OpenRedis) -> None:
+    registry = open_redis(redis.url, prefix="traces", poll_s=0.1)
     await registry.join(member("a"), ttl_s=0.3)
     await registry.leave(await registry.join(member("b")))
     await watched_until(registry, lambda members: not members)
-    assert shared_redis.ask("EXISTS", "traces:members", "traces:member:a", "traces:member:b") == b":0\r\n"
-    assert shared_redis.ask("HLEN", "traces:epochs") == b":2\r\n"
+    assert redis.ask("EXISTS", "traces:members", "traces:member:a", "traces:member:b") == b":0\r\n"
+    assert redis.ask("HLEN", "traces:epochs") == b":2\r\n"
 
 
-async def test_unreadable_member_raises_peer_error(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
-    registry = open_redis(shared_redis.url, prefix="odd")
+async def test_unreadable_member_raises_peer_error(redis: RedisServer, open_redis: OpenRedis) -> None:
+    registry = open_redis(redis.url, prefix="odd")
     await registry.join(member())
-    shared_redis.ask("HSET", "odd:member:store-0", "member", "{}")
+    redis.ask("HSET", "odd:member:store-0", "member", "{}")
     with pytest.raises(PeerError, match="cannot be read"):
         await registry.members()
 
@@ -188,18 +186,16 @@ async def test_password_is_used_and_never_logged(
             assert "hunter" not in text
 
 
-async def test_database_numbers_separate_clusters_over_tcp_and_unix(
-    shared_redis: RedisServer, open_redis: OpenRedis
-) -> None:
-    third = open_redis(f"{shared_redis.url}/3", prefix="numbered")
+async def test_database_numbers_separate_clusters_over_tcp_and_unix(redis: RedisServer, open_redis: OpenRedis) -> None:
+    third = open_redis(f"{redis.url}/3", prefix="numbered")
     joined = await third.join(member())
-    by_path = open_redis(f"unix://{shared_redis.socket_path}?db=3", prefix="numbered", poll_s=0.1)
+    by_path = open_redis(f"unix://{redis.socket_path}?db=3", prefix="numbered", poll_s=0.1)
     assert await watched_until(by_path, bool) == [joined]
-    assert await open_redis(shared_redis.url, prefix="numbered").members() == []
+    assert await open_redis(redis.url, prefix="numbered").members() == []
 
 
-async def test_cancellation_at_any_moment_is_not_lost(shared_redis: RedisServer, open_redis: OpenRedis) -> None:
-    registry = open_redis(shared_redis.url, prefix="cancelled")
+async def test_cancellation_at_any_moment_is_not_lost(redis: RedisServer, open_redis: OpenRedis) -> None:
+    registry = open_redis(redis.url, prefix="cancelled")
     joined = await registry.join(member())
     for turns in range(300):
         renewing = asyncio.create_task(registry.renew(joined))

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -13,7 +13,7 @@ from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry
 from moonserve.protocol.membership.lease_table import MAX_ENDED, LeaseTable, with_epoch
 from moonserve.protocol.membership.registry import Member, MembershipChanges, MemberView, Superseded
 from tests.protocol.membership.conftest import ids, member
-from tests.thoroughness import examples
+from tests.thoroughness import any_order
 
 IDS = st.sampled_from(["a", "b", "c"])
 OWNERS = st.sampled_from(["x", "y"])
@@ -94,8 +94,7 @@ class TableMachine(RuleBasedStateMachine):
         self.seen = shown
 
 
-TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
+TestTable = any_order(TableMachine, 50)
 
 
 def test_ended_ids_use_bounded_memory_and_get_later_epochs() -> None:

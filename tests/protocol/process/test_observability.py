@@ -23,16 +23,8 @@ from moonserve.protocol.process.tracing import Tracer, TracingConfig, tracing
 from tests.clock import Clock
 from tests.terminal import terminal
 
+pytestmark = pytest.mark.usefixtures("untouched")
 log = logging.getLogger("some.module")
-
-
-@pytest.fixture(autouse=True)
-def untouched() -> Iterator[None]:
-    """Restores the root logger's handlers and level after the test."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
