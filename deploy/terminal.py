@@ -6,13 +6,14 @@ stdout has only results, so it can be piped; problems go to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import urllib.error
 import urllib.request
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from http.client import HTTPException
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.client import HTTPException, HTTPResponse
 from typing import Any, TextIO
 
 from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveError, NoWorker, PeerError, Unauthenticated
@@ -77,14 +78,25 @@ def cluster_view(url: str, api_key: str) -> dict[str, Any]:
 
 
 def fetch(url: str, path: str, api_key: str, *, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
-    """Returns a JSON object from the gateway. Blocks. Raises Unauthenticated for a wrong key, NotFound for a 404,
-    MoonserveError if there is no answer or another error status."""
+    """Returns a JSON object from the gateway. Blocks. Raises the errors of `open_reply`."""
+    with open_reply(url, path, api_key, timeout_s=timeout_s) as reply:
+        view: dict[str, Any] = json.load(reply)
+        return view
+
+
+@contextlib.contextmanager
+def open_reply(
+    url: str, path: str, api_key: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S
+) -> Iterator[HTTPResponse]:
+    """Opens the gateway's reply to a GET, or to a POST of `body`. Raises Unauthenticated for a wrong key, NotFound for
+    a 404, MoonserveError if there is no answer, it breaks off within the block, or has another error status."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    headers |= {"content-type": "application/json"} if body else {}
+    data = json.dumps(body).encode() if body else None
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            view: dict[str, Any] = json.load(response)
-            return view
+        request = urllib.request.Request(f"{url.rstrip('/')}{path}", data, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            yield reply
     except urllib.error.HTTPError as error:
         with error:
             raise _refused(url, error) from error

@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "keys": ("moonserve.deploy.admin.keys:main", "API keys: keys add | list | revoke | hash"),
     "explain": ("moonserve.deploy.admin.explain:main", "show how a request was placed: explain ID"),
     "top": ("moonserve.deploy.admin.top:main", "the cluster live: queues, latencies, caches, transfers"),
+    "chat": ("moonserve.deploy.chat:main", "talk to the model: chat [-q QUESTION]"),
     "doctor": ("moonserve.deploy.diagnostics.doctor:main", "examine this machine, its transports and a peer"),
     "profile": ("moonserve.deploy.diagnostics.profile:main", "measure a model here: profile [MODEL]"),
     "replay": ("moonserve.traces.replay:main", "send a trace to an endpoint on its own clock"),
@@ -90,7 +91,20 @@ SERVERS: dict[str, tuple[str, str]] = {
 }
 
 # Verbs that work with the base requirements of pyproject.toml. All others need those of its extra `serve`.
-BASE_VERBS = ("conductor", "store", "directory", "role", "drain", "kvctl", "keys", "explain", "top", "doctor", "traces")
+BASE_VERBS = (
+    "conductor",
+    "store",
+    "directory",
+    "role",
+    "drain",
+    "kvctl",
+    "keys",
+    "explain",
+    "top",
+    "chat",
+    "doctor",
+    "traces",
+)
 
 SERVE_MODULES = (
     "aiohttp", "fastapi", "httptools", "huggingface_hub", "jinja2", "llguidance", "pydantic", "safetensors",

@@ -46,7 +46,6 @@ class SharedPageSupply(PageSupply):
         self._page_bytes = page_bytes
         self._number = ledger.claim(name, self._whole(floor), ceiling)
         self._asked = 0
-        self._spare = 0
         self.bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.bell.setblocking(False)
         try:
@@ -76,7 +75,6 @@ class SharedPageSupply(PageSupply):
             self._ring()
 
     def report_spare(self, count: int) -> None:
-        self._spare = count
         self._ledger.set_empty(self._number, count * self._page_bytes)
 
     def pages_requested(self) -> int:

@@ -26,7 +26,7 @@ for path in $(python3 -m pip config list | grep -o "/[^' ]*" | sed 's,^//,,; s,/
   share "$path"
 done
 
-buildah build --quiet --isolation chroot "${settings[@]}" --build-arg PYTHON=localhost/python \
+buildah build --quiet --format docker --isolation chroot "${settings[@]}" --build-arg PYTHON=localhost/python \
   ${TORCH_INDEX:+--build-arg "TORCH_INDEX=$TORCH_INDEX"} --file deploy/docker/Dockerfile --tag moonserve:cpu .
 
 container=$(buildah from moonserve:cpu)

@@ -4,8 +4,10 @@ and a flipped byte. The other files of this folder test each in depth (`make tes
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +21,7 @@ from moonserve.models import demo_model_path
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, cached_of, prompt_of, running_cluster, tokens_of
 from tests.e2e.load import read_choice
 from tests.e2e.reference import continuations, load_reference, num_ties
+from tests.terminal import terminal
 
 pytestmark = pytest.mark.e2e
 
@@ -210,6 +213,29 @@ def test_the_anthropic_client_gets_the_same_messages_streamed_and_whole(cluster:
             client.messages.create(**wish | {"model": "claude"})
         with pytest.raises(anthropic.AuthenticationError):
             client.with_options(api_key="guess").messages.create(**wish)
+
+
+def test_a_chat_in_a_terminal_prints_the_answer_stops_it_and_goes_on(cluster: Cluster, client: openai.OpenAI) -> None:
+    command = [sys.executable, "-m", "moonserve", "chat", "--max-tokens", "24", "--temperature", "0"]
+    command += ["--system", QUESTION[0]["content"]]
+    environ = {"MOONSERVE_URL": cluster.url, "MOONSERVE_API_KEY": "sesame"}
+    wish: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    expected = client.chat.completions.create(**wish).choices[0].message.content
+    quick = [*command, "--quick", QUESTION[1]["content"]]
+    printed = subprocess.run(quick, env=os.environ | environ, capture_output=True, text=True, check=True)
+    assert printed.stdout == f"{expected}\n"
+    assert re.search(r"first token after .* prompt tokens cached", printed.stderr)
+    with terminal(command, environ) as shown:
+        shown.wait_for("> ")
+        with cluster.stopped("decode-0"):
+            shown.type("What?\n")
+            shown.wait_for("waiting for the first token")
+            shown.type("\x03")
+            shown.wait_for("> ")
+        shown.type("Go on.\n")
+        shown.wait_for("first token after")
+        shown.type("\x04")
+        assert shown.ended() == 0
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:

@@ -334,8 +334,7 @@ class SimulationScorer:
                     f"  {cluster.division} {cluster.policy}, {cluster.dram_tokens:,} tokens:"
                     f" {score.effective:.1%} effective ({done.took_s:.0f} s)"
                 )
-                text = f"{done.num_done} of {done.num_all}"
-                progress.show("simulations", done.share_done, 1.0, text, done.left_s)
+                progress.show("simulations", done.share_done, 1.0, f"{done.num_done} of {done.num_all}", done.left_s)
 
             with progress.busy(f"{len(clusters)} clusters on {part}"):
                 run_missing(runs, self.trace, self.archive, num_processes=self.num_processes, tell=tell)

@@ -105,8 +105,7 @@ def run(config: SimulateConfig) -> int:
     results = []
     with ProgressBars() as progress:
         with progress.busy(f"reading {config.trace}"):
-            records = read_trace(Path(config.trace), config.limit)
-            records = [record.scaled(1.0, 1.0, config.speedup) for record in records]
+            records = [each.scaled(1.0, 1.0, config.speedup) for each in read_trace(Path(config.trace), config.limit)]
         for number, (name, spec) in enumerate(specs, start=1):
             task = f"{name} ({number} of {len(specs)})"
 

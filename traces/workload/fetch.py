@@ -50,10 +50,8 @@ def fetch(config: FetchConfig) -> list[Path]:
     """Downloads missing or changed files into an existing folder. Raises ConfigError; leaves no partial file."""
     try:
         with ProgressBars() as progress:
-            with (
-                progress.busy("listing"),
-                urlopen(f"{config.listing}?ref={quote(config.ref)}", timeout=config.timeout) as reply,
-            ):
+            listing = f"{config.listing}?ref={quote(config.ref)}"
+            with progress.busy("listing"), urlopen(listing, timeout=config.timeout) as reply:
                 entries = [each for each in json.load(reply) if each["name"].endswith(".jsonl")]
             return [_fetch_one(entry, config, progress) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:

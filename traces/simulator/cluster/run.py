@@ -29,8 +29,7 @@ def simulate(
 ) -> SimulationResult:
     """Simulates a cluster that serves a trace. Equal arguments give equal results, except for `wall_s`.
 
-    `progress` is called now and then with the number of requests that have ended. Raises ConfigError if the spec or
-    the trace cannot be simulated.
+    `progress` is told now and then how many requests have ended. Raises ConfigError for an invalid spec or trace.
     """
     began_s = time.perf_counter()
     requests = request_states_of(records, spec.block_size, spec.model.max_model_len)
