@@ -42,8 +42,9 @@ class Terminal:
 
     def ended(self) -> int:
         """Waits until the program ends and returns its exit code."""
+        give_up_at = time.monotonic() + PATIENCE_S
         while self._read():
-            pass
+            assert time.monotonic() < give_up_at, f"it goes on: {self.text!r}"
         return self.process.wait(PATIENCE_S)
 
     @property
