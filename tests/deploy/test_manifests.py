@@ -32,9 +32,7 @@ UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 KUBERNETES_VERSION = "1.34"
 BIN = "/opt/moonserve/bin/"
 MANIFESTS: list[dict[str, Any]] = [
-    document
-    for path in sorted(RENDERED.glob("*.yaml"))
-    for document in yaml.safe_load_all(path.read_text())
+    document for path in sorted(RENDERED.glob("*.yaml")) for document in yaml.safe_load_all(path.read_text())
 ]
 
 
