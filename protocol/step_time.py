@@ -18,22 +18,22 @@ import numpy.typing as npt
 from moonserve.protocol.errors import InvalidRequest
 
 
-def _require_usable(*coefficients: float) -> None:
-    """Raises InvalidRequest for coefficients with which the choice of the best instance would be wrong."""
-    if not all(math.isfinite(c) and c >= 0 for c in coefficients):
-        raise InvalidRequest(f"profile coefficients must be finite and not negative: {coefficients}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillProfile:
-    """t(n, p) = c0 + c1·(n−p) + c2·(n²−p²) seconds for n prompt tokens of which p are cached."""
-
+class _Coefficients:
     c0: float
     c1: float
     c2: float
 
     def __post_init__(self) -> None:
-        _require_usable(self.c0, self.c1, self.c2)
+        """Raises InvalidRequest for coefficients with which the choice of the best instance would be wrong."""
+        coefficients = (self.c0, self.c1, self.c2)
+        if not all(math.isfinite(c) and c >= 0 for c in coefficients):
+            raise InvalidRequest(f"profile coefficients must be finite and not negative: {coefficients}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProfile(_Coefficients):
+    """t(n, p) = c0 + c1·(n−p) + c2·(n²−p²) seconds for n prompt tokens of which p are cached."""
 
     def seconds(self, num_tokens: int, num_cached: int) -> float:
         return (
@@ -52,15 +52,8 @@ class PrefillProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeProfile:
+class DecodeProfile(_Coefficients):
     """t(b, c) = c0 + c1·b + c2·c seconds per step of b sequences with c tokens of context in total."""
-
-    c0: float
-    c1: float
-    c2: float
-
-    def __post_init__(self) -> None:
-        _require_usable(self.c0, self.c1, self.c2)
 
     def step_s(self, num_seqs: float, context_tokens: float) -> float:
         return self.c0 + self.c1 * num_seqs + self.c2 * context_tokens

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from moonserve.protocol.pb import conductor_pb2, metrics_pb2
 from moonserve.protocol.process.metrics import http_endpoint, process_registry
+from moonserve.protocol.rpc.wire import to_message
 from moonserve.transfer.config import FaultPlan, TransferOptions
 from moonserve.transfer.engine import TransferEngine
 from moonserve.transfer.paths.traffic_stats import BUCKETS_S, Incident, PathStats, TransferStats
@@ -137,13 +138,7 @@ def peer_traffic(stats: TransferStats) -> Iterator[conductor_pb2.Traffic]:
     """Yields totals per peer with measured traffic. A peer's name is its instance id."""
     for peer, totals in stats.bandwidth_totals().items():
         if totals.read_bytes or totals.written_bytes:
-            yield conductor_pb2.Traffic(
-                peer=peer,
-                read_bytes=totals.read_bytes,
-                read_s=totals.read_s,
-                written_bytes=totals.written_bytes,
-                written_s=totals.written_s,
-            )
+            yield to_message(conductor_pb2.Traffic, totals, peer=peer)
 
 
 def rail_totals(stats: TransferStats) -> Iterator[metrics_pb2.Rail]:

@@ -41,7 +41,7 @@ from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.event_loop import LoggedTasks
 from moonserve.protocol.process.tracing import Tracer
 from moonserve.protocol.request import GatewayId, PromptLogprobs, Request, RequestId, RequestPhase
-from moonserve.protocol.rpc.wire import submission_to_wire
+from moonserve.protocol.rpc.wire import submission_to_wire, to_message
 
 _TICKET_BYTES = 16
 _REPORT_AFTER_S = 0.005
@@ -307,14 +307,9 @@ class Generation:
             await asyncio.sleep(_REPORT_AFTER_S)
         prefill = action.prefill
         await self._context.cluster.report(
-            conductor_pb2.ReportRequest(
-                request_id=action.request_id,
-                phase=conductor_pb2.ReportRequest.Phase.Value(f"PHASE_{action.phase.name}"),
-                elapsed_s=action.elapsed_s,
-                cached_tokens=action.cached_tokens,
-                output_tokens=action.output_tokens,
-                num_draft_tokens=action.num_draft_tokens,
-                num_accepted_tokens=action.num_accepted_tokens,
+            to_message(
+                conductor_pb2.ReportRequest,
+                action,
                 queue_s=None if prefill is None else prefill.queue_s,
                 transfer_s=None if prefill is None else prefill.load_s,
                 prefill_s=None if prefill is None else prefill.compute_s,
