@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -76,10 +77,14 @@ class ProgressBars:
 
     @contextlib.contextmanager
     def busy(self, name: str) -> Iterator[None]:
-        """Shows a task of unknown duration within the block."""
+        """Shows a task of unknown duration within the block, in lines only if it takes long."""
         if not self._is_live:
-            self.note(f"{name} …")
-            yield
+            late = threading.Timer(LINE_EVERY_S, self.note, [f"{name} …"])
+            late.start()
+            try:
+                yield
+            finally:
+                late.cancel()
             return
         task = self._bars.add_task(name, total=None, text="")
         try:
