@@ -12,13 +12,12 @@ from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.engine.engine import Engine
 from moonserve.engine.model.batch import Slice
-from moonserve.engine.model.config import load_model_config
 from moonserve.models import demo_model_path
 from moonserve.protocol.request import FinishReason, RequestId, SamplingParams, Token
 from moonserve.worker.events import Action
 from tests.decode_worker.driver import ALWAYS, BLOCK_SIZE, Driver, PretendedMemory
 from tests.engine.kernels.calls import kernels_folder
-from tests.engine.steps import make_slice
+from tests.engine.steps import load_engine, make_slice
 from tests.prefill_worker.builders import make_request
 
 NUM_BLOCKS = 400
@@ -89,17 +88,8 @@ def outputs(
 
 @pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    path = demo_model_path()
-    config = load_model_config(path)
-    return Engine.load(
-        path,
-        config=config,
-        layout=config.kv_layout(BLOCK_SIZE, request.param),
-        num_blocks=NUM_BLOCKS,
-        kernels="native",
-        attention="native",
-        cache_folder=kernels_folder(),
-    )
+    native = {"kernels": "native", "attention": "native", "cache_folder": kernels_folder()}
+    return load_engine(demo_model_path(), BLOCK_SIZE, dtype=request.param, num_blocks=NUM_BLOCKS, **native)
 
 
 def test_tokens_logprobs_and_ends_are_those_without_drafts(engine: Engine) -> None:

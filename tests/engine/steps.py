@@ -1,16 +1,35 @@
-"""Builds slices for tests that drive the engine step by step, and decodes with steps that run ahead."""
+"""Loads engines, builds slices for tests that drive them step by step, and decodes with steps that run ahead."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.generate import generate
 from moonserve.engine.engine import Engine
 from moonserve.engine.model.batch import Slice
+from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.pending_step import PendingStep
 from moonserve.protocol.request import RequestId, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+def load_engine(
+    path: Path, block_size: int, *, dtype: str = "float32", kv_dtype: str = "auto", **options: Any
+) -> Engine:
+    """Loads a model that computes in `dtype` and keeps K and V in `kv_dtype`. `options` are those of `Engine.load`."""
+    config = load_model_config(path)
+    layout = config.kv_layout(block_size, dtype, kv_dtype)
+    return Engine.load(path, config=config, layout=layout, dtype=dtype, **options)
+
+
+def tokens_of(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> list[list[int]]:
+    """Returns the greedy continuations."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    return [one.token_ids for one in generate(engine, prompts, sampling, **options)]
 
 
 def random_prompt(length: int, seed: int = 0, vocab_size: int = 256) -> list[int]:
