@@ -59,16 +59,11 @@ def _continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int
 
 
 def one_engines(
-    model: Path,
-    prompts: Sequence[list[int]],
-    num_tokens: int,
-    block_size: int,
-    kept: str = "auto",
-    quantise: str = "auto",
+    model: Path, prompts: Sequence[list[int]], num_tokens: int, block_size: int, **options: str
 ) -> list[list[int]]:
     """Returns the continuation of each prompt by native kernels in one process."""
-    own = {"num_blocks": 8192 // block_size, "cache_folder": kernels_folder(), "quantise": quantise}
-    return tokens_of(load_engine(model, block_size, kv_dtype=kept, **own), prompts, num_tokens)
+    own = {"num_blocks": 8192 // block_size, "cache_folder": kernels_folder(), **options}
+    return tokens_of(load_engine(model, block_size, **own), prompts, num_tokens)
 
 
 def num_ties(answer: dict[str, Any], expected: Continuation) -> int:

@@ -1,7 +1,6 @@
 """Loads engines, builds slices for tests that drive them step by step, and decodes with steps that run ahead."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +37,18 @@ def random_prompt(length: int, seed: int = 0, vocab_size: int = 256) -> list[int
 
 
 def make_slice(
-    tokens: Sequence[int],
-    start: int,
-    end: int,
-    blocks: Sequence[int],
-    *,
-    request_id: str = "request",
-    sampling: SamplingParams = GREEDY,
-    num_prompt_tokens: int | None = None,
+    tokens: Sequence[int], start: int, end: int, blocks: Sequence[int], *, request_id: str = "request", **fields: Any
 ) -> Slice:
-    return Slice(
-        request_id=RequestId(request_id),
-        token_ids=tokens,
-        start=start,
-        end=end,
-        block_table=blocks,
-        sampling=sampling,
-        num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        samples=end == len(tokens),
-    )
+    """Returns a slice of greedy sampling, whose tokens are all of the prompt. `fields` sets other fields of `Slice`."""
+    usual = {"sampling": GREEDY, "num_prompt_tokens": len(tokens), "samples": end == len(tokens)}
+    place = {"token_ids": tokens, "start": start, "end": end, "block_table": blocks}
+    return Slice(request_id=RequestId(request_id), **place, **usual | fields)
 
 
-def last_of(
-    tokens: Sequence[int],
-    sampling: SamplingParams,
-    num_prompt_tokens: int | None = None,
-    *,
-    request_id: str = "request",
-) -> Slice:
+def last_of(tokens: Sequence[int], sampling: SamplingParams, num_prompt_tokens: int | None = None) -> Slice:
     """Returns the step that computes the last of these tokens and samples the next one."""
-    end = len(tokens)
-    return make_slice(
-        tokens, end - 1, end, [0], request_id=request_id, sampling=sampling, num_prompt_tokens=num_prompt_tokens
-    )
+    count = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+    return make_slice(tokens, len(tokens) - 1, len(tokens), [0], sampling=sampling, num_prompt_tokens=count)
 
 
 def decode_ahead(
@@ -86,10 +64,13 @@ def decode_ahead(
 
     def slices(step: int) -> list[Slice]:
         return [
-            replace(
-                make_slice(histories[row], 0, 0, blocks_of(row), request_id=f"{row}", sampling=wish),
-                start=len(prompt) + step - 1 if step else 0,
-                end=len(prompt) + step,
+            make_slice(
+                histories[row],
+                len(prompt) + step - 1 if step else 0,
+                len(prompt) + step,
+                blocks_of(row),
+                request_id=f"{row}",
+                sampling=wish,
                 num_prompt_tokens=len(prompt),
                 samples=True,
                 token_from_previous_step=step > 0,

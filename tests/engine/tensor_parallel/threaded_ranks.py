@@ -39,15 +39,14 @@ def threaded_ranks(
     path: Path,
     size: int,
     *,
-    kernels: str = "native",
-    kv_dtype: str = "auto",
     block_size: int = 16,
     num_blocks: int = 64,
     memory: memoryview | None = None,
+    **chosen: str,
 ) -> Iterator[Engine]:
-    """Yields the engine of rank 0 over `memory`. None: memory of its own."""
-    config = load_model_config(path)
-    nbytes = config.kv_layout(block_size, "float32", kv_dtype).pool_bytes(num_blocks)
+    """Yields the engine of rank 0 over `memory`. None: memory of its own. `chosen`: `kernels` and `kv_dtype`."""
+    config, kernels = load_model_config(path), chosen.get("kernels", "native")
+    nbytes = config.kv_layout(block_size, "float32", chosen.get("kv_dtype", "auto")).pool_bytes(num_blocks)
     pool = allocate_memory(nbytes) if memory is None else memory
     pairs = [step_messages.pair() for _ in range(1, size)]
     followers: list[threading.Thread] = []
@@ -56,8 +55,8 @@ def threaded_ranks(
         shard = split_into_shards(config, size)[rank]
         group = RankGroup(shard=shard, collectives=collectives, vocab_size=config.vocab_size)
         own = {"memory": pool, "rank_group": group, "cache_folder": kernels_folder()}
-        chosen = {"kernels": kernels, "attention": kernels, "kv_dtype": kv_dtype}
-        return load_engine(path, block_size, num_blocks=num_blocks, **own, **chosen)
+        computed = {"kernels": kernels, "attention": kernels, **chosen}
+        return load_engine(path, block_size, num_blocks=num_blocks, **own, **computed)
 
     sockets = [own for own, _ in pairs]
     every = make_collectives(size, pairs)
