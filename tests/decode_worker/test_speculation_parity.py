@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.engine.engine import Engine
-from moonserve.engine.model.batch import Slice
 from moonserve.models import demo_model_path
 from moonserve.protocol.request import FinishReason, RequestId, SamplingParams, Token
 from moonserve.worker.events import Action
@@ -37,16 +36,6 @@ WISHES = {
 }
 
 
-class NoMemory(PretendedMemory):
-    """Takes the place of the pretended KV, since the engine has real KV."""
-
-    def land(self, tokens: Sequence[int], grant: events.GrantLease) -> None:
-        pass
-
-    def compute(self, piece: Slice) -> None:
-        pass
-
-
 class EngineDriver(Driver):
     """Decode worker's state over a real engine, which also computes the prompts."""
 
@@ -54,7 +43,7 @@ class EngineDriver(Driver):
         super().__init__(
             num_blocks, speculation=speculation, max_num_batched_tokens=24, max_num_seqs=len(TEXTS) * len(WISHES)
         )
-        self.memory = NoMemory()
+        self.memory = Mock(spec=PretendedMemory)  # the engine has real KV
         self.engine = engine
 
     def begin(self, prompt: list[int], name: str, sampling: SamplingParams) -> None:
