@@ -48,7 +48,7 @@ class AttentionCase:
     def build(self, device: torch.device) -> AttentionInputs:
         """Creates the tensors of the case on `device`."""
         generator = torch.Generator().manual_seed(self.seed)
-        spans = self._spans()
+        spans = self.placed()
         num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
         shape = (num_blocks, self.block_size, self.kv_heads, self.head_dim)
         keys, values = (torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2))
@@ -63,7 +63,7 @@ class AttentionCase:
         queries = wide.to(self.dtype).to(device)[:, : self.heads]
         return AttentionInputs(self, spans, queries, Pool([keys.to(device)], [values.to(device)]))
 
-    def _spans(self) -> list[Span]:
+    def placed(self) -> list[Span]:
         """Assigns scattered blocks to the sequences; block 0 stays unused."""
         counts = [-(-end // self.block_size) for _, end in self.spans]
         rng = np.random.default_rng(self.seed)

@@ -16,18 +16,18 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx2 as httpx
 
 from benchmarks.harness.generate import generate
-from moonserve.engine.engine import Engine
 from moonserve.engine.model.config import load_model_config
 from moonserve.protocol.request import SamplingParams
 from moonserve.traces.format import TraceRecord, read_trace
 from moonserve.traces.workload.prompts import PromptBuilder
 from tests.chaos.faults import Clock
+from tests.engine.steps import load_engine
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4_096
@@ -75,19 +75,11 @@ class Wish:
 
 def wishes(model: Path, trace: Path, count: int) -> list[Wish]:
     """Returns the first `count` requests of the trace, shortened, with their expected tokens."""
-    config = load_model_config(model)
     records = [_shortened(record) for record in read_trace(trace, count)]
-    builder = PromptBuilder(config.vocab_size)
+    builder = PromptBuilder(load_model_config(model).vocab_size)
     prompts = [builder.prompt(record) for record in records]
     outputs = [record.output_length for record in records]
-    engine = Engine.load(
-        model,
-        config=config,
-        layout=config.kv_layout(BLOCK_SIZE, "float32"),
-        dtype="float32",
-        num_blocks=NUM_BLOCKS,
-        kernels="native",
-    )
+    engine = load_engine(model, BLOCK_SIZE, num_blocks=NUM_BLOCKS, kernels="native")
     wanted = [SamplingParams(max_tokens=output, temperature=0.0) for output in outputs]
     found = generate(engine, prompts, wanted)
     return [Wish(prompt, each.token_ids) for prompt, each in zip(prompts, found, strict=True)]
@@ -95,13 +87,8 @@ def wishes(model: Path, trace: Path, count: int) -> list[Wish]:
 
 def _shortened(record: TraceRecord) -> TraceRecord:
     shorter = record.scaled(SHORTENED, 1 / 8, 1.0)
-    return TraceRecord(
-        arrived_s=shorter.arrived_s,
-        input_length=min(shorter.input_length, MAX_PROMPT),
-        output_length=max(4, min(shorter.output_length, MAX_OUTPUT)),
-        hash_ids=shorter.hash_ids,
-        tokens_per_hash=shorter.tokens_per_hash,
-    )
+    num_outputs = max(4, min(shorter.output_length, MAX_OUTPUT))
+    return replace(shorter, input_length=min(shorter.input_length, MAX_PROMPT), output_length=num_outputs)
 
 
 @dataclass(slots=True, eq=False)

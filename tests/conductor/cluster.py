@@ -138,16 +138,10 @@ class Cluster:
         return shown(decision)
 
     def report(
-        self,
-        request_id: str,
-        phase: events.RequestPhase,
-        elapsed_s: float = 1.0,
-        output_tokens: int = 0,
-        **changes: Any,
+        self, request_id: str, phase: events.RequestPhase, elapsed_s: float = 1.0, **changes: Any
     ) -> list[events.Action]:
         """Reports a phase of a request and returns the resulting actions. `changes` sets fields of `Report`."""
-        times = {"elapsed_s": elapsed_s, "output_tokens": output_tokens, **changes}
-        return self.send(events.Report(request_id=RequestId(request_id), phase=phase, **times))  # type: ignore[arg-type]
+        return self.send(events.Report(request_id=RequestId(request_id), phase=phase, elapsed_s=elapsed_s, **changes))
 
 
 def shown(decision: Decision) -> Any:

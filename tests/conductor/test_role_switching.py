@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,17 +18,9 @@ TERMS = RoleThresholds(high=0.7, low=0.5, hold_s=10.0, cool_down_s=60.0)
 NEAR = pytest.approx
 
 
-def load(
-    name: str, role: Role, use: float, *, need: float | None = None, can_change: bool = True, draining: bool = False
-) -> WorkerLoad:
-    return WorkerLoad(
-        instance_id=InstanceId(name),
-        role=role,
-        can_change=can_change,
-        draining=draining,
-        need=use if need is None else need,
-        use=use,
-    )
+def load(name: str, role: Role, use: float, **changes: Any) -> WorkerLoad:
+    usual = {"can_change": True, "draining": False, "need": use}
+    return WorkerLoad(instance_id=InstanceId(name), role=role, use=use, **usual | changes)
 
 
 def prefills(*uses: float) -> list[WorkerLoad]:

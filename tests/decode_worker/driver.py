@@ -72,19 +72,14 @@ def sampled_after(piece: Slice) -> Sampled:
 
 
 def request_of(
-    prompt: Sequence[int],
-    request_id: str = "r",
-    *,
-    max_tokens: int = 1_000,
-    stops_after: int | None = None,
-    num_prompt_logprobs: int | None = None,
-    **wishes: Any,
+    prompt: Sequence[int], request_id: str = "r", *, stops_after: int | None = None, **wishes: Any
 ) -> Request:
     """Returns a request as it is committed: the prompt and the first token, which prefill sampled. With `stops_after`
     n, the n-th generated token is a stop token."""
     stops = () if stops_after is None else (next_token(len(prompt) + stops_after - 1),)
-    request = make_request(request_id, prompt, max_tokens=max_tokens, stop_token_ids=frozenset(stops), **wishes)
-    sampling = replace(request.sampling, num_prompt_logprobs=num_prompt_logprobs)
+    num_scored = wishes.pop("num_prompt_logprobs", None)
+    request = make_request(request_id, prompt, **{"max_tokens": 1_000, "stop_token_ids": frozenset(stops), **wishes})
+    sampling = replace(request.sampling, num_prompt_logprobs=num_scored)
     return replace(request, token_ids=(*prompt, next_token(len(prompt))), sampling=sampling)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,14 +11,12 @@ from tokenizers import Tokenizer
 from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.engine.engine import Engine
-from moonserve.engine.model.batch import Slice
-from moonserve.engine.model.config import load_model_config
 from moonserve.models import demo_model_path
 from moonserve.protocol.request import FinishReason, RequestId, SamplingParams, Token
 from moonserve.worker.events import Action
 from tests.decode_worker.driver import ALWAYS, BLOCK_SIZE, Driver, PretendedMemory
 from tests.engine.kernels.calls import kernels_folder
-from tests.engine.steps import make_slice
+from tests.engine.steps import load_engine, make_slice
 from tests.prefill_worker.builders import make_request
 
 NUM_BLOCKS = 400
@@ -38,16 +36,6 @@ WISHES = {
 }
 
 
-class NoMemory(PretendedMemory):
-    """Takes the place of the pretended KV, since the engine has real KV."""
-
-    def land(self, tokens: Sequence[int], grant: events.GrantLease) -> None:
-        pass
-
-    def compute(self, piece: Slice) -> None:
-        pass
-
-
 class EngineDriver(Driver):
     """Decode worker's state over a real engine, which also computes the prompts."""
 
@@ -55,7 +43,7 @@ class EngineDriver(Driver):
         super().__init__(
             num_blocks, speculation=speculation, max_num_batched_tokens=24, max_num_seqs=len(TEXTS) * len(WISHES)
         )
-        self.memory = NoMemory()
+        self.memory = Mock(spec=PretendedMemory)  # the engine has real KV
         self.engine = engine
 
     def begin(self, prompt: list[int], name: str, sampling: SamplingParams) -> None:
@@ -89,17 +77,8 @@ def outputs(
 
 @pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    path = demo_model_path()
-    config = load_model_config(path)
-    return Engine.load(
-        path,
-        config=config,
-        layout=config.kv_layout(BLOCK_SIZE, request.param),
-        num_blocks=NUM_BLOCKS,
-        kernels="native",
-        attention="native",
-        cache_folder=kernels_folder(),
-    )
+    native = {"kernels": "native", "attention": "native", "cache_folder": kernels_folder()}
+    return load_engine(demo_model_path(), BLOCK_SIZE, dtype=request.param, num_blocks=NUM_BLOCKS, **native)
 
 
 def test_tokens_logprobs_and_ends_are_those_without_drafts(engine: Engine) -> None:

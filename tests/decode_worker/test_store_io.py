@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.node.process import serve as serve_store
 from moonserve.protocol.process.machine import host_identity
 from moonserve.protocol.rpc.grpc_transport import Channels
-from moonserve.protocol.step_time import PrefillProfile
 from moonserve.transfer import TransferEngine
 from moonserve.transfer.config import TransferTimeout
+from tests.decode_worker.driver import CHEAP_STORE
 from tests.decode_worker.world import until_counted, world
 from tests.patience import PATIENCE_S
 from tests.services import serving
@@ -26,9 +27,7 @@ NUM_BLOCKS = 10  # too few for three sequences
 
 
 def costs_of(path: Path) -> OffloadCosts:
-    """Returns costs of a worker that needs a second per token, so that any store is faster."""
-    profile = PrefillProfile(c0=0.0, c1=1.0, c2=0.0)
-    return OffloadCosts(prefill=profile, block_bytes=layout_of(path).block_bytes, host=host_identity())
+    return replace(CHEAP_STORE, block_bytes=layout_of(path).block_bytes, host=host_identity())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-staged"])

@@ -130,8 +130,8 @@ class PrefillClient:
             new_id("req"), token_ids, max_tokens=max_tokens, block_size=BLOCK_SIZE, fingerprint=fingerprint
         )
         request = replace(request, **wishes)
-        piece = make_slice(token_ids, 0, len(token_ids), range(NUM_BLOCKS), sampling=request.sampling)
-        (first,) = self.engine.execute([replace(piece, request_id=request.request_id)])
+        own = {"request_id": request.request_id, "sampling": request.sampling}
+        (first,) = self.engine.execute([make_slice(token_ids, 0, len(token_ids), range(NUM_BLOCKS), **own)])
         assert first is not None
         return Prompt(request, LeaseId(new_id("lease")), first.token_id)
 

@@ -9,11 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.harness.generate import generate
-from moonserve.engine.engine import Engine
-from moonserve.engine.model.config import load_model_config
-from moonserve.protocol.request import SamplingParams
 from tests.engine.kernels.calls import kernels_folder, threads
+from tests.engine.steps import load_engine, tokens_of
 
 LOGPROB_TOLERANCE = 1e-4
 # Two float32 implementations cannot agree on the greater of two logits that are closer than this.
@@ -62,20 +59,11 @@ def _continuation(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int
 
 
 def one_engines(
-    model: Path,
-    prompts: Sequence[list[int]],
-    num_tokens: int,
-    block_size: int,
-    kept: str = "auto",
-    quantise: str = "auto",
+    model: Path, prompts: Sequence[list[int]], num_tokens: int, block_size: int, **options: str
 ) -> list[list[int]]:
     """Returns the continuation of each prompt by native kernels in one process."""
-    config = load_model_config(model)
-    layout = config.kv_layout(block_size, "float32", kept)
-    own = {"dtype": "float32", "num_blocks": 8192 // block_size, "cache_folder": kernels_folder()}
-    engine = Engine.load(model, config=config, layout=layout, quantise=quantise, **own)
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    return [generation.token_ids for generation in generate(engine, prompts, sampling)]
+    own = {"num_blocks": 8192 // block_size, "cache_folder": kernels_folder(), **options}
+    return tokens_of(load_engine(model, block_size, **own), prompts, num_tokens)
 
 
 def num_ties(answer: dict[str, Any], expected: Continuation) -> int:

@@ -160,7 +160,8 @@ def test_computed_cached_stored_and_resent_tokens_equal_the_reference(name: str,
     make_model(case.family, model, seed=1, max_position_embeddings=4_096, **FAMILIES[case.family])
     prompts = case.prompts()
     if case.kept:
-        exam = Exam(prompts, one_engines(model, prompts, NUM_TOKENS, case.block_size, case.kept, case.quantise))
+        options = {"kv_dtype": case.kept, "quantise": case.quantise}
+        exam = Exam(prompts, one_engines(model, prompts, NUM_TOKENS, case.block_size, **options))
     else:
         exam = Exam(prompts, continuations(load_reference(model), prompts, NUM_TOKENS))
     reusable = case.reusable(prompts)
@@ -189,7 +190,7 @@ def test_a_sequence_preempted_to_the_store_continues_with_the_same_tokens(tmp_pa
     lengths = (290, 310, 330, 350, 370)
     case = Case(family="", block_size=32, chunk=128, kept="fp8", lengths=lengths, flags=())
     prompts = case.prompts()
-    exam = Exam(prompts, one_engines(model, prompts, LONG_ANSWER, case.block_size, case.kept), LONG_ANSWER)
+    exam = Exam(prompts, one_engines(model, prompts, LONG_ANSWER, case.block_size, kv_dtype=case.kept), LONG_ANSWER)
     layout = load_model_config(model).kv_layout(case.block_size, "float32", case.kept)
     flags = (
         *("--dtype", "float32", "--num-threads", "1", "--kv-cache-dtype", case.kept),

@@ -14,7 +14,7 @@ from moonserve.engine.engine import Engine
 from moonserve.engine.model.config import load_model_config
 from moonserve.protocol.request import SamplingParams
 from tests.engine.kernels.calls import kernels_folder
-from tests.engine.steps import random_prompt
+from tests.engine.steps import load_engine, random_prompt
 from tests.random_models import make_model
 
 LLAMA3_ROPE = {
@@ -62,31 +62,14 @@ class Pair:
     reference: PreTrainedModel
 
     def engine(
-        self,
-        *,
-        dtype: str = "float32",
-        kv_dtype: str = "auto",
-        block_size: int = 16,
-        num_blocks: int = 160,
-        kernels: str = "torch",
-        attention: str = "torch",
-        **options: Any,
+        self, *, block_size: int = 16, kernels: str = "torch", attention: str = "torch", **options: Any
     ) -> Engine:
         """Loads the engine. Attention uses torch unless `attention` is given, whatever `kernels` the layers use. Of
         latent attention, native takes the place of torch's attention, and transformers of its layers."""
-        config = load_model_config(self.path)
-        if config.latent_heads is not None:
+        if load_model_config(self.path).latent_heads is not None:
             kernels, attention = "transformers" if kernels == "torch" else kernels, "native"
-        return Engine.load(
-            self.path,
-            config=config,
-            layout=config.kv_layout(block_size, dtype, kv_dtype),
-            dtype=dtype,
-            num_blocks=num_blocks,
-            kernels=kernels,
-            attention=attention,
-            **{"cache_folder": kernels_folder(), **options},
-        )
+        usual = {"num_blocks": 160, "cache_folder": kernels_folder()}
+        return load_engine(self.path, block_size, kernels=kernels, attention=attention, **usual | options)
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Returns the reference's greedy continuation."""
@@ -123,12 +106,6 @@ class Pair:
         expected = rows.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
         found = torch.tensor([one.sampled for one in result.logprobs if one is not None])
         return (found - expected).abs()
-
-
-def tokens_of(engine: Engine, prompts: Sequence[list[int]], num_tokens: int, **options: Any) -> list[list[int]]:
-    """Returns the greedy continuations."""
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    return [one.token_ids for one in generate(engine, prompts, sampling, **options)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -167,18 +167,11 @@ class Walk:
         return actions
 
     def submit(
-        self,
-        name: str = "r",
-        num_tokens: int = 6,
-        *,
-        first: int = 0,
-        sources: Sequence[tuple[Endpoint, int, int]] = (),
-        rank: float = 0.0,
-        at: float | None = None,
-        **options: Any,
+        self, name: str = "r", num_tokens: int = 6, *, first: int = 0, at: float | None = None, **options: Any
     ) -> Sequence[Action]:
-        request = make_request(name, range(first, first + num_tokens), **options)
-        return self.request(request, sources=sources, rank=rank, at=at)
+        """Submits a request with the given tokens. `options` are those of `make_placement` and of `make_request`."""
+        placed = {option: options.pop(option) for option in ("sources", "rank") if option in options}
+        return self.request(make_request(name, range(first, first + num_tokens), **options), at=at, **placed)
 
     def request(self, request: Request, *, at: float | None = None, **placed: Any) -> Sequence[Action]:
         return self.handle(submitted(request, **placed), at)

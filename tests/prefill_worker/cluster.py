@@ -61,16 +61,11 @@ class Placed:
         return make_request(name, token_ids, block_size=parts.BLOCK_SIZE, fingerprint=fingerprint, **options)
 
     async def submit(
-        self,
-        name: str,
-        token_ids: Sequence[int],
-        *,
-        sources: Sequence[PrefixSource] = (),
-        decode: Endpoint | None = None,
-        **options: Any,
+        self, name: str, token_ids: Sequence[int], *, sources: Sequence[PrefixSource] = (), **options: Any
     ) -> None:
-        request = self.request(name, token_ids, **options)
-        await parts.submit(self.channels, request, self.prefill, decode or self.decode, sources)
+        """Submits a request with its placement. `options`: `decode`, if another worker than this one's, and wishes."""
+        decode = options.pop("decode", self.decode)
+        await parts.submit(self.channels, self.request(name, token_ids, **options), self.prefill, decode, sources)
 
     async def status(self) -> worker_pb2.WorkerStatus:
         return await parts.status_of(self.channels, self.prefill)

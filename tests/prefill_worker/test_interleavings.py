@@ -1,7 +1,7 @@
 """Any order of arrivals, answers, failures and cancellations keeps the state consistent and frees all blocks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moonserve.prefill_worker.decisions import events as ev
 from moonserve.prefill_worker.state import PrefillState
 from moonserve.protocol.errors import PeerLost
-from moonserve.protocol.request import Endpoint, GatewayId, RequestId, Token
+from moonserve.protocol.request import GatewayId, RequestId, Token
 from moonserve.worker.events import Action, Event
 from tests.prefill_worker.builders import HOME, endpoint, granted, make_request, make_state, step_done, submitted
 from tests.thoroughness import any_order
@@ -222,13 +222,7 @@ class PrefillWorkers(RuleBasedStateMachine):
     # -- rules
 
     def send(
-        self,
-        tokens: Iterable[int],
-        *,
-        sources: Sequence[tuple[Endpoint, int, int]] = (),
-        rank: float = 0.0,
-        gateway: str = GATEWAYS[0],
-        **wishes: Any,
+        self, tokens: Iterable[int], *, sources: Any = (), rank: float = 0.0, gateway: str = GATEWAYS[0], **wishes: Any
     ) -> str:
         """Submits a new request and returns its name."""
         name = f"r{self.num_requests}"

@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from moonserve.__main__ import TRACES_VERBS as VERBS
-from moonserve.__main__ import main
 from moonserve.protocol.process.config import EXIT_CONFIG
+from tests.commands import Command
 from tests.traces.made import write_sessions
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["traces", verb, "--help"]) == 0
-    assert f"usage: moonserve traces {verb}" in capsys.readouterr().out
+def test_every_verb_has_help(verb: str, moonserve: Command) -> None:
+    assert f"usage: moonserve traces {verb}" in moonserve("traces", verb, "--help", ends=0).out
 
 
 # command → (options, a part of the error message)
@@ -96,18 +95,12 @@ WRONG = {
     ("command", "options", "words"), [(command, *row) for command, rows in WRONG.items() for row in rows]
 )
 def test_wrong_options_are_one_line_and_exit_code_2_before_anything_is_done(
-    command: str,
-    options: str,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moonserve: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_sessions(Path("t.jsonl"), 20)
     Path("binary").write_bytes(b"\x1f\x8b\xff\xfe\n")
-    assert main([*command.split(), *options.split()]) == EXIT_CONFIG
-    told = capsys.readouterr()
+    told = moonserve(*command.split(), *options.split(), ends=EXIT_CONFIG)
     (line,) = told.err.splitlines()
     assert words in line
     assert line.startswith("moonserve")

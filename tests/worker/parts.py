@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.harness.generate import generate
 from moonserve.decode_worker.decisions.limits_and_counters import Limits
 from moonserve.decode_worker.decisions.offloading import OffloadCosts
 from moonserve.decode_worker.service import DecodeService, LandingServicer, LandingZone
@@ -18,12 +17,13 @@ from moonserve.kvstore.client.blocks import BlockStores
 from moonserve.protocol.kv_blocks import KvLayout
 from moonserve.protocol.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from moonserve.protocol.process.machine import host_identity
-from moonserve.protocol.request import Endpoint, Placement, PrefixSource, Request, SamplingParams
+from moonserve.protocol.request import Endpoint, Placement, PrefixSource, Request
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.rpc.wire import submission_to_wire
 from moonserve.transfer import TransferEngine
 from moonserve.worker.process import KvMemory
 from moonserve.worker.service import WorkerServicer
+from tests.engine import steps
 from tests.engine.kernels.calls import kernels_folder
 from tests.engine.tensor_parallel.threaded_ranks import threaded_ranks
 from tests.patience import PATIENCE_S
@@ -128,24 +128,14 @@ def load_engine(
 ) -> Engine:
     """Loads an engine that computes in float32. With quantised KV it uses native kernels, whose results do not depend
     on the batch, so that the codes do not either."""
-    layout = layout_of(path, kv_dtype)
-    return Engine.load(
-        path,
-        config=load_model_config(path),
-        layout=layout,
-        dtype="float32",
-        num_blocks=num_blocks,
-        memory=memory,
-        device=device,
-        cache_folder=kernels_folder() if layout.is_quantised else None,
-    )
+    own = {"cache_folder": kernels_folder() if layout_of(path, kv_dtype).is_quantised else None, "device": device}
+    return steps.load_engine(path, BLOCK_SIZE, kv_dtype=kv_dtype, num_blocks=num_blocks, memory=memory, **own)
 
 
 def coupled(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Returns the reference: greedy tokens of one sequence alone in one engine. Overwrites the engine's pool."""
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    (generation,) = generate(engine, [prompt], sampling)
-    return list(generation.token_ids)
+    (tokens,) = steps.tokens_of(engine, [prompt], num_tokens)
+    return tokens
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def test_reports_remove_the_load_and_update_the_overhead(late_s: float, more_s: 
     place(cluster, "a")
     cluster.now += 0.1 + late_s
     terms = {"queue_s": 0.0, "transfer_s": 0.0, "prefill_s": 0.1}
-    cluster.report("a", RequestPhase.FIRST_TOKEN, 0.1 + late_s, 1, **terms)
+    cluster.report("a", RequestPhase.FIRST_TOKEN, 0.1 + late_s, output_tokens=1, **terms)
     again = place(cluster, "b")
     assert again.is_local_prefill
     assert again.predicted_ttft_s == NEAR(ALONE_S + more_s, rel=0.01)

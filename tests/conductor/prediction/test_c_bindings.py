@@ -3,6 +3,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,12 +55,7 @@ def yields_s(prefill_s: float, queue_s: float, slo_s: float, terms: Weights) -> 
     terms=TERMS,
 )
 def test_kernel_scores_equal_the_written_terms(
-    queues: list[tuple[list[tuple[float, float]], float]],
-    blocks: list[int],
-    limit: float | None,
-    shift_s: float,
-    slo_s: float,
-    terms: Weights,
+    queues: list[Any], blocks: list[int], limit: float | None, shift_s: float, slo_s: float, terms: Weights
 ) -> None:
     """The columns equal the terms with waits from `PrefillQueue.wait_for`, also with a rank limit or shifted places."""
     now, count, ones = 3.0, len(queues), np.ones(len(queues))

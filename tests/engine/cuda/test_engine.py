@@ -22,8 +22,8 @@ from moonserve.engine.model.config import load_model_config
 from moonserve.engine.model.forward_pass import Model
 from moonserve.engine.model.weights import load_weights
 from moonserve.protocol.errors import ConfigError
-from tests.engine.conftest import Pair, tokens_of
-from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt
+from tests.engine.conftest import Pair
+from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt, tokens_of
 
 TRITON = {"kernels": "triton", "attention": "triton", "num_blocks": 40}
 

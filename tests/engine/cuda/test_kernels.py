@@ -58,34 +58,22 @@ def test_any_shape_equals_dense_attention(case: AttentionCase, device: torch.dev
 
 @hypothesis_settings(max_examples=examples(8))
 @given(
-    spans=st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 60))), min_size=1, max_size=4),
-    head_dim=st.sampled_from([8, 32, 40]),
-    heads=st.sampled_from([(2, 1), (3, 3), (6, 2)]),
-    block_size=st.sampled_from([16, 17, 64]),
-    window=st.one_of(st.none(), st.integers(1, 100)),
-    dtype=st.sampled_from(list(TOLERANCES)),
-    seed=st.integers(0, 1000),
-)
-def test_any_step_equals_dense_attention(
-    spans: list[tuple[int, int]],
-    head_dim: int,
-    heads: tuple[int, int],
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    singles_first = sorted(spans, key=lambda span: span[1] > 1)
-    case = AttentionCase(
-        spans=tuple((start, start + length) for start, length in singles_first),
-        head_dim=head_dim,
-        heads=heads[0],
-        kv_heads=heads[1],
-        block_size=block_size,
-        window=window,
-        dtype=dtype,
-        seed=seed,
+    case=st.builds(
+        lambda lengths, heads, **others: AttentionCase(
+            spans=tuple((start, start + length) for length, start in sorted(lengths, key=lambda pair: pair[0] > 1)),
+            **dict(zip(("heads", "kv_heads"), heads, strict=True)),
+            **others,
+        ),
+        lengths=st.lists(st.tuples(st.just(1) | st.integers(1, 60), st.integers(0, 150)), min_size=1, max_size=4),
+        heads=st.sampled_from([(2, 1), (3, 3), (6, 2)]),
+        head_dim=st.sampled_from([8, 32, 40]),
+        block_size=st.sampled_from([16, 17, 64]),
+        window=st.none() | st.integers(1, 100),
+        dtype=st.sampled_from(list(TOLERANCES)),
+        seed=st.integers(0, 1000),
     )
+)
+def test_any_step_equals_dense_attention(case: AttentionCase) -> None:
     check(case, DEVICE)
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu_check.attention_cases import dense_attention
+from benchmarks.gpu_check.attention_cases import AttentionCase, dense_attention
 from moonserve.engine.kernels import Attention, Geometry, Span, native_attention
 from moonserve.engine.kernels.native_attention import split_context
 from moonserve.engine.kernels.native_library import FLAGS, load_kernels
@@ -48,6 +47,7 @@ class Case:
     has_sinks: bool = False
     num_shared: int = 0  # number of leading tokens that all sequences have in the same blocks
     seed: int = 0
+    shape: AttentionCase = field(init=False)
     pool: KvTensors = field(init=False)
     spans: list[Span] = field(init=False)
     queries: torch.Tensor = field(init=False)
@@ -62,13 +62,15 @@ class Case:
             head_dim=self.head_dim,
             dtype=self.kept or self.dtype,
         )
-        tables = self._tables()
-        self.pool = KvTensors(layout, int(max(map(max, tables))) + 2, dtype=self.dtype)
+        self.shape = AttentionCase(
+            spans=tuple(self.lengths),
+            block_size=self.block_size,
+            shared_blocks=self.num_shared // self.block_size,
+            seed=self.seed,
+        )
+        self.spans = self.shape.placed()
+        self.pool = KvTensors(layout, max(int(span.blocks.max()) for span in self.spans) + 2, dtype=self.dtype)
         self.pool.memory[:] = b"\xff" * self.pool.memory.nbytes  # NaN as an element, as a scale and as an fp8 code
-        self.spans = [
-            Span(start, end, table, start if end - start == 1 else end)
-            for (start, end), table in zip(self.lengths, tables, strict=True)
-        ]
         self._fill(torch.Generator().manual_seed(self.seed))
 
     @property
@@ -84,17 +86,6 @@ class Case:
     @property
     def num_tokens(self) -> int:
         return sum(end - start for start, end in self.lengths)
-
-    def _tables(self) -> list[npt.NDArray[np.int64]]:
-        """Returns block tables in random order. The blocks of the shared tokens are the same for all sequences."""
-        shared = self.num_shared // self.block_size
-        counts = [-(-end // self.block_size) for _, end in self.lengths]
-        total = shared + sum(counts)
-        free = list(np.random.default_rng(self.seed).permutation(total))
-        common = [free.pop() for _ in range(shared)]
-        return [
-            np.array(common[:count] + [free.pop() for _ in range(count - shared)], dtype=np.int64) for count in counts
-        ]
 
     def _fill(self, generator: torch.Generator) -> None:
         own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K and V by slot
@@ -125,9 +116,7 @@ class Case:
 
     def _slots(self, span: Span, first: int) -> torch.Tensor:
         """Returns the slots of the tokens [first, end)."""
-        tokens = np.arange(first, span.end)
-        blocks = span.blocks[tokens // self.block_size]
-        return torch.from_numpy(blocks * self.block_size + tokens % self.block_size)
+        return torch.from_numpy(self.shape.slots(span)[first:])
 
     # -- results
 

@@ -23,8 +23,8 @@ from moonserve.engine.model.model_folder import resolve_model
 from moonserve.engine.model.weights import load_weights
 from moonserve.engine.model.weights.quantised_matrix import QuantisedMatrix
 from moonserve.protocol.errors import ConfigError
-from tests.engine.conftest import LLAMA3_ROPE, YARN_ROPE, Pair, tokens_of
-from tests.engine.steps import random_prompt
+from tests.engine.conftest import LLAMA3_ROPE, YARN_ROPE, Pair
+from tests.engine.steps import random_prompt, tokens_of
 from tests.random_models import EOS, IM_END, SPECIAL_TOKENS, VOCAB_SIZE, make_model
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_key_value_heads": 2}

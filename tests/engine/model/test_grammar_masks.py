@@ -44,7 +44,7 @@ def masks_of(pair: Pair) -> GrammarMasks:
 
 def piece(generated: list[int], grammar: str = JSON_GRAMMAR, request_id: str = "request") -> Slice:
     sampling = replace(DEFAULTS, grammar=grammar)
-    return last_of([1, 2, 3, *generated], sampling, 3, request_id=request_id)
+    return replace(last_of([1, 2, 3, *generated], sampling, 3), request_id=request_id)
 
 
 def text_of(token_ids: list[int]) -> str:

@@ -14,8 +14,8 @@ from moonserve.engine.kernels import native_attention
 from moonserve.engine.model.batch import PromptScores
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.request import PromptLogprobs, SamplingParams
-from tests.engine.conftest import LATENTS, VARIANTS, Pair, tokens_of
-from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt
+from tests.engine.conftest import LATENTS, VARIANTS, Pair
+from tests.engine.steps import GREEDY, decode_ahead, make_slice, random_prompt, tokens_of
 from tests.random_models import make_model
 
 

@@ -67,9 +67,7 @@ def steps() -> list[list[Slice]]:
     tables = (range(6), range(6, 11), range(11, 14))
 
     def piece(row: int, start: int, end: int, tokens: list[int]) -> Slice:
-        made = make_slice(tokens, start, end, tables[row], request_id=f"r{row}")
-        made.sampling = WITH_LOGPROBS
-        return made
+        return make_slice(tokens, start, end, tables[row], request_id=f"r{row}", sampling=WITH_LOGPROBS)
 
     chunks = [
         [piece(0, 0, 32, long)],

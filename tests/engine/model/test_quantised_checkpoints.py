@@ -24,8 +24,8 @@ from moonserve.engine.model.transformers_config import read_config
 from moonserve.engine.model.weights import load_weights
 from moonserve.engine.model.weights.quantised_matrix import QuantisedMatrix
 from moonserve.protocol.errors import ConfigError
-from tests.engine.conftest import Pair, tokens_of
-from tests.engine.steps import random_prompt
+from tests.engine.conftest import Pair
+from tests.engine.steps import random_prompt, tokens_of
 from tests.random_models import make_model
 
 Tensors = dict[str, torch.Tensor]

@@ -21,8 +21,8 @@ from moonserve.engine.model.weights.layer_weights import QUANTISED_FORMATS
 from moonserve.engine.model.weights.quantised_matrix import QuantisedMatrix, WeightFormat, rounded
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.request import SamplingParams
-from tests.engine.conftest import LATENTS, Pair, tokens_of
-from tests.engine.steps import random_prompt
+from tests.engine.conftest import LATENTS, Pair
+from tests.engine.steps import random_prompt, tokens_of
 from tests.random_models import make_model
 
 NAMES = list(QUANTISED_FORMATS)

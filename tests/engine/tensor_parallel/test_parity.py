@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.harness.generate import generate
 from moonserve.protocol.request import SamplingParams
-from tests.engine.conftest import VARIANTS, Pair, tokens_of
-from tests.engine.steps import random_prompt
+from tests.engine.conftest import VARIANTS, Pair
+from tests.engine.steps import random_prompt, tokens_of
 from tests.engine.tensor_parallel.threaded_ranks import threaded_ranks
 from tests.random_models import make_model
 

@@ -17,6 +17,7 @@ from moonserve.engine.model.partition import split_into_shards
 from moonserve.engine.tensor_parallel import RankGroup, StepLeader, step_messages
 from moonserve.engine.tensor_parallel.collectives import RANK_TIMEOUT_S, Collectives, CollectivesLibrary
 from tests.engine.kernels.calls import kernels_folder
+from tests.engine.steps import load_engine
 
 
 class Threads:
@@ -38,33 +39,24 @@ def threaded_ranks(
     path: Path,
     size: int,
     *,
-    kernels: str = "native",
-    kv_dtype: str = "auto",
     block_size: int = 16,
     num_blocks: int = 64,
     memory: memoryview | None = None,
+    **chosen: str,
 ) -> Iterator[Engine]:
-    """Yields the engine of rank 0 over `memory`. None: memory of its own."""
-    config = load_model_config(path)
-    layout = config.kv_layout(block_size, "float32", kv_dtype)
-    pool = allocate_memory(layout.pool_bytes(num_blocks)) if memory is None else memory
+    """Yields the engine of rank 0 over `memory`. None: memory of its own. `chosen`: `kernels` and `kv_dtype`."""
+    config, kernels = load_model_config(path), chosen.get("kernels", "native")
+    nbytes = config.kv_layout(block_size, "float32", chosen.get("kv_dtype", "auto")).pool_bytes(num_blocks)
+    pool = allocate_memory(nbytes) if memory is None else memory
     pairs = [step_messages.pair() for _ in range(1, size)]
     followers: list[threading.Thread] = []
 
     def load(rank: int, collectives: Collectives) -> Engine:
         shard = split_into_shards(config, size)[rank]
-        return Engine.load(
-            path,
-            config=config,
-            layout=layout,
-            num_blocks=num_blocks,
-            memory=pool,
-            rank_group=RankGroup(shard=shard, collectives=collectives, vocab_size=config.vocab_size),
-            dtype="float32",
-            kernels=kernels,
-            attention=kernels,
-            cache_folder=kernels_folder(),
-        )
+        group = RankGroup(shard=shard, collectives=collectives, vocab_size=config.vocab_size)
+        own = {"memory": pool, "rank_group": group, "cache_folder": kernels_folder()}
+        computed = {"kernels": kernels, "attention": kernels, **chosen}
+        return load_engine(path, block_size, num_blocks=num_blocks, **own, **computed)
 
     sockets = [own for own, _ in pairs]
     every = make_collectives(size, pairs)

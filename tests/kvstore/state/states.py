@@ -59,23 +59,7 @@ class Heard(Law):
     no_eviction: bool = True
 
 
-def make_state(
-    nbytes: int,
-    announce: ObjectListener,
-    *,
-    policy: str = "lru",
-    watermarks: Watermarks = NO_TRIM,
-    index: KeyIndex | None = None,
-    **more: Any,
-) -> StoreState:
-    """Builds a node's state. `more` is passed on to `Catalog`."""
-    return StoreState(
-        Catalog(
-            nbytes,
-            index=KeyIndex() if index is None else index,
-            policies=lambda: eviction.make(policy),
-            announce=announce,
-            watermarks=watermarks,
-            **more,
-        )
-    )
+def make_state(nbytes: int, announce: ObjectListener, *, policy: str = "lru", **more: Any) -> StoreState:
+    """Builds a node's state. `more` is passed on to `Catalog`; unless it says otherwise, nothing is trimmed."""
+    usual = {"index": KeyIndex(), "watermarks": NO_TRIM, "policies": lambda: eviction.make(policy)}
+    return StoreState(Catalog(nbytes, announce=announce, **usual | more))

@@ -99,6 +99,7 @@ def test_an_expired_lease_is_refused_and_never_revived() -> None:
     assert node.state.counters["leases_expired"] == 1
 
 
+Numbers = tuple[int, ...]
 G, P, F = PutOutcome.GRANTED, PutOutcome.PRESENT, PutOutcome.FULL
 
 
@@ -112,12 +113,7 @@ G, P, F = PutOutcome.GRANTED, PutOutcome.PRESENT, PutOutcome.FULL
     ],
 )
 def test_the_coldest_leaf_is_evicted_first(
-    units: int,
-    before: list[tuple[int, ...]],
-    leased: tuple[int, ...],
-    put: tuple[int, ...],
-    outcomes: list[PutOutcome],
-    left: list[int],
+    units: int, before: list[Numbers], leased: Numbers, put: Numbers, outcomes: list[PutOutcome], left: list[int]
 ) -> None:
     node = make(units)
     for numbers in before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moonserve.kvstore.disk.base import DiskObject, Pin
 from moonserve.kvstore.state.allocator import ALIGNMENT
@@ -11,7 +12,7 @@ from moonserve.kvstore.state.objects import DiskReadMove, DiskWriteMove, PutOutc
 from moonserve.kvstore.state.state import StoreState
 from moonserve.protocol.kv_blocks import BlockKey, pack_keys
 from tests.kvstore.hardware import Disk
-from tests.kvstore.state.states import NO_TRIM, Heard, make_state
+from tests.kvstore.state.states import Heard, make_state
 
 UNIT = Disk(0).space(ALIGNMENT)
 """Disk space of an object that takes one unit of memory."""
@@ -47,26 +48,14 @@ class Tiered:
 
     @classmethod
     def make(
-        cls,
-        memory: int = 4,
-        disk: int | None = 16,
-        *,
-        watermarks: Watermarks = NO_TRIM,
-        quotas: dict[str, int] | None = None,
-        policy: str = "lru",
+        cls, memory: int = 4, disk: int | None = 16, *, quotas: dict[str, int] | None = None, **more: Any
     ) -> Tiered:
-        """Builds a node. Sizes and quotas are in units of one object's space; `disk` None = no disk."""
+        """Builds a node. Sizes and quotas are in units of one object's space; `disk` None = no disk. `more` is passed
+        on to `make_state`."""
         heard, counted = Heard(), Disk((disk or 0) * UNIT)
         in_bytes = {name: units * ALIGNMENT for name, units in (quotas or {}).items()}
-        state = make_state(
-            memory * ALIGNMENT,
-            heard,
-            disk=None if disk is None else counted,
-            watermarks=watermarks,
-            quotas=in_bytes,
-            policy=policy,
-        )
-        return cls(state, heard, counted)
+        tier = None if disk is None else counted
+        return cls(make_state(memory * ALIGNMENT, heard, disk=tier, quotas=in_bytes, **more), heard, counted)
 
     def kept(self) -> list[BlockKey]:
         """Returns the sorted keys of the objects at live places of the disk."""

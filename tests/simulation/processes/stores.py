@@ -16,7 +16,6 @@ from moonserve.kvstore.node.service import StoreService
 from moonserve.kvstore.published_index import IndexSegments, KeyIndex
 from moonserve.kvstore.state import eviction
 from moonserve.kvstore.state.allocator import ALIGNMENT
-from moonserve.kvstore.state.catalog import Catalog
 from moonserve.kvstore.state.catalog_tables import first_generation_of
 from moonserve.kvstore.state.objects import Watermarks
 from moonserve.kvstore.state.state import StoreState
@@ -28,6 +27,7 @@ from moonserve.protocol.membership.registry_client import RemoteRegistry
 from moonserve.protocol.membership.registry_lease import RegistryLease
 from moonserve.protocol.pb import kvstore_pb2_grpc, registry_pb2_grpc
 from moonserve.protocol.request import InstanceId, Role
+from tests.kvstore.state.states import make_state
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.processes.members import Member
 from tests.simulation.processes.process import Process, until_one_fails
@@ -43,10 +43,10 @@ class Node(Process):
     """Base class of store nodes. The state is validated after every `prove_every` changes."""
 
     def make_service(
-        self, catalog: Catalog, memory: Any, events: EventLog, indexes: Any, prove_every: int, **options: Any
+        self, state: StoreState, memory: Any, events: EventLog, indexes: Any, prove_every: int, **options: Any
     ) -> None:
-        """Creates the store's state and service. `options` are fields of `StoreConfig`."""
-        self.state = StoreState(catalog)
+        """Creates the store's service. `options` are fields of `StoreConfig`."""
+        self.state = state
         config = StoreConfig(instance_id=self.life.name, cluster_token="token", **options)
         transfer, endpoint, clock = self.transfer, self.endpoint(), self.life.clock
         service = self.service = StoreService(
@@ -81,17 +81,10 @@ class Store(Node, Member):
         memory = self.transfer.allocate(self.world.terms.store_blocks * ALIGNMENT)
         self.blocks = BlockLog(lambda: [(o.key, o.parent or NO_PARENT) for o in self.state.catalog.objects()])
         events = EventLog(self.blocks)
-        catalog = Catalog(
-            memory.nbytes,
-            index=KeyIndex(),
-            policies=lambda: eviction.make("lru"),
-            announce=events,
-            watermarks=Watermarks(evict_above=0.9, evict_share=0.05),
-            quotas={},
-            first_generation=self.life.epoch << 32,
-        )
+        marks = Watermarks(evict_above=0.9, evict_share=0.05)
+        state = make_state(memory.nbytes, events, watermarks=marks, first_generation=self.life.epoch << 32)
         nobody_maps_it = None
-        self.make_service(catalog, memory, events, nobody_maps_it, prove_every=1)
+        self.make_service(state, memory, events, nobody_maps_it, prove_every=1)
 
 
 class PoolDirectory(Process):
@@ -148,22 +141,22 @@ class PoolNode(Node):
         self.index = KeyIndex(indexes.allocate, indexes.retire)
         events, policy = EventLog(), rng.choice(eviction.POLICY_NAMES)
         self.shown = Shown(name, self.world.truth, lambda key: self.state.catalog.find(key), events)
-        catalog = Catalog(
+        state = make_state(
             self.memory.nbytes,
+            self.shown,
+            policy=policy,
             index=self.index,
-            policies=lambda: eviction.make(policy),
-            announce=self.shown,
             watermarks=Watermarks(evict_above=0.8, evict_share=0.1),
             quotas={"limited": QUOTA_UNITS * ALIGNMENT},
             first_generation=first_generation_of(self.life.epoch),
         )
         options = {"ssd": f"{folder}:1MiB", "ssd_write_through": rng.random() < 0.3}
-        self.make_service(catalog, self.memory, events, indexes, PROVE_EVERY, **options)
+        self.make_service(state, self.memory, events, indexes, PROVE_EVERY, **options)
         mover, remembering = self.service.mover, self.service.removal_store
         self.disk = SimulatedDisk(self.world.media[name], rng, self.state.tier_moves.relocated, mover.health_changed)
         await remembering.load(is_first_life=self.life.epoch == 1)
         mover.set_disk(self.disk)
-        catalog.use_disk(self.disk)
+        state.catalog.use_disk(self.disk)
         registry = RemoteRegistry(DIRECTORY, "token", channels=self.channels)
         self.catching_up = CatchUp(name, registry, remembering, self.state, self.channels)
         member = Seated(endpoint=self.endpoint(), role="store", owner=name)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.__main__ import main
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.protocol.process.config import load_config
 from moonserve.traces.experiments.plan_search import (
@@ -24,6 +23,7 @@ from moonserve.traces.experiments.plan_search import (
     plan,
 )
 from moonserve.traces.simulator.results import results_from_json, summary
+from tests.commands import Command, Said
 from tests.thoroughness import examples
 from tests.traces.made import write_sessions
 
@@ -149,35 +149,34 @@ def test_among_equals_the_shorter_ttft_wins_and_none_at_all_loses(nan: float) ->
     assert score(0.91, nan).merit > score(0.9, 1.0).merit
 
 
-Planned = Callable[..., tuple[int, dict[str, Any]]]
+Planned = Callable[..., tuple[Said, dict[str, Any]]]
 
 
 @pytest.fixture
-def planned(tmp_path: Path) -> Planned:
-    """Runs `moonserve plan` for a small trace and returns the exit code and plan.json."""
+def planned(tmp_path: Path, moonserve: Command) -> Planned:
+    """Runs `moonserve plan` for a small trace. Returns what it says and plan.json."""
     trace = write_sessions(tmp_path / "trace.jsonl")
 
-    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
-        code = main(["plan", str(trace), "--nodes", "4", "--processes", "1", "--out", str(tmp_path), *arguments])
-        return code, json.loads((tmp_path / "plan.json").read_text())
+    def run(*arguments: str) -> tuple[Said, dict[str, Any]]:
+        said = moonserve("plan", str(trace), "--nodes", "4", "--processes", "1", "--out", str(tmp_path), *arguments)
+        return said, json.loads((tmp_path / "plan.json").read_text())
 
     return run
 
 
 def test_its_command_lines_give_its_figures_and_a_second_time_it_says_the_same_without_simulating(
-    planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    planned: Planned, tmp_path: Path, moonserve: Command
 ) -> None:
     """The printed `moonserve simulate …` command gives the figures of the plan's smallest cluster. `moonserve serve`
     accepts every option of its hint."""
     options = ("--slo-tbt", "0.2", "--slo-ttft", "20", "--speedup", "2")
-    code, found = planned(*options)
-    told = capsys.readouterr()
-    assert code == 0
+    told, found = planned(*options)
+    assert told.code == 0
     smallest = found["smallest"]
     assert found["simulate"] in told.out
     program, *arguments = shlex.split(found["simulate"])
     assert program == "moonserve"
-    assert main([*arguments, "--report", str(tmp_path / "report")]) == 0
+    moonserve(*arguments, "--report", str(tmp_path / "report"), ends=0)
     (result,) = results_from_json((tmp_path / "report" / "results.json").read_text())
     figures = summary(result)
     names = {"effective": "effective_fraction", "mean_ttft_ms": "mean_ttft_ms", "goodput": "request_goodput"}
@@ -189,17 +188,16 @@ def test_its_command_lines_give_its_figures_and_a_second_time_it_says_the_same_w
     assert (served.prefill_workers, served.decode_workers) == (smallest["num_prefill"], smallest["num_decode"])
     assert (served.ttft_slo, served.placement_policy) == (20.0, smallest["policy"])
 
-    capsys.readouterr()
-    assert planned(*options) == (0, found)
-    again = capsys.readouterr()
+    again, same = planned(*options)
+    assert (again.code, same) == (0, found)
     assert again.out == told.out
     assert ("effective (" in told.err, "effective (" in again.err) == (True, False)
 
 
-def test_insufficient_cluster_is_reported_with_its_share(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_insufficient_cluster_is_reported_with_its_share(planned: Planned) -> None:
     """If no cluster reaches the target, the exit code is 1, for scripts, and the plan has the best cluster found."""
-    code, found = planned("--slo-ttft", "0.001")
-    assert code == 1
+    told, found = planned("--slo-ttft", "0.001")
+    assert told.code == 1
     assert found["smallest"] is None
     assert found["best"]["effective"] == 0
-    assert "try more --nodes" in capsys.readouterr().out
+    assert "try more --nodes" in told.out

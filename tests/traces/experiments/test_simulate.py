@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from moonserve.__main__ import main
 from moonserve.protocol.errors import ConfigError
 from moonserve.traces.experiments.simulate import SimulateConfig, parse_fault, specs_of
 from moonserve.traces.format import read_trace
@@ -15,6 +14,7 @@ from moonserve.traces.simulator.cluster.run import simulate
 from moonserve.traces.simulator.model_profiles import FORMAT, LLAMA3_70B_8XA800, PROFILES, read_profile, write_profile
 from moonserve.traces.simulator.results import results_from_json
 from moonserve.traces.simulator.spec import ClusterSpec, Crowding, Fault, Overheads
+from tests.commands import Command
 from tests.traces.made import write_sessions
 
 
@@ -23,16 +23,15 @@ def trace(tmp_path: Path) -> str:
     return str(write_sessions(tmp_path / "trace.jsonl", 20))
 
 
-def test_many_runs_are_one_table_and_one_folder(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_runs_are_one_table_and_one_folder(trace: str, tmp_path: Path, moonserve: Command) -> None:
     """With two policies and a baseline, the JSON holds every outcome, and a second run gives the same results."""
     arguments = ["--prefill", "2", "--decode", "1", "--policy", "random,global-cache-aware", "--coupled", "plain"]
     stored = []
     for folder in (tmp_path / "first", tmp_path / "second"):
-        assert main(["simulate", trace, *arguments, "--report", str(folder)]) == 0
+        printed = moonserve("simulate", trace, *arguments, "--report", str(folder), ends=0).out
+        assert all(name in printed for name in ("random", "global-cache-aware", "coupled plain"))
         results = results_from_json((folder / "results.json").read_text())
         stored.append([replace(each, wall_s=0.0) for each in results])
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("random", "global-cache-aware", "coupled plain"))
     assert stored[0] == stored[1]
     assert [len(each.outcomes) for each in stored[0]] == [20, 20, 20]
     _, aware, plain = (sum(outcome.cached_tokens for outcome in each.outcomes) for each in stored[0])
@@ -49,11 +48,10 @@ def test_progress_counts_requests_that_ended(tmp_path: Path) -> None:
     assert replace(told, wall_s=0.0) == replace(simulate(spec, records), wall_s=0.0)
 
 
-def test_fixed_and_changing_roles_stand_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixed_and_changing_roles_stand_side_by_side(trace: str, moonserve: Command) -> None:
     fixed, changing = ["global-cache-aware"], ["global-cache-aware +roles"]
     for choice, names in {"off": fixed, "on": changing, "both": fixed + changing}.items():
-        assert main(["simulate", trace, "--role-switching", choice]) == 0
-        _, *rows = capsys.readouterr().out.strip().splitlines()
+        _, *rows = moonserve("simulate", trace, "--role-switching", choice, ends=0).lines
         assert [row.split("  ")[0] for row in rows] == names
 
 

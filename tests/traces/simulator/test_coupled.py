@@ -109,13 +109,14 @@ def traces(draw: st.DrawFn) -> list[TraceRecord]:
     return records
 
 
+def specs(**others: st.SearchStrategy[Any]) -> st.SearchStrategy[CoupledSpec]:
+    return st.builds(spec, chunked_prefill=st.booleans(), prefix_caching=st.booleans(), **others)
+
+
 @settings(deadline=None, max_examples=examples(20))
-@given(records=traces(), chunked=st.booleans(), caching=st.booleans(), budget=st.integers(4, 60))
-def test_token_times_equal_those_of_a_simple_loop(
-    records: list[TraceRecord], chunked: bool, caching: bool, budget: int
-) -> None:
+@given(records=traces(), exact=specs(model=st.just(EXACT), max_num_batched_tokens=st.integers(4, 60)))
+def test_token_times_equal_those_of_a_simple_loop(records: list[TraceRecord], exact: CoupledSpec) -> None:
     """All token times equal the reference's in exact arithmetic, with and without chunks and prefix caching."""
-    exact = spec(model=EXACT, chunked_prefill=chunked, prefix_caching=caching, max_num_batched_tokens=budget)
     _, states = run_checked(exact, records)
     found = [list(itertools.accumulate([each.first_token_at, *each.gaps_s])) for each in states]
     assert found == reference(exact, records)
@@ -128,22 +129,12 @@ def small(num_blocks: int) -> ModelProfile:
 @settings(deadline=None, max_examples=examples(15))
 @given(
     records=traces(),
-    chunked=st.booleans(),
-    caching=st.booleans(),
-    num_blocks=st.integers(14, 30),
-    num_instances=st.integers(1, 3),
+    little=specs(
+        model=st.integers(14, 30).map(small), max_num_batched_tokens=st.just(30), num_instances=st.integers(1, 3)
+    ),
 )
-def test_with_little_memory_every_request_still_ends_once(
-    records: list[TraceRecord], chunked: bool, caching: bool, num_blocks: int, num_instances: int
-) -> None:
+def test_with_little_memory_every_request_still_ends_once(records: list[TraceRecord], little: CoupledSpec) -> None:
     """Despite preemption and eviction of shared prefixes, each request completes; validated after every event."""
-    little = spec(
-        model=small(num_blocks),
-        chunked_prefill=chunked,
-        prefix_caching=caching,
-        max_num_batched_tokens=30,
-        num_instances=num_instances,
-    )
     for state in run_checked(little, records)[1]:
         assert state.end is End.COMPLETED
         assert state.num_generated == state.num_outputs == len(state.gaps_s) + 1

@@ -17,11 +17,12 @@ from moonserve.decode_worker.state import DecodeState
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.protocol.errors import InvalidRequest
-from moonserve.protocol.request import GatewayId, LeaseId, Request, RequestId, SamplingParams
+from moonserve.protocol.request import LeaseId, RequestId
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 from moonserve.traces.simulator.decode import DecodeMachine, LandingGranted
 from moonserve.traces.simulator.sequence import Finished
 from moonserve.traces.simulator.spec import ModelProfile
+from tests.prefill_worker.builders import make_request
 from tests.thoroughness import examples
 from tests.traces.simulator.small import MODEL
 
@@ -73,15 +74,8 @@ class LiveMachine:
         return self._handle(event, now)
 
     def land(self, name: str, num_tokens: int, num_outputs: int, granted_at: Any, now: Any) -> list[Any]:
-        request = Request(
-            request_id=RequestId(name),
-            gateway_id=GatewayId("g"),
-            token_ids=(7,) * (num_tokens + 1),
-            num_prompt_tokens=num_tokens,
-            block_keys=(),
-            sampling=SamplingParams(max_tokens=num_outputs + 1, temperature=0.0),
-            timeout_s=FOREVER,
-        )
+        wishes = {"num_emitted": 1, "max_tokens": num_outputs + 1, "timeout_s": FOREVER}
+        request = replace(make_request(name, (7,) * (num_tokens + 1), **wishes), block_keys=())
         checksums = (0,) * self._limits.blocks_for(num_tokens)
         commit = events.CommitRequested(lease_id=LeaseId(name), request=request, checksums=checksums)
         return self._handle(commit, now)
