@@ -91,7 +91,7 @@ and when the overload ends, and the weakness of the bound.
   none may wait longer than in order of arrival, many have it. The other choice is that too expensive prompts yield less
   (last row above, with `late` 1 and `late_patience` 3): on four synthetic overloads its p99 is 0.90 to 1.10 of
   Algorithm 1's and its mean 25 to 50% lower, but it keeps 1,234 of 2,000 requests in time instead of 1,951, or 760 of
-  3,000 instead of 2,839. A bound on both together proves nothing: with ideal reuse, windows of work leave room for both.
+  3,000 instead of 2,839. A bound on both together proves nothing: with ideal reuse there is room for both.
 - Short queues leave nothing to gain: at the trace's own speed, waiting is a tenth of the TTFT.
 - With admission only waiting times gain much. Algorithm 1 also rejects long prompts first, since waits are near the
   objective and theirs are longest. Of the first 8,000 requests at six times the speed it keeps 78.0%, moonserve 79.5%,
