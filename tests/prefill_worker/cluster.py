@@ -16,7 +16,7 @@ from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.kvstore.client.blocks import BlockStores
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
-from moonserve.kvstore.client.node_access.objects import ReadLease
+from moonserve.kvstore.client.node_access.objects import PutObject, PutResult, ReadLease
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.node.process import serve as serve_store
 from moonserve.prefill_worker.decisions.events import CommitHandoff, Landing, ReserveLanding
@@ -230,7 +230,17 @@ class GatedStores(BlockStores):
         self, store: Endpoint, keys: Sequence[BlockKey], *, ttl_s: float = 10.0, timeout_s: float = 2.0
     ) -> ReadLease:
         await self.gate.pass_through()
-        return await super().lease(store, keys, ttl_s=PATIENCE_S, timeout_s=timeout_s)
+        return await super().lease(store, keys, ttl_s=PATIENCE_S, timeout_s=PATIENCE_S)
+
+    async def put(
+        self,
+        store: Endpoint,
+        objects: Sequence[PutObject],
+        slots: BufferSlots,
+        *,
+        deadline_s: float | None = None,
+    ) -> PutResult:
+        return await super().put(store, objects, slots, deadline_s=PATIENCE_S)
 
 
 class GatedLandings(DecodeClient):
