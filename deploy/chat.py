@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moonserve.deploy.terminal import EXIT_OK, KEY_ENV, add_url_option, fetch, open_reply, run
+from moonserve.deploy.terminal import EXIT_OK, KEY_ENV, add_url_option, error_text, fetch, open_reply, run
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.process.progress_bars import ProgressBars
 
@@ -30,9 +30,15 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         wish |= {"stream": True, "stream_options": {"include_usage": True}}
         messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
         for question in [arguments.quick] if arguments.quick else _questions():
-            messages.append({"role": "user", "content": question})
-            answer = _ask(arguments.url, key, {**wish, "messages": messages})
-            messages.append({"role": "assistant", "content": answer})
+            asked = [*messages, {"role": "user", "content": question}]
+            try:
+                answer = _ask(arguments.url, key, {**wish, "messages": asked})
+            except MoonserveError as error:
+                if arguments.quick:
+                    raise
+                print(f"moonserve chat: {error_text(error)}; ask again", file=sys.stderr)
+                continue
+            messages = [*asked, {"role": "assistant", "content": answer}]
         return EXIT_OK
 
     return run(_parser(environ), argv, body)

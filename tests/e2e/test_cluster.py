@@ -236,6 +236,12 @@ def test_a_chat_in_a_terminal_prints_the_answer_stops_it_and_goes_on(cluster: Cl
         shown.wait_for("(?s)first token after.*> ")
         shown.type("\x04")
         assert shown.ended() == 0
+    with terminal([*command, "--model", "gpt-9"], environ) as shown:  # an error does not end the conversation
+        shown.wait_for("> ")
+        shown.type("What?\n")
+        shown.wait_for("(?s)does not have the model 'gpt-9'.*; ask again.*> ")
+        shown.type("\x04")
+        assert shown.ended() == 0
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
