@@ -235,7 +235,7 @@ def _generation_request(
         client_id=request.state.request_id,
         arrived_at=request.state.arrived_at,
         model=model,
-        session_id=_session_id(request),
+        session_id=_session_id(request) or body.prompt_cache_key or "",
         choices=choices,
         priority=identity.priority_of(body.priority),
         tenant=tenant_of(identity, body.user),

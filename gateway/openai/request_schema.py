@@ -173,6 +173,7 @@ class SamplingBody(Body):
     user: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1_024)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None  # names a session
     return_token_ids: bool | None = None
     x_timing: bool | None = None
     skip_special_tokens: bool | None = None

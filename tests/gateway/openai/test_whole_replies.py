@@ -123,6 +123,8 @@ async def test_placement_request_carries_salted_keys_targets_and_tenant(
     assert place.priority == submission.priority == -4
     error = await refused(http, TEXT_PATH, 400, json=body, headers={"x-session-id": "x" * 300})
     assert error["param"] == "x-session-id"
+    await post(http, TEXT_PATH, {**body, "prompt_cache_key": "friday"})
+    assert cluster.places[-1].session_id == "friday"
 
 
 async def test_last_message_is_continued(
