@@ -125,11 +125,12 @@ def test_the_openai_client_for_node_and_calls_of_open_webui_get_their_answers(cl
 
 
 def run_program(name: str, *arguments: str) -> None:
-    """Runs a program of `make .venv-clients`."""
+    """Runs a program of `make .venv-clients`, twice if it fails: a busy machine may be too slow for its own limits."""
     if not (PROGRAMS / name).exists():
         pytest.skip("needs make .venv-clients")
     environ = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # instead of a list from another host
-    subprocess.run([str(PROGRAMS / name), *arguments], env=environ, check=True)
+    command = [str(PROGRAMS / name), *arguments]
+    assert any(subprocess.run(command, env=environ, check=False).returncode == 0 for _ in range(2))
 
 
 @pytest.mark.slow
