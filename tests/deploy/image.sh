@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.."
 port=${PORT:-8155}
 folder=build/images
 mkdir -p $folder
+rm -f $folder/pid # of an earlier run: another process may have it now
 buildah() { command buildah --root "$PWD/$folder/store" --runroot "$PWD/$folder/run" "$@"; }
 
 if ! buildah inspect --type image localhost/python >/dev/null 2>&1; then
@@ -30,7 +31,7 @@ buildah build --quiet --format docker --isolation chroot "${settings[@]}" --buil
   ${TORCH_INDEX:+--build-arg "TORCH_INDEX=$TORCH_INDEX"} --file deploy/docker/Dockerfile --tag moonserve:cpu .
 
 container=$(buildah from moonserve:cpu)
-trap 'kill "$(cat $folder/pid)" 2>/dev/null || true; buildah rm "$container" >/dev/null' EXIT
+trap 'if [ -e $folder/pid ]; then kill "$(cat $folder/pid)" 2>/dev/null || true; fi; buildah rm "$container" >/dev/null' EXIT
 root=$(buildah mount "$container")
 # chroot has no namespace of processes, so the pid is one of this host.
 buildah run --isolation chroot "$container" -- \
@@ -45,5 +46,6 @@ curl --silent --fail "http://127.0.0.1:$port/v1/completions" --header 'Content-T
   --data '{"prompt": "def main(", "max_tokens": 8}' | grep --quiet '"completion_tokens":8'
 grep --quiet --line-regexp moonserve $folder/serve.log # not root
 kill "$(cat $folder/pid)"
+rm $folder/pid
 wait $! || { echo "it ended with $?"; cat $folder/serve.log; exit 1; }
 echo "moonserve:cpu was built, served, and ended when told to"

@@ -10,7 +10,7 @@
 enum { RUNNING, CONTEXT, HELD, NUM_SUMS };
 enum { NOW, LANDING, LATER, NUM_LOOKS };
 
-/* By slot, except `sums`, which is by instance, and `instants`. */
+/* Indexed by slot, except `sums`, which is by instance, and `instants`. */
 typedef struct {
     const int64_t *owner;
     const double *tokens, *most, *begins_at, *as_of, *generated, *step_s, *end_rate;
@@ -19,7 +19,7 @@ typedef struct {
     const double *instants;
 } Sequences;
 
-/* By row of the table of decode instances. */
+/* Indexed by row of the table of decode instances. */
 typedef struct {
     const int64_t *number; /* of the instance in `sums` */
     const double *most_seqs, *c0, *c1, *c2, *other_seqs, *other_tokens;
