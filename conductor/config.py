@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moonserve.conductor.leader_election_state import ClaimTerms
+from moonserve.conductor.peers.leader_election_state import ClaimTerms
 from moonserve.conductor.placement.admission import AdmissionMode, Limits
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, POLICY_CHOICES, make_policy
 from moonserve.conductor.placement.policies.base import PlacementPolicy
@@ -12,6 +12,7 @@ from moonserve.conductor.placement.policies.baselines import DEFAULT_BALANCING_T
 from moonserve.conductor.placement.tenant_fairness import parse_weights
 from moonserve.conductor.role_switching import RoleController, RoleThresholds
 from moonserve.protocol.errors import ConfigError
+from moonserve.protocol.membership.conductor_client import parse_addresses
 from moonserve.protocol.process.config import option
 from moonserve.protocol.process.lifecycle import ProcessConfig
 from moonserve.protocol.process.tracing import TracingConfig
@@ -67,6 +68,11 @@ class ConductorConfig(ProcessConfig, TracingConfig):
         DEFAULT_CLAIM_TERMS.ttl_s,
         help="with --registry: a leader that is dead or silent is replaced after this, seconds",
     )
+    shards: str | None = option(
+        None,
+        help="addresses of all active conductors, this one's among them, separated by commas: each places requests on "
+        "its own share of the instances, and none leads",
+    )
     role_switching: str = option(
         "off",
         help="on = workers that can switch change between prefill and decode with the load",
@@ -99,6 +105,13 @@ class ConductorConfig(ProcessConfig, TracingConfig):
                 f"--leader-ttl-s ({self.leader_ttl_s}) must be {MIN_LEADER_TTL_S} to {MAX_LEADER_TTL_S:.0f}"
             )
         return ClaimTerms(ttl_s=self.leader_ttl_s)
+
+    def own_shard(self) -> str:
+        """Returns this conductor's entry in `shards`. Raises ConfigError if there is none."""
+        own = f"{self.host}:{self.port}"
+        if own not in parse_addresses(self.shards or ""):
+            raise ConfigError(f"--shards ({self.shards}) must contain {own}, where this conductor listens")
+        return own
 
     def role_controller(self) -> RoleController | None:
         """Returns a new role controller, or None without role switching. Raises ConfigError if options are invalid."""

@@ -124,6 +124,7 @@ class Place:
     session_id: str | None = None  # given by the client; None = the chain of blocks identifies the conversation
     client_id: str = ""  # the client's name for the request; "" = its id
     ticket: bytes = b""  # equal for equal requests of one client, to recognize a retry; b"" = none
+    is_redirected: bool = False  # another active conductor sent it here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,7 @@ class RemovalReason(StrEnum):
     LEFT = "left"
     SILENT = "silent"
     REPLACED = "replaced"
+    MOVED = "moved to another conductor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,7 @@ class Registered:
 class HeartbeatSeen:
     known: bool
     resync: bool = False
+    move_to: str = ""  # address of the conductor where the instance should register instead; "" = stay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +246,13 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Redirected:
+    """Another active conductor should place the request."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
     pass
 
@@ -265,6 +275,7 @@ Action = (
     | Deregistered
     | Placed
     | Rejected
+    | Redirected
     | Reported
     | Refused
 )

@@ -26,21 +26,25 @@ from moonserve.conductor.events import (
     InstanceRemoved,
     Placed,
     PlacementForgotten,
+    Redirected,
     Refused,
     Registered,
     Rejected,
+    RemovalReason,
     Reported,
     RoleChangeDue,
     Suspended,
     Tick,
     TtftObserved,
 )
-from moonserve.conductor.leader_election_service import (
+from moonserve.conductor.peers.leader_election_service import (
     SoleLeadership,
     serve_replicated,
     serving_calls,
     tick_periodically,
 )
+from moonserve.conductor.peers.shard_service import serve_shard
+from moonserve.conductor.peers.shard_state import ShardState
 from moonserve.conductor.placement.admission import REASONS
 from moonserve.conductor.state import ConductorState
 from moonserve.conductor.wire import RecentGateways
@@ -71,6 +75,9 @@ class ConductorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.placements = Counter("moonserve_placements", "Requests placed.", registry=registry)
         self.rejections = Counter("moonserve_rejections", "Requests not placed.", ("reason",), registry=registry)
+        self.redirections = Counter(
+            "moonserve_redirections", "Requests that another active conductor should place.", registry=registry
+        )
         self.ttft_error_s = Histogram(
             "moonserve_ttft_prediction_error_seconds",
             "Predicted minus actual time to first token.",
@@ -139,14 +146,17 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         role_commands: RoleCommands | None = None,
         tracer: Tracer | None = None,
         away_after_s: float = math.inf,
+        shard: ShardState | None = None,
     ) -> None:
         """`role_commands`: required if the state changes roles. `away_after_s`: if the last housekeeping is longer ago
-        than this, the process or its machine is taken to have been suspended."""
+        than this, the process or its machine is taken to have been suspended. `shard`: that of `state`."""
         self._state = state
         self._metrics = metrics
         self._clock = clock
         self._role_commands = role_commands
         self._tracer = tracer or Tracer()
+        self._shard = shard
+        self._shard_summary = conductor_pb2.ShardSummary()
         self._gateways = RecentGateways()
         self._suspended_after_s = away_after_s
         self._ticked_at = math.inf
@@ -159,7 +169,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self, request: conductor_pb2.HeartbeatRequest, context: Context
     ) -> conductor_pb2.HeartbeatReply:
         reply = self._call(wire.heartbeat_from_wire(request), HeartbeatSeen)
-        return conductor_pb2.HeartbeatReply(known=reply.known, resync=reply.resync)
+        return conductor_pb2.HeartbeatReply(known=reply.known, resync=reply.resync, move_to=reply.move_to)
 
     async def Deregister(
         self, request: conductor_pb2.DeregisterRequest, context: Context
@@ -177,6 +187,8 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 return conductor_pb2.PlaceReply(placement=to_message(common_pb2.Placement, reply.placement))
             case Rejected():
                 return conductor_pb2.PlaceReply(overloaded=to_message(conductor_pb2.Overloaded, reply))
+            case Redirected():
+                return conductor_pb2.PlaceReply(elsewhere=reply.address)
             case Refused():
                 return conductor_pb2.PlaceReply(failure=failure_to_wire(reply.error))
         raise AssertionError(f"{reply} does not answer a placement")
@@ -212,6 +224,21 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             num_decisions=len(self._state.decisions),
             max_decisions=self._state.decisions.capacity,
         )
+
+    async def Exchange(self, request: conductor_pb2.ShardSummary, context: Context) -> conductor_pb2.ShardSummary:
+        if request.address:
+            self.hear_shard(request)
+        return self._shard_summary
+
+    def hear_shard(self, summary: conductor_pb2.ShardSummary) -> None:
+        """Records what another active conductor told."""
+        if self._shard is not None:
+            self._shard.hear(wire.summary_from_wire(summary), self._clock())
+
+    def tick_shard(self) -> conductor_pb2.ShardSummary:
+        """Returns what the other active conductors should know, as of now. Requires a shard."""
+        self._shard_summary = wire.summary_to_wire(self._state.tick_shard(self._clock()))
+        return self._shard_summary
 
     def tick(self) -> None:
         """Applies the changes that are due by time alone (expired leases and placements, roles) and updates gauges."""
@@ -266,6 +293,11 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 self._metrics.ttft_error_s.observe(action.predicted_s - action.actual_s)
             case InstanceJoined():
                 log.info("%s %s joined", action.role, action.instance_id)
+            case Redirected():
+                self._metrics.redirections.inc()
+                log.debug("to be placed by %s", action.address, extra=request_extra(request_id))
+            case InstanceRemoved(reason=RemovalReason.MOVED):
+                log.info("%s %s is sent to another conductor", action.role, action.instance_id)
             case InstanceRemoved():
                 log.warning("%s %s removed: %s", action.role, action.instance_id, action.reason)
             case RoleChangeDue():
@@ -298,14 +330,15 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
     config.role_controller()
     commands = RoleCommands(Channels(config.cluster_token, config.tls()))
 
-    def fresh() -> ConductorService:
-        state = ConductorState(config.policy(), config.limits(), config.role_controller())
+    def fresh(shard: ShardState | None = None) -> ConductorService:
+        state = ConductorState(config.policy(), config.limits(), config.role_controller(), shard)
         return ConductorService(
             state,
             metrics,
             role_commands=commands,
             tracer=tracer,
             away_after_s=config.lease_s / 2,
+            shard=shard,
         )
 
     with (
@@ -314,7 +347,10 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
         tracing(config, config.instance_id, "conductor") as tracer,
     ):
         try:
-            if config.registry is None:
+            if config.shards is not None:
+                shard = ShardState(config.own_shard())
+                await serve_shard(config, lifecycle, fresh(shard), registry)
+            elif config.registry is None:
                 await _serve_alone(config, lifecycle, fresh(), registry)
             else:
                 await serve_replicated(config, config.registry, lifecycle, fresh, registry)

@@ -23,6 +23,7 @@ from moonserve.conductor.events import (
     Place,
     Placed,
     PlacementForgotten,
+    Redirected,
     Refused,
     Register,
     Registered,
@@ -36,6 +37,8 @@ from moonserve.conductor.events import (
     TtftObserved,
 )
 from moonserve.conductor.members import Instance, Members
+from moonserve.conductor.peers import ShardSummary
+from moonserve.conductor.peers.shard_state import ShardState
 from moonserve.conductor.placement.admission import LOAD_REASONS, TTFT_SLO, AdmissionMode, Limits
 from moonserve.conductor.placement.decision import Decision, DecisionLog, Rejection
 from moonserve.conductor.placement.in_flight import InFlightRequests, outcome_of
@@ -60,8 +63,9 @@ class ConductorState:
         policy: PlacementPolicy,
         limits: Limits,
         roles: RoleController | None = None,
+        shard: ShardState | None = None,
     ) -> None:
-        """`roles`: None = workers do not change roles."""
+        """`roles`: None = workers do not change roles. `shard`: None = this is the only active conductor."""
         self._limits = limits
         self._members = Members(limits.lease_s)
         self._directory = Directory()
@@ -71,6 +75,7 @@ class ConductorState:
         self._promises = RetryPromises()
         self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
+        self._shard = shard
         self._estimate_decay = EstimateDecay(self._members, self._learned)
         self._role_loads = RoleLoads(self._members, ttft_slo_s=limits.ttft_slo_s, tbt_slo_s=limits.tbt_slo_s)
         self._in_flight = InFlightRequests(
@@ -92,7 +97,7 @@ class ConductorState:
             case Place():
                 return self._place(event, now)
             case Heartbeat():
-                return [self._heartbeat(event, now)]
+                return self._heartbeat(event, now)
             case Report():
                 return self._report(event, now)
             case Register():
@@ -126,15 +131,17 @@ class ConductorState:
         actions.append(Registered(heartbeat_interval_s=limits.heartbeat_interval_s, lease_s=limits.lease_s))
         return actions
 
-    def _heartbeat(self, event: Heartbeat, now: float) -> HeartbeatSeen:
+    def _heartbeat(self, event: Heartbeat, now: float) -> list[Action]:
         instance = self._members.find(event.instance_id)
         if instance is None or instance.endpoint.epoch < event.epoch:
-            return HeartbeatSeen(known=False)
+            return [HeartbeatSeen(known=False)]
         if instance.endpoint.epoch > event.epoch:
             raise StaleLease(
                 f"{event.instance_id} epoch {event.epoch} was replaced by epoch {instance.endpoint.epoch}",
                 instance_id=event.instance_id,
             )
+        if self._shard is not None and (address := self._shard.move_of(instance.instance_id)) is not None:
+            return [self._remove(instance, RemovalReason.MOVED), HeartbeatSeen(known=False, move_to=address)]
         instance.heard_at = now
         instance.drain(event.draining)
         instance.load = event.load
@@ -146,7 +153,7 @@ class ConductorState:
         elif instance.role is Role.DECODE:
             profile = instance.decode_cost.current
             instance.decode.correct(event.load, profile, self._learned.lengths, now)
-        return HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))
+        return [HeartbeatSeen(known=True, resync=not self._index(instance, event.changes))]
 
     def _index(self, instance: Instance, changes: BlockChanges | None) -> bool:
         """Applies block changes to the index. Returns False if earlier changes were missed."""
@@ -199,6 +206,8 @@ class ConductorState:
     def _place(self, event: Place, now: float) -> list[Action]:
         self._in_flight.end(event.request_id, now)  # placed again after a failure or a lost reply
         plan = self._planner.plan(event, now)
+        if self._shard is not None and (address := self._shard.elsewhere(event, plan)) is not None:
+            return [Redirected(address=address)]
         decision = plan.decision
         if self._limits.admission is not AdmissionMode.NONE:
             decision = self._promises.final_decision(decision, event.ticket, now)
@@ -260,6 +269,11 @@ class ConductorState:
         return actions
 
     # ---- queries
+
+    def tick_shard(self, now: float) -> ShardSummary:
+        """Returns what the other active conductors should know. Requires a `shard`."""
+        assert self._shard is not None
+        return self._shard.tick(self._members, now)
 
     def explain(self, known_id: str) -> Decision | None:
         """Returns the latest decision about a request, found by its id or by the client's name for it. Returns

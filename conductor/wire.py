@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moonserve.conductor.events import BlockChanges, Heartbeat, Load, Place, Register, Report
+from moonserve.conductor.peers import ShardSummary
 from moonserve.conductor.prediction.accuracy import Term, TermAccuracy
 from moonserve.protocol.errors import InvalidRequest
-from moonserve.protocol.kv_blocks import BlockKey, KvLayout, unpack_keys
+from moonserve.protocol.kv_blocks import BlockKey, KvLayout, pack_keys, unpack_keys
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.request import Endpoint, Role
 from moonserve.protocol.rpc.wire import from_message, to_message
@@ -119,6 +120,19 @@ def cluster_to_wire(view: ClusterView) -> conductor_pb2.ClusterView:
             for term, accuracy in view.ttft_accuracy.items()
         ],
     )
+
+
+def summary_to_wire(summary: ShardSummary) -> conductor_pb2.ShardSummary:
+    keys, branches = pack_keys(list(summary.hot)), list(summary.hot.values())
+    return to_message(conductor_pb2.ShardSummary, summary, hot_keys=keys, branches=branches)
+
+
+def summary_from_wire(message: conductor_pb2.ShardSummary) -> ShardSummary:
+    """Converts a summary. Raises InvalidRequest if its hot blocks and branches do not match."""
+    keys = _keys(message.hot_keys)
+    if len(keys) != len(message.branches):
+        raise InvalidRequest(f"{len(keys)} hot blocks with {len(message.branches)} branches")
+    return from_message(ShardSummary, message, hot=dict(zip(keys, message.branches, strict=True)))
 
 
 def _changes(events: conductor_pb2.BlockEvents) -> BlockChanges:

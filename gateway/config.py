@@ -11,7 +11,7 @@ from moonserve.gateway.generation.request_state import PATIENCE_S
 from moonserve.gateway.text.message_syntax import REASONING_PARSERS
 from moonserve.gateway.text.tool_call_parsers import FORMATS
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.membership.redis_url import REDIS_SCHEMES
+from moonserve.protocol.membership.registry.redis_url import REDIS_SCHEMES
 from moonserve.protocol.process.config import option, require_at_least_1
 from moonserve.protocol.process.lifecycle import ProcessConfig
 from moonserve.protocol.process.tracing import TracingConfig

@@ -146,7 +146,7 @@ WALL_CLOCK = {
     "kvstore/node/removal_store.py": 1,  # a node's absence, if the time since boot does not tell
     "protocol/membership/heartbeats.py": 1,  # epochs of members of a conductor's cluster
     "protocol/membership/kv_event_publisher.py": 1,  # the time of a batch in vLLM's format
-    "protocol/membership/embedded_registry.py": 1,  # epochs of an embedded registry's lives
+    "protocol/membership/registry/embedded.py": 1,  # epochs of an embedded registry's lives
     "protocol/process/logs.py": 1,
     "protocol/process/tracing.py": 1,
 }

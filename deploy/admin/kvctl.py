@@ -35,7 +35,7 @@ from moonserve.deploy.terminal import (
     size,
 )
 from moonserve.protocol.errors import ConfigError, MoonserveError, NoWorker, PeerLost
-from moonserve.protocol.membership.registry_client import connect_registry
+from moonserve.protocol.membership.registry.client import connect_registry
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
 from moonserve.protocol.process.config import EXIT_INTERRUPTED, parse_bytes
 from moonserve.protocol.request import Role

@@ -21,7 +21,7 @@ from moonserve.deploy.diagnostics.doctor_findings import Finding
 from moonserve.deploy.terminal import rate, size
 from moonserve.kvstore.disk.io.segment_file import open_file
 from moonserve.protocol.errors import ConfigError, MoonserveError, Unauthenticated
-from moonserve.protocol.membership.registry_client import connect_registry
+from moonserve.protocol.membership.registry.client import connect_registry
 
 SECTION = "surroundings"
 

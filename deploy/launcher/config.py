@@ -80,6 +80,11 @@ class ServeConfig(
     port: int = option(8000, help="port of the HTTP endpoint")
     served_model_name: tuple[str, ...] = option((), help="names clients may use for the model")
     conductors: int = option(1, help="number of conductors, of which one leads; needs --registry")
+    active_conductors: int = option(
+        1,
+        help="number of active conductors, each of which places requests on its own share of the instances; more than "
+        "1 takes the place of --conductors and needs no registry",
+    )
     leader_ttl_s: float = _option_of(ConductorConfig, "leader_ttl_s")
     gateways: int = option(
         1,
@@ -198,7 +203,14 @@ class ServeConfig(
         require_share(self.gpu_memory_utilization)
         require_at_least_1(
             self,
-            *("conductors", "gateways", "prefill_workers", "pipeline_parallel_size", "tensor_parallel_size"),
+            *(
+                "conductors",
+                "active_conductors",
+                "gateways",
+                "prefill_workers",
+                "pipeline_parallel_size",
+                "tensor_parallel_size",
+            ),
             *("decode_workers", "block_size", "max_num_batched_tokens"),
         )
         ConductorConfig(leader_ttl_s=self.leader_ttl_s).claim_terms()
@@ -277,9 +289,17 @@ class ServeConfig(
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             yield bool(given), f"{flags}: options of the own engine; those of vLLM are given as --vllm.NAME"
         yield (
+            self.conductors > 1 and self.active_conductors > 1,
+            "--conductors are standbys of one that leads: give either --conductors or --active-conductors",
+        )
+        yield (
             self.conductors > 1 and self.registry is None,
             f"--conductors {self.conductors} needs --registry, where they elect their leader",
         )
+
+    @property
+    def num_conductors(self) -> int:
+        return max(self.conductors, self.active_conductors)
 
     @property
     def num_workers(self) -> int:

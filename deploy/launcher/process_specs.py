@@ -94,12 +94,15 @@ class HostOptions:
 
 
 def conductor_spec(
-    config: ServeConfig, port: str = "0", number: int = 0, site: HostOptions | None = None
+    config: ServeConfig, port: str = "0", number: int = 0, site: HostOptions | None = None, addresses: str = ""
 ) -> ProcessSpec:
-    """Returns the spec of a conductor. With port "0", the others can be started only once it reports its address."""
-    instance_id = "conductor" if config.conductors == 1 else f"conductor-{number}"
-    listening = {} if site is None else site.listening
-    return _spec(config, instance_id, ProcessKind.CONDUCTOR, {"port": port, **listening})
+    """Returns the spec of a conductor. With port "0", the others can be started only once it reports its address.
+    `addresses`: comma-separated, of all active conductors, if there are several."""
+    instance_id = "conductor" if config.num_conductors == 1 else f"conductor-{number}"
+    values = {"port": port, **({} if site is None else site.listening)}
+    if config.active_conductors > 1:
+        values["shards"] = addresses
+    return _spec(config, instance_id, ProcessKind.CONDUCTOR, values)
 
 
 def member_specs(

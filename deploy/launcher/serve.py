@@ -219,11 +219,16 @@ async def _start(
     ledger: Path,
     listener: int | None,
 ) -> None:
-    conductors = await supervisor.start([conductor_spec(config, number=number) for number in range(config.conductors)])
+    numbers = range(config.num_conductors)
+    # Active conductors have to know the addresses of all before they start.
+    ports = [str(free_port()) if config.active_conductors > 1 else "0" for _ in numbers]
+    known = ",".join(f"127.0.0.1:{port}" for port in ports)
+    specs = [conductor_spec(config, ports[number], number, addresses=known) for number in numbers]
+    conductors = await supervisor.start(specs)
     addresses = [conductor.facts["rpc"] for conductor in conductors]
     for number, (conductor, address) in enumerate(zip(conductors, addresses, strict=True)):
         # A restarted conductor must listen at the address that the other processes know.
-        conductor.spec = conductor_spec(config, address.rpartition(":")[2], number)
+        conductor.spec = conductor_spec(config, address.rpartition(":")[2], number, addresses=known)
     where = (str(model_path), ",".join(addresses), str(ledger), visible_gpus(os.environ), listener)
     registry = await _start_registry(supervisor, config)
     cores = () if _BOUND_THREADS in os.environ else sorted(os.sched_getaffinity(0))

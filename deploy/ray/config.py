@@ -76,11 +76,14 @@ class Conductors(Gateways):
     """Conductors: one leads, the others stand by. Number n listens on `port` + n, on any of the possible hosts."""
 
     count: PositiveInt = 2
+    active: PositiveInt = 1  # more = so many, each with its own share of the instances, instead of a leader
     port: Port = CONDUCTOR_PORT
     hosts: PositiveInt = 8  # number of possible hosts; every process asks all of them for the leader
 
     def __post_init__(self) -> None:
         super(Conductors, self).__post_init__()
+        if self.active > 1:
+            object.__setattr__(self, "count", self.active)
         last = self.port + self.count - 1
         _require(last < 65536, f"port {self.port} to {last} is not below 65536")
 
@@ -165,7 +168,7 @@ class ClusterConfig:
     @property
     def needs_directory(self) -> bool:
         """True if the conductors elect their leader through the embedded registry."""
-        return self.registry is None and self.conductors.count > 1
+        return self.registry is None and self.conductors.count > 1 and self.conductors.active == 1
 
     @property
     def namespace(self) -> str:
@@ -177,6 +180,7 @@ _KEYS = {each.name for section in (ClusterConfig, Conductors, Stores, Workers, S
 # Options that have other keys outside of `serve`: counts, and the registry.
 _ELSEWHERE = {
     "conductors": "conductors.count",
+    "active_conductors": "conductors.active",
     "gateways": "gateways.count",
     "prefill_workers": "prefill.count",
     "decode_workers": "decode.count",

@@ -73,7 +73,8 @@ def serve_config(config: ClusterConfig, addresses: Addresses) -> ServeConfig:
     """Returns the options that processes inherit."""
     return replace(
         config.serve,
-        conductors=config.conductors.count,
+        conductors=1 if config.conductors.active > 1 else config.conductors.count,
+        active_conductors=config.conductors.active,
         gateways=config.gateways.count,
         prefill_workers=config.prefill.count,
         decode_workers=config.decode.count,
@@ -94,7 +95,7 @@ def process_spec(
             return directory_spec(serve, site, config.directory.port)
         case ProcessKind.CONDUCTOR:
             port = config.conductors.port + unit.number
-            return conductor_spec(serve, str(port), unit.number, site)
+            return conductor_spec(serve, str(port), unit.number, site, site.conductor)
         case ProcessKind.STORE:
             return store_spec(serve, site, name)
         case ProcessKind.GATEWAY:

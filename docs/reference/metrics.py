@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from moonserve.conductor.leader_election_service import LeaderMetrics
+from moonserve.conductor.peers.leader_election_service import LeaderMetrics
 from moonserve.conductor.service import ConductorMetrics
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.kv_cache.elastic_service import ElasticMemory, ElasticMemoryCollector

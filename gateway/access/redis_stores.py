@@ -26,9 +26,9 @@ from moonserve.gateway.access.rate_limit_state import (
     verdict,
 )
 from moonserve.protocol.errors import ConfigError, InvalidRequest, PeerError
-from moonserve.protocol.membership import redis_client, redis_url
-from moonserve.protocol.membership.redis_client import with_deadline
-from moonserve.protocol.membership.redis_registry import DEADLINE_S, PREFIX
+from moonserve.protocol.membership.registry import redis_client, redis_url
+from moonserve.protocol.membership.registry.redis_client import with_deadline
+from moonserve.protocol.membership.registry.redis_registry import DEADLINE_S, PREFIX
 
 
 class RedisKeyStore:
@@ -148,7 +148,7 @@ end
 
 class RedisRateLimits:
     """Accounts of all gateways in Redis. Methods raise PeerError (PeerLost if the deadline passes) and Unauthenticated.
-    `url`: see `protocol.membership.redis_url`."""
+    `url`: see `protocol.membership.registry.redis_url`."""
 
     def __init__(self, url: str, *, deadline_s: float = LIMIT_DEADLINE_S) -> None:
         self._client: Any = redis_client.connect_redis(redis_url.parse_redis_url(url), deadline_s)

@@ -22,7 +22,7 @@ from moonserve.kvstore.wire import DIRECTORY_ROLE, STORE_ROLE
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, NoWorker, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey, pack_keys
 from moonserve.protocol.membership.registry import Member, MemberView, Registry
-from moonserve.protocol.membership.registry_lease import INCARNATION_FACT
+from moonserve.protocol.membership.registry.lease import INCARNATION_FACT
 from moonserve.protocol.pb import directory_pb2, directory_pb2_grpc, kvstore_pb2
 from moonserve.protocol.process.event_loop import Timer
 from moonserve.protocol.process.machine import host_identity

@@ -14,7 +14,7 @@ from moonserve.kvstore.client.node_access.node import ClientResources
 from moonserve.kvstore.client.store import KvStore
 from moonserve.protocol.errors import ConfigError, PeerLost
 from moonserve.protocol.membership.registry import Registry
-from moonserve.protocol.membership.registry_client import connect_registry as connect_registry
+from moonserve.protocol.membership.registry.client import connect_registry as connect_registry
 from moonserve.protocol.process.tls import Certificates, TlsFiles, load_certificates
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.transfer import TransferEngine, TransferOptions

@@ -20,11 +20,11 @@ from moonserve.kvstore.directory.replicator import Replicator
 from moonserve.kvstore.wire import DIRECTORY_ROLE, packed_keys_from_wire
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import BlockKey, unpack_keys
-from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry, RegistryService
 from moonserve.protocol.membership.heartbeats import own_endpoint
 from moonserve.protocol.membership.registry import Member, Registry
-from moonserve.protocol.membership.registry_client import connect_registry
-from moonserve.protocol.membership.registry_lease import RegistryLease, load_or_create_identity, registry_lease
+from moonserve.protocol.membership.registry.client import connect_registry
+from moonserve.protocol.membership.registry.embedded import EmbeddedRegistry, RegistryService
+from moonserve.protocol.membership.registry.lease import RegistryLease, load_or_create_identity, registry_lease
 from moonserve.protocol.pb import directory_pb2, directory_pb2_grpc, registry_pb2_grpc
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle

@@ -23,7 +23,7 @@ from moonserve.kvstore.wire import STORE_ROLE, entries_from_wire
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, unpack_keys
 from moonserve.protocol.membership.registry import TTL_S, Member, Registry
-from moonserve.protocol.membership.registry_lease import RegistryLease
+from moonserve.protocol.membership.registry.lease import RegistryLease
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import Channels
 

@@ -35,8 +35,8 @@ from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
 from moonserve.protocol.membership.heartbeats import BlockLog, conductor_membership, own_endpoint
 from moonserve.protocol.membership.kv_event_publisher import publish
 from moonserve.protocol.membership.registry import Member
-from moonserve.protocol.membership.registry_client import connect_registry
-from moonserve.protocol.membership.registry_lease import (
+from moonserve.protocol.membership.registry.client import connect_registry
+from moonserve.protocol.membership.registry.lease import (
     Identity,
     RegistryLease,
     load_or_create_identity,

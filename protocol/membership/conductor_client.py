@@ -1,4 +1,5 @@
-"""Client of a cluster's conductors that sends each call to the current leader.
+"""Client of a cluster's conductors that sends each call to the current leader, or, where all of them are active, to the
+one that it concerns (`sharded_conductors`).
 
 With a single configured address, calls go there directly until it answers NotLeader. Conductors that do not lead say
 so and name the leader. A call that finds no leader is retried until its deadline. A silent leader is kept until
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from moonserve.protocol.errors import ConfigError, MoonserveError, NotLeader, PeerLost
+from moonserve.protocol.membership.sharded_conductors import ShardedConductors
 from moonserve.protocol.pb import conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.rpc.grpc_transport import Channels
@@ -59,6 +61,7 @@ class ConductorClient:
         self._leader: Leader | None = None
         self._newest_epoch = 0  # highest epoch of all leaders so far
         self._last_leader_address: str | None = None  # address of the last leader; it may not be in the configuration
+        self._sharded: ShardedConductors | None = None  # once a conductor says that all are active
         self._search: asyncio.Task[Leader | None] | None = None  # shared by all waiting calls
 
     async def call(
@@ -96,7 +99,12 @@ class ConductorClient:
         request: object,
         timeout_s: float,
     ) -> Reply:
-        leader = self._leader or await self._find()
+        leader = self._leader
+        if leader is None and self._sharded is None:
+            leader = await self._find()
+        if self._sharded is not None:
+            reply: Reply = await self._sharded.call(method, request, timeout_s)
+            return reply
         if leader is None:
             raise NotLeader(f"none of the conductors {', '.join(self._addresses)} leads")
         call = self._channels.call(method(self._stub(leader.address)), request, timeout_s=timeout_s)
@@ -162,6 +170,9 @@ class ConductorClient:
                 address, reply = await query
                 if reply is None:
                     continue
+                if reply.is_shard:
+                    self._sharded = self._sharded or ShardedConductors(self._channels, self._addresses)
+                    break
                 hints.add(reply.leader_address)
                 if reply.leads and (found is None or reply.epoch > found.epoch):
                     found = Leader(address=address, epoch=reply.epoch)

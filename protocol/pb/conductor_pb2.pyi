@@ -21,6 +21,51 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ShardSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_PREFILLS_FIELD_NUMBER: _builtins.int
+    NUM_DECODES_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    HOT_KEYS_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port, as clients know it; empty = the sender is none of them"""
+    num_prefills: _builtins.int
+    """that accept work"""
+    num_decodes: _builtins.int
+    wait_s: _builtins.float
+    """usual wait of a new prompt for its prefill; infinite = no instance"""
+    num_requests: _builtins.float
+    """in about the last minute"""
+    hot_keys: _builtins.bytes
+    """blocks that too many prompts share for one conductor, 16 bytes each"""
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each: index in the chain at which its prompts differ"""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        num_prefills: _builtins.int = ...,
+        num_decodes: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+        num_requests: _builtins.float = ...,
+        hot_keys: _builtins.bytes = ...,
+        branches: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "branches", b"branches", "hot_keys", b"hot_keys", "num_decodes", b"num_decodes", "num_prefills", b"num_prefills", "num_requests", b"num_requests", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardSummary: _TypeAlias = ShardSummary  # noqa: Y015
+
+@_typing.final
 class PrefillProfile(_message.Message):
     """t(n, p) = c0 + c1·(n−p) + c2·(n²−p²) seconds for n prompt tokens of which p are cached."""
 
@@ -380,18 +425,22 @@ class HeartbeatReply(_message.Message):
 
     KNOWN_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    MOVE_TO_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     resync: _builtins.bool
     """events were missed: send a snapshot"""
+    move_to: _builtins.str
+    """known=false: address of the active conductor where to register instead; empty = any"""
     def __init__(
         self,
         *,
         known: _builtins.bool = ...,
         resync: _builtins.bool = ...,
+        move_to: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "move_to", b"move_to", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,6 +500,7 @@ class PlaceRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    IS_REDIRECTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     block_keys: _builtins.bytes
     """keys of the prompt's full blocks"""
@@ -469,6 +519,8 @@ class PlaceRequest(_message.Message):
     """under which the client knows the request, where that is another id; Explain takes it, too"""
     ticket: _builtins.bytes
     """equal for equal requests of one client: one that was rejected and comes back is known by it"""
+    is_redirected: _builtins.bool
+    """another active conductor sent it here"""
     @_builtins.property
     def excluded_instances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """they failed this request before"""
@@ -489,10 +541,11 @@ class PlaceRequest(_message.Message):
         traceparent: _builtins.str = ...,
         client_id: _builtins.str = ...,
         ticket: _builtins.bytes = ...,
+        is_redirected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "client_id", b"client_id", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "client_id", b"client_id", "excluded_instances", b"excluded_instances", "is_redirected", b"is_redirected", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,6 +558,9 @@ class PlaceReply(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     OVERLOADED_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_FIELD_NUMBER: _builtins.int
+    elsewhere: _builtins.str
+    """address of the active conductor that should place it"""
     @_builtins.property
     def placement(self) -> _common_pb2.Placement: ...
     @_builtins.property
@@ -519,12 +575,13 @@ class PlaceReply(_message.Message):
         placement: _common_pb2.Placement | None = ...,
         overloaded: Global___Overloaded | None = ...,
         failure: _common_pb2.Failure | None = ...,
+        elsewhere: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "outcome", b"outcome", "overloaded", b"overloaded", "placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elsewhere", b"elsewhere", "failure", b"failure", "outcome", b"outcome", "overloaded", b"overloaded", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "outcome", b"outcome", "overloaded", b"overloaded", "placement", b"placement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elsewhere", b"elsewhere", "failure", b"failure", "outcome", b"outcome", "overloaded", b"overloaded", "placement", b"placement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["placement", "overloaded", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["placement", "overloaded", "failure", "elsewhere"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 

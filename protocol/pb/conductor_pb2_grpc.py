@@ -74,6 +74,11 @@ class ConductorStub(object):
                 request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Exchange = channel.unary_unary(
+                '/moonserve.Conductor/Exchange',
+                request_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ShardSummary.SerializeToString,
+                response_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ShardSummary.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer(object):
@@ -124,6 +129,13 @@ class ConductorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Exchange(self, request, context):
+        """Where several conductors are active: what one tells another and is told. Gateways ask with an empty summary.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +173,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainRequest.FromString,
                     response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainReply.SerializeToString,
+            ),
+            'Exchange': grpc.unary_unary_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ShardSummary.FromString,
+                    response_serializer=moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ShardSummary.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +368,33 @@ class Conductor(object):
             '/moonserve.Conductor/Explain',
             moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainRequest.SerializeToString,
             moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonserve.Conductor/Exchange',
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ShardSummary.SerializeToString,
+            moonserve_dot_protocol_dot_pb_dot_conductor__pb2.ShardSummary.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class ConductorStub:
     """What then happened to a placed request: frees its predicted load, feeds predicted-minus-actual."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GetClusterRequest, _conductor_pb2.ClusterView]
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]
+    Exchange: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ShardSummary, _conductor_pb2.ShardSummary]
+    """Where several conductors are active: what one tells another and is told. Gateways ask with an empty summary."""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -55,6 +57,8 @@ class ConductorAsyncStub(ConductorStub):
     """What then happened to a placed request: frees its predicted load, feeds predicted-minus-actual."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GetClusterRequest, _conductor_pb2.ClusterView]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]  # type: ignore[assignment]
+    Exchange: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ShardSummary, _conductor_pb2.ShardSummary]  # type: ignore[assignment]
+    """Where several conductors are active: what one tells another and is told. Gateways ask with an empty summary."""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -108,5 +112,13 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ExplainReply, _abc.Awaitable[_conductor_pb2.ExplainReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Exchange(
+        self,
+        request: _conductor_pb2.ShardSummary,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ShardSummary, _abc.Awaitable[_conductor_pb2.ShardSummary]]:
+        """Where several conductors are active: what one tells another and is told. Gateways ask with an empty summary."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

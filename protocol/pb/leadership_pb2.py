@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&moonserve/protocol/pb/leadership.proto\x12\tmoonserve\"\x0c\n\nWhoRequest\"@\n\x08WhoReply\x12\r\n\x05leads\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0eleader_address\x18\x03 \x01(\t2?\n\nLeadership\x12\x31\n\x03Who\x12\x15.moonserve.WhoRequest\x1a\x13.moonserve.WhoReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&moonserve/protocol/pb/leadership.proto\x12\tmoonserve\"\x0c\n\nWhoRequest\"R\n\x08WhoReply\x12\r\n\x05leads\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0eleader_address\x18\x03 \x01(\t\x12\x10\n\x08is_shard\x18\x04 \x01(\x08\x32?\n\nLeadership\x12\x31\n\x03Who\x12\x15.moonserve.WhoRequest\x1a\x13.moonserve.WhoReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,7 +24,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WHOREQUEST']._serialized_start=53
   _globals['_WHOREQUEST']._serialized_end=65
   _globals['_WHOREPLY']._serialized_start=67
-  _globals['_WHOREPLY']._serialized_end=131
-  _globals['_LEADERSHIP']._serialized_start=133
-  _globals['_LEADERSHIP']._serialized_end=196
+  _globals['_WHOREPLY']._serialized_end=149
+  _globals['_LEADERSHIP']._serialized_start=151
+  _globals['_LEADERSHIP']._serialized_end=214
 # @@protoc_insertion_point(module_scope)

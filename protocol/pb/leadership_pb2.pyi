@@ -38,22 +38,26 @@ class WhoReply(_message.Message):
     LEADS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     LEADER_ADDRESS_FIELD_NUMBER: _builtins.int
+    IS_SHARD_FIELD_NUMBER: _builtins.int
     leads: _builtins.bool
     """the one that answers, at this moment"""
     epoch: _builtins.int
     """of its claim if it leads, else of the last one that it has heard of"""
     leader_address: _builtins.str
     """host:port of another that leads, as far as known; else empty"""
+    is_shard: _builtins.bool
+    """every conductor is active, each for its own instances"""
     def __init__(
         self,
         *,
         leads: _builtins.bool = ...,
         epoch: _builtins.int = ...,
         leader_address: _builtins.str = ...,
+        is_shard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "leader_address", b"leader_address", "leads", b"leads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_shard", b"is_shard", "leader_address", b"leader_address", "leads", b"leads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

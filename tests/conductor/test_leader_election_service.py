@@ -12,16 +12,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from moonserve.conductor.config import ConductorConfig
-from moonserve.conductor.leader_election_service import Candidate, LeaderMetrics, LeaderOnlyService, boot_clock
-from moonserve.conductor.leader_election_state import ClaimTerms
+from moonserve.conductor.peers.leader_election_service import Candidate, LeaderMetrics, LeaderOnlyService, boot_clock
+from moonserve.conductor.peers.leader_election_state import ClaimTerms
 from moonserve.conductor.placement.policies import PUBLISHED_POLICY
 from moonserve.conductor.service import serve
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
 from moonserve.protocol.kv_blocks import NO_PARENT
 from moonserve.protocol.membership.conductor_client import ConductorClient
-from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry
 from moonserve.protocol.membership.heartbeats import BlockLog, Membership
+from moonserve.protocol.membership.registry.embedded import EmbeddedRegistry
 from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from moonserve.protocol.process.config import load_config
 from moonserve.protocol.process.event_loop import background_task

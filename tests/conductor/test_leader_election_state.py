@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.conductor.leader_election_state import (
+from moonserve.conductor.peers.leader_election_state import (
     BeginLeading,
     Claim,
     Claimed,
@@ -23,8 +23,8 @@ from moonserve.conductor.leader_election_state import (
     Tick,
 )
 from moonserve.protocol.errors import StaleLease
-from moonserve.protocol.membership.lease_table import LeaseTable
 from moonserve.protocol.membership.registry import Member
+from moonserve.protocol.membership.registry.lease_table import LeaseTable
 from moonserve.protocol.request import Endpoint
 from tests.thoroughness import examples
 

@@ -9,8 +9,8 @@ import pytest
 from moonserve.deploy.admin.kvctl import main
 from moonserve.kvstore.client import chain, plain_key
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.membership.redis_registry import RedisRegistry
-from moonserve.protocol.membership.registry_client import connect_registry
+from moonserve.protocol.membership.registry.client import connect_registry
+from moonserve.protocol.membership.registry.redis_registry import RedisRegistry
 from tests.commands import Command
 from tests.kvstore.faults.pool import Pool, pool_with_directory
 from tests.kvstore.node.nodes import TOKEN
@@ -81,7 +81,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "moonserve.deploy.admin.drain_and_role",
         "moonserve.deploy.admin.kvctl",
         "moonserve.deploy.admin.kvctl_cluster",
-        "moonserve.protocol.membership.registry_client",
+        "moonserve.protocol.membership.registry.client",
     ):
         monkeypatch.setattr(f"{caller}.Channels", PatientChannels)
     monkeypatch.setitem(RedisRegistry.__init__.__kwdefaults__, "deadline_s", PATIENCE_S)

@@ -4,7 +4,7 @@ import sys
 
 from moonserve.__main__ import main
 from moonserve.deploy.admin import kvctl_cluster
-from moonserve.protocol.membership import registry_client
+from moonserve.protocol.membership.registry import client as registry_client
 from tests.patience import PatientChannels
 
 if __name__ == "__main__":

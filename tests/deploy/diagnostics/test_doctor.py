@@ -18,7 +18,7 @@ from moonserve.deploy.diagnostics.doctor_findings import Finding, Severity, as_j
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.engine.cuda.device import Gpu
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.membership.redis_registry import RedisRegistry
+from moonserve.protocol.membership.registry.redis_registry import RedisRegistry
 from moonserve.transfer import TransferEngine, TransferOptions
 from moonserve.transfer.rdma.device import Gid, Port, discover_ports
 from tests.patience import PATIENCE_S

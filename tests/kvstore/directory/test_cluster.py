@@ -15,7 +15,7 @@ from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import Block, Pin, chain, plain_key
 from moonserve.protocol.errors import InvalidRequest, Overloaded
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.membership.registry_client import RemoteRegistry
+from moonserve.protocol.membership.registry.client import RemoteRegistry
 from moonserve.protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.client.pools import TCP, fresh
 from tests.kvstore.directory.cluster import asking

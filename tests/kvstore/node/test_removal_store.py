@@ -24,9 +24,9 @@ from moonserve.kvstore.node.catch_up import CatchUp
 from moonserve.kvstore.node.removal_store import LAST_CONTACT_FILE_NAME, REMOVALS_FILE_NAME, RemovalFile, RemovalStore
 from moonserve.kvstore.state.removals import RemovalLog, ReportedRemoval
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry
 from moonserve.protocol.membership.registry import Member
-from moonserve.protocol.membership.registry_lease import RegistryLease
+from moonserve.protocol.membership.registry.embedded import EmbeddedRegistry
+from moonserve.protocol.membership.registry.lease import RegistryLease
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.request import Endpoint
 from moonserve.protocol.rpc.grpc_transport import Channels

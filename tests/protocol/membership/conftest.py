@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry, RegistryService
-from moonserve.protocol.membership.redis_registry import RedisRegistry
 from moonserve.protocol.membership.registry import Member, Registry
-from moonserve.protocol.membership.registry_client import RemoteRegistry
+from moonserve.protocol.membership.registry.client import RemoteRegistry
+from moonserve.protocol.membership.registry.embedded import EmbeddedRegistry, RegistryService
+from moonserve.protocol.membership.registry.redis_registry import RedisRegistry
 from moonserve.protocol.pb import registry_pb2_grpc
 from moonserve.protocol.request import Endpoint
 from moonserve.protocol.rpc.grpc_transport import RpcServer

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moonserve.protocol.errors import ConfigError
-from moonserve.protocol.membership.redis_registry import RedisRegistry
-from moonserve.protocol.membership.redis_url import RedisAddress, parse_redis_url
-from moonserve.protocol.membership.registry_client import RemoteRegistry, connect_registry
-from moonserve.protocol.membership.registry_lease import IDENTITY_FILE, Identity, load_or_create_identity
+from moonserve.protocol.membership.registry.client import RemoteRegistry, connect_registry
+from moonserve.protocol.membership.registry.lease import IDENTITY_FILE, Identity, load_or_create_identity
+from moonserve.protocol.membership.registry.redis_registry import RedisRegistry
+from moonserve.protocol.membership.registry.redis_url import RedisAddress, parse_redis_url
 
 
 @pytest.mark.parametrize(

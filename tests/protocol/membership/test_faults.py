@@ -14,8 +14,8 @@ import pytest
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.protocol.errors import PeerError, PeerLost, StaleLease, Unauthenticated
 from moonserve.protocol.membership.registry import Registry
-from moonserve.protocol.membership.registry_client import RemoteRegistry
-from moonserve.protocol.membership.registry_lease import RegistryLease, registry_lease
+from moonserve.protocol.membership.registry.client import RemoteRegistry
+from moonserve.protocol.membership.registry.lease import RegistryLease, registry_lease
 from tests.authority import Authority
 from tests.patience import PATIENCE_S, until
 from tests.protocol.membership.conftest import OpenRedis, member, served, watched_until

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonserve.protocol.errors import StaleLease
-from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry
-from moonserve.protocol.membership.lease_table import MAX_ENDED, LeaseTable, with_epoch
 from moonserve.protocol.membership.registry import Member, MembershipChanges, MemberView, Superseded
+from moonserve.protocol.membership.registry.embedded import EmbeddedRegistry
+from moonserve.protocol.membership.registry.lease_table import MAX_ENDED, LeaseTable, with_epoch
 from tests.protocol.membership.conftest import ids, member
 from tests.thoroughness import any_order
 

@@ -7,8 +7,8 @@ import pytest
 
 from moonserve.protocol.errors import InvalidRequest, PeerLost, StaleLease, Unauthenticated
 from moonserve.protocol.membership.registry import Member, Registry
-from moonserve.protocol.membership.registry_client import RemoteRegistry
-from moonserve.protocol.membership.registry_lease import RegistryLease, registry_lease
+from moonserve.protocol.membership.registry.client import RemoteRegistry
+from moonserve.protocol.membership.registry.lease import RegistryLease, registry_lease
 from tests.patience import PATIENCE_S, answered, came_true
 from tests.protocol.membership.conftest import Connect, OpenRedis, member, served, watched_until
 from tests.redis_server import RedisServer

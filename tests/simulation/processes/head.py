@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from moonserve.conductor.events import Heartbeat, Tick
-from moonserve.conductor.leader_election_service import tick_periodically
+from moonserve.conductor.peers.leader_election_service import tick_periodically
 from moonserve.conductor.placement.admission import Limits
 from moonserve.conductor.placement.policies import make_policy
 from moonserve.conductor.service import ConductorMetrics, ConductorService

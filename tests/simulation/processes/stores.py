@@ -20,11 +20,11 @@ from moonserve.kvstore.state.catalog_tables import first_generation_of
 from moonserve.kvstore.state.objects import Watermarks
 from moonserve.kvstore.state.state import StoreState
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
-from moonserve.protocol.membership.embedded_registry import EmbeddedRegistry, RegistryService
 from moonserve.protocol.membership.heartbeats import BlockLog
 from moonserve.protocol.membership.registry import Member as Seated
-from moonserve.protocol.membership.registry_client import RemoteRegistry
-from moonserve.protocol.membership.registry_lease import RegistryLease
+from moonserve.protocol.membership.registry.client import RemoteRegistry
+from moonserve.protocol.membership.registry.embedded import EmbeddedRegistry, RegistryService
+from moonserve.protocol.membership.registry.lease import RegistryLease
 from moonserve.protocol.pb import kvstore_pb2_grpc, registry_pb2_grpc
 from moonserve.protocol.request import InstanceId, Role
 from tests.kvstore.state.states import make_state

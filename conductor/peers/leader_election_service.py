@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from moonserve.conductor.config import ConductorConfig
-from moonserve.conductor.leader_election_state import (
+from moonserve.conductor.peers.leader_election_state import (
     Answer,
     BeginLeading,
     Claim,
@@ -48,7 +48,7 @@ from moonserve.protocol.errors import (
 )
 from moonserve.protocol.membership.heartbeats import own_endpoint
 from moonserve.protocol.membership.registry import Member, Registry
-from moonserve.protocol.membership.registry_client import connect_registry
+from moonserve.protocol.membership.registry.client import connect_registry
 from moonserve.protocol.pb import conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
@@ -329,11 +329,12 @@ async def tick_periodically(service: Service, interval_s: float) -> None:
 class SoleLeadership(leadership_pb2_grpc.LeadershipServicer):
     """Tells clients that this conductor leads; for a cluster without a registry. The epoch is its start time."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_shard: bool = False) -> None:
         self._epoch = time.time_ns()
+        self._is_shard = is_shard
 
     async def Who(self, request: leadership_pb2.WhoRequest, context: Context) -> leadership_pb2.WhoReply:
-        return leadership_pb2.WhoReply(leads=True, epoch=self._epoch)
+        return leadership_pb2.WhoReply(leads=True, epoch=self._epoch, is_shard=self._is_shard)
 
 
 def serving_calls(

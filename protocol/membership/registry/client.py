@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from moonserve.protocol.errors import ConfigError, PeerError
-from moonserve.protocol.membership import redis_url
+from moonserve.protocol.membership.registry import redis_url
 from moonserve.protocol.membership.registry import TTL_S, Member, Registry
 from moonserve.protocol.pb import registry_pb2, registry_pb2_grpc
 from moonserve.protocol.process.tls import Certificates
@@ -103,7 +103,7 @@ def connect_registry(url: str, *, cluster_token: str, tls: Certificates | None =
         return RemoteRegistry(_address(rest), cluster_token, tls)
     if scheme in redis_url.REDIS_SCHEMES:
         # Importing the Redis client takes a fifth of a process's import time, and few clusters use Redis.
-        from moonserve.protocol.membership.redis_registry import RedisRegistry
+        from moonserve.protocol.membership.registry.redis_registry import RedisRegistry
 
         return RedisRegistry(url)
     raise ConfigError(

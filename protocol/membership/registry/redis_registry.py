@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from redis.asyncio.client import PubSub
 
 from moonserve.protocol.errors import PeerError, Unauthenticated
-from moonserve.protocol.membership import lease_table, redis_client, redis_url
-from moonserve.protocol.membership.redis_client import cancellable, translate_redis_errors, with_deadline
+from moonserve.protocol.membership.registry import lease_table, redis_client, redis_url
 from moonserve.protocol.membership.registry import TTL_S, Member, check_join, check_ttl
+from moonserve.protocol.membership.registry.redis_client import cancellable, translate_redis_errors, with_deadline
 from moonserve.protocol.request import Endpoint
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ return found
 
 
 class RedisRegistry:
-    """Registry in Redis. `protocol.membership.redis_url` describes `url`; each cluster has its own `prefix`."""
+    """Registry in Redis. `registry.redis_url` describes `url`; each cluster has its own `prefix`."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from moonserve.protocol.membership.lease_table import LeaseTable
 from moonserve.protocol.membership.registry import TTL_S, Member
+from moonserve.protocol.membership.registry.lease_table import LeaseTable
 from moonserve.protocol.pb import registry_pb2, registry_pb2_grpc
 from moonserve.protocol.process.event_loop import Timer
 from moonserve.protocol.rpc.grpc_transport import Context

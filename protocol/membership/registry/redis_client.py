@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError, ResponseError
 
 from moonserve.protocol.errors import PeerError, PeerLost, Unauthenticated
-from moonserve.protocol.membership.redis_url import SENTINEL_OPTIONS, TLS_OPTIONS, RedisAddress
+from moonserve.protocol.membership.registry.redis_url import SENTINEL_OPTIONS, TLS_OPTIONS, RedisAddress
 
 T = TypeVar("T")
 
