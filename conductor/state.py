@@ -140,7 +140,7 @@ class ConductorState:
                 f"{event.instance_id} epoch {event.epoch} was replaced by epoch {instance.endpoint.epoch}",
                 instance_id=event.instance_id,
             )
-        if self._shard is not None and (address := self._shard.move_of(instance.instance_id)) is not None:
+        if self._shard is not None and (address := self._shard.move_of(instance.instance_id, now)) is not None:
             return [self._remove(instance, RemovalReason.MOVED), HeartbeatSeen(known=False, move_to=address)]
         instance.heard_at = now
         instance.drain(event.draining)

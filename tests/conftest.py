@@ -21,7 +21,7 @@ from tests.thoroughness import THOROUGH, examples
 
 SLOW = (
     "benchmarks/",
-    "conductor/test_leader_election_service.py",
+    "conductor/peers/test_leader_election_service.py",
     "deploy/admin/",
     "deploy/diagnostics/test_profile.py",
     "deploy/ray/test_ray.py",

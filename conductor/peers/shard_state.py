@@ -17,6 +17,7 @@ from moonserve.conductor.members import Instance, Members
 from moonserve.conductor.peers import ShardSummary, merged_hot
 from moonserve.conductor.peers.hot_prefixes import HotPrefixLearner
 from moonserve.conductor.placement.in_flight import PlacementPlan
+from moonserve.protocol.kv_blocks import digest64
 from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, routing_key
 from moonserve.protocol.request import InstanceId, Role
 
@@ -27,9 +28,11 @@ WAIT_PER_WORK = 4.0
 """Seconds of waiting that sending a prompt away must save per second of work that it adds, since its prefix is here."""
 MIN_GAIN_S = 0.02
 """Seconds that it must save besides: another call and stale figures cost as much."""
-MOVED_SHARE = 1 / 4
+MOVED_SHARE = 1 / 2
 """Share of the surplus instances that move at once."""
-WORKERS = (Role.PREFILL, Role.DECODE)
+SETTLE_S = 1.0
+"""Time after a move for the other shard's summary to show it."""
+_USELESS = 10**9
 
 
 class ShardState:
@@ -41,6 +44,8 @@ class ShardState:
         self._peers: dict[str, tuple[ShardSummary, float]] = {}  # by address, with the time of the last one
         self._shards: tuple[Shard, ...] = ()  # of the peers
         self._moves: dict[InstanceId, str] = {}
+        self._moved_at = -math.inf
+        self._num_ticks = 0
         self.hot: HotPrefixes = {}
         """What is hot in the fleet."""
 
@@ -64,7 +69,10 @@ class ShardState:
             hot=own_hot,
         )
         self.hot = merged_hot((own, *peers))
-        self._moves = _moves(own, peers, members)
+        self._num_ticks += 1
+        # In the mean, one shard gives away instances at a time: with old figures, all would fill the same one.
+        is_turn = digest64(self.address, self._num_ticks) % (1 + len(peers)) == 0
+        self._moves = _moves(own, peers, members) if is_turn and now > self._moved_at + SETTLE_S else {}
         return own
 
     def hear(self, summary: ShardSummary, now: float) -> None:
@@ -90,9 +98,12 @@ class ShardState:
         gain_s = wait_s - other.wait_s - WAIT_PER_WORK * max(added_s, 0.0)
         return address if gain_s > MIN_GAIN_S and wait_s > SPILL_FACTOR * other.wait_s else None
 
-    def move_of(self, instance_id: InstanceId) -> str | None:
+    def move_of(self, instance_id: InstanceId, now: float) -> str | None:
         """Returns the shard where an instance should register instead, at most once, or None."""
-        return self._moves.pop(instance_id, None)
+        address = self._moves.pop(instance_id, None)
+        if address is not None:
+            self._moved_at = now
+        return address
 
 
 def _usual_wait_s(members: Members, now: float) -> float:
@@ -101,32 +112,47 @@ def _usual_wait_s(members: Members, now: float) -> float:
 
 
 def _moves(own: ShardSummary, peers: Sequence[ShardSummary], members: Members) -> dict[InstanceId, str]:
-    """Returns the instances that this shard has too many of, with their new shards. Of each role, the shard with the
-    most gives to the one with the fewest, the second to the second, and so on. Instances that share a home store stay
-    together. With fewer workers of a role than shards, only the first shards have any, since one needs both roles."""
-    shards = sorted((own, *peers), key=lambda shard: shard.address)
-    used = shards[: max(min(sum(_count(shard, role) for shard in shards) for role in WORKERS), 1)]
-    moves: dict[InstanceId, str] = {}
-    for role in WORKERS:
-        ranked = sorted(used, key=lambda shard: (_count(shard, role), shard.address))
-        target = ranked[len(used) - 1 - ranked.index(own)] if own in used else ranked[0]
-        if target is own:
-            continue
-        here = [each for each in members.with_role(role) if each.instance_id not in moves]
-        there = _count(target, role) + len(members.with_role(role)) - len(here)
-        excess = (len(here) - there) // 2 if own in used else len(here)
-        for instance in here[len(here) - math.ceil(max(excess, 0) * MOVED_SHARE) :]:
-            moves |= dict.fromkeys(_group(instance, members), target.address)
-    return moves
+    """Returns the instances that this shard has too many of, with their new shards: those whose move lowers
+    `_imbalance` most. Instances that share a home store stay together."""
+    best: tuple[int, ShardSummary, list[list[Instance]]] | None = None
+    everything = {(own.num_prefills, own.num_decodes): [list(members)]}
+    for (prefills, decodes), groups in (everything if _is_useless(own) else _groups(members)).items():
+        for peer in peers:
+            here, there = (own.num_prefills, own.num_decodes), (peer.num_prefills, peer.num_decodes)
+            gain = _imbalance(*here) + _imbalance(*there)
+            gain -= _imbalance(here[0] - prefills, here[1] - decodes)
+            gain -= _imbalance(there[0] + prefills, there[1] + decodes)
+            if gain > 0 and (best is None or gain > best[0]):
+                surplus = max((here[0] - there[0]) * (prefills > 0), (here[1] - there[1]) * (decodes > 0)) // 2
+                best = gain, peer, groups[: max(int(surplus * MOVED_SHARE) // (prefills + decodes), 1)]
+    if best is None:
+        return {}
+    _, target, groups = best
+    return {instance.instance_id: target.address for group in groups for instance in group}
 
 
-def _count(shard: ShardSummary, role: Role) -> int:
-    return shard.num_prefills if role is Role.PREFILL else shard.num_decodes
+def _imbalance(num_prefills: int, num_decodes: int) -> int:
+    """Returns a shard's part of the sum that moves lower. Equal shares of both roles have the least; a shard whose
+    workers can place nothing costs more than any shares."""
+    return num_prefills**2 + num_decodes**2 + _USELESS * ((num_prefills == 0) != (num_decodes == 0))
 
 
-def _group(instance: Instance, members: Members) -> list[InstanceId]:
-    """Returns the instance, its home store and all that share it."""
-    home = instance.registration.home_store
-    if home is None:
-        return [instance.instance_id]
-    return [each.instance_id for each in members if home in (each.instance_id, each.registration.home_store)]
+def _is_useless(shard: ShardSummary) -> bool:
+    return (shard.num_prefills == 0) != (shard.num_decodes == 0)
+
+
+def _groups(members: Members) -> dict[tuple[int, int], list[list[Instance]]]:
+    """Returns the groups of instances that stay together, by their numbers of prefill and decode workers."""
+    by_home: dict[str, list[Instance]] = {}
+    for instance in members:
+        by_home.setdefault(instance.registration.home_store or instance.instance_id, []).append(instance)
+    groups: dict[tuple[int, int], list[list[Instance]]] = {}
+    for group in by_home.values():
+        roles = [instance.role for instance in group if not instance.draining]
+        shape = roles.count(Role.PREFILL), roles.count(Role.DECODE)
+        if any(shape):
+            groups.setdefault(shape, []).append(group)
+    if (1, 0) in groups and (0, 1) in groups:  # a shard without any can use only both
+        pairs = [a + b for a, b in zip(groups[1, 0], groups[0, 1], strict=False)]
+        groups.setdefault((1, 1), []).extend(pairs)
+    return groups

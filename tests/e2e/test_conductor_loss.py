@@ -77,7 +77,7 @@ def busy(cluster: Cluster) -> Regulars:
 
 def test_a_killed_leader_costs_no_request_and_a_standby_returns(cluster: Cluster) -> None:
     """The killed leader restarts before its claim ends and lets the standby go first
-    (tests/conductor/test_leader_election_state.py). On a very busy machine it may still lead again."""
+    (tests/conductor/peers/test_leader_election_state.py). On a very busy machine it may still lead again."""
     old, epoch = leading(cluster)
     [new] = set(NAMES) - {old}
     cluster.wait_for("the standby's knowledge", lambda: follows(cluster, new, old))

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.conductor.fleet --instances 1000 --shards 1 16` simulates. 50,000 prompts per second arrive;
 instances are as fast as the load asks for. `--faults` adds a run in which one shard dies and returns, and one in which
-it is cut off from the others. `--growth` measures memory and processor time of one conductor by blocks and instances.
+it is cut off from the others. `--live` measures processes (`benchmarks.conductor.fleet.live`), `--growth` memory and
+processor time of one conductor by blocks and instances.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conductor.fleet.growth import growth_rows
+from benchmarks.conductor.fleet.live import live_rows
 from benchmarks.conductor.fleet.simulation import Fleet, Scenario, Served
 from benchmarks.harness.measure import table, write_json
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, POLICY_NAMES
@@ -30,7 +32,10 @@ Row = dict[str, Any]
 def main() -> int:
     arguments = _arguments()
     result: Row = {"benchmark": "conductor.fleet", "load": arguments.load, "seed": arguments.seed}
-    if arguments.growth:
+    if arguments.live:
+        result["live"] = live_rows(arguments.measured_s)
+        _show(result["live"])
+    elif arguments.growth:
         result["growth"] = growth_rows(arguments.instances, arguments.blocks)
         _show(result["growth"])
     else:
@@ -54,6 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-s", type=float, default=3.0)
     parser.add_argument("--measured-s", type=float, default=3.0)
     parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--live", action="store_true")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--blocks", type=int, nargs="+", default=[100_000, 1_000_000, 4_000_000])
     parser.add_argument("--seed", type=int, default=1)

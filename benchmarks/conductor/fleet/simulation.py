@@ -43,6 +43,7 @@ HEARTBEAT_S = 0.5
 GOSSIP_S = 0.25
 DECODE_S = 1.0
 RETRY_S = 0.1
+NUM_EARLIER_EXCHANGES = 400
 EARLIER_IN_FLIGHT = 3  # per prefill instance
 LAYOUT = KvLayout(num_layers=8, block_size=BLOCK_TOKENS, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 DECODE = DecodeProfile(c0=DECODE_S / OUTPUT_TOKENS, c1=1e-9, c2=1e-15)
@@ -139,10 +140,12 @@ class Fleet:
         for index, instance in enumerate(self._instances.values()):
             self._join(instance, shards)
             self._at(HEARTBEAT_S * index / len(self._instances), self._beat, instance)
-        for _ in range(200):  # sharing the instances equally takes a few exchanges, before any load
+        for number in range(-NUM_EARLIER_EXCHANGES, 0):  # sharing the instances equally, before any load
+            self.now = number * GOSSIP_S
             self._exchange(again=False)
-            for instance in self._instances.values():
+            for instance in self._instances.values() if number % 4 == 0 else ():
                 self._send_heartbeat(instance)
+        self.now = 0.0
         self._at(0.0, self._exchange)
         if scenario.dies_at is not None:
             self._at(scenario.dies_at, self._alive.discard, self.addresses[0])
