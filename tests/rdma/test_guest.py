@@ -27,7 +27,6 @@ UNAVAILABLE = why_unavailable()
 
 
 @pytest.mark.rdma
-@pytest.mark.slow
 @pytest.mark.skipif(UNAVAILABLE is not None, reason=f"no guest with Soft-RoCE: {UNAVAILABLE}")
 @pytest.mark.timeout(GUEST_TIMEOUT_S + 60)
 def test_the_rdma_tests_pass_in_the_guest(tmp_path: Path, pytestconfig: pytest.Config) -> None:
