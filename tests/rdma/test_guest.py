@@ -1,7 +1,5 @@
 """Runs tests/rdma/inside once in the guest, and shows its output as it arrives."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
