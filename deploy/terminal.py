@@ -173,13 +173,11 @@ class Output:
         as_json: bool = False,
         long: bool = False,
         stdout: TextIO | None = None,
-        stderr: TextIO | None = None,
     ) -> None:
         self.command = command
         self.as_json = as_json
         self.long = long
         self.stdout = stdout or sys.stdout
-        self.stderr = stderr or sys.stderr
         self.is_terminal = self.stdout.isatty()
 
     def line(self, text: str = "") -> None:
@@ -193,7 +191,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """Prints a line for people to stderr, in both modes."""
-        print(text, file=self.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
     def problem(self, text: str) -> None:
         self.note(f"moonserve {self.command}: {text}")
@@ -204,7 +202,7 @@ class Output:
 
     def progress(self) -> ProgressBars:
         """Returns the progress display of a long operation, a context manager: bars for people, lines for programs."""
-        return ProgressBars(self.stderr, bars=not self.as_json)
+        return ProgressBars(sys.stderr, bars=not self.as_json)
 
     def header(self, text: str) -> None:
         self.line(f"{_DIM}{text}{_PLAIN}" if self.is_terminal else text)

@@ -34,7 +34,7 @@ from moonserve.gateway.generation.request_timing import PHASES
 from moonserve.gateway.generation.service import Gateway
 from moonserve.gateway.http.connection import MAX_REFUSED, BoundedProtocol, ConnectionSet
 from moonserve.gateway.http.operator_endpoints import OperatorEndpoints
-from moonserve.gateway.http.routes import build_app
+from moonserve.gateway.http.routes import build_app, routes_of
 from moonserve.gateway.openai.chat_completions import ChatCompletions
 from moonserve.gateway.openai.messages_api import MessagesApi
 from moonserve.gateway.openai.responses_api import ResponsesApi, ResponseStore
@@ -82,16 +82,10 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         conductors = parse_addresses(config.conductor)
         cluster_metrics = ClusterMetrics(config.instance_id, registry, gateway.cluster, channels, conductors)
         history, cluster, rails = History(), gateway.cluster, cluster_metrics.rails
-        app = build_app(
-            api,
-            model,
-            ResponsesApi(api, model, ResponseStore(config.response_store_bytes)),
-            MessagesApi(api, model),
-            OperatorEndpoints(gateway, registry, config, tokenizer, cluster_metrics, history),
-            keys,
-            limiter,
-            config.limits_for_all,
-        )
+        responses = ResponsesApi(api, model, ResponseStore(config.response_store_bytes))
+        operations = OperatorEndpoints(gateway, registry, config, tokenizer, cluster_metrics, history)
+        routes = routes_of(api, model, responses, MessagesApi(api, model), operations)
+        app = build_app(routes, keys, limiter, config.limits_for_all)
         closing.enter_context(infrequent_gc())
         recording = functools.partial(record, history, gateway.figures, gateway.phases, cluster, rails)
         background = (gateway.run, keys.run, limiter.run, recording)

@@ -1,4 +1,4 @@
-"""The demo model that the repository ships, and the code that trains it. Its folder: `demo_model_path`."""
+"""The demo model that the repository ships, in the folder that `demo_model_path` names. docs/demo_model trains it."""
 
 from pathlib import Path
 

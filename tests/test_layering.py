@@ -108,7 +108,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 @pytest.mark.parametrize(
     ("unwanted", "allowed_in"),
-    [({"torch"}, {"engine", "models", "tests", "benchmarks"}), (SERVING, {"gateway", "tests"})],
+    [({"torch"}, {"engine", "tests", "benchmarks"}), (SERVING, {"gateway", "tests"})],
     ids=["torch", "serving of HTTP"],
 )
 def test_a_library_is_imported_only_where_it_belongs(unwanted: set[str], allowed_in: set[str]) -> None:

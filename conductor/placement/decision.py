@@ -99,7 +99,6 @@ class Decision:
     """One placement decision with everything that it was based on."""
 
     request_id: RequestId
-    decided_at: float  # monotonic seconds of the conductor
     policy: str
     balancing_threshold: float | None  # None if the policy has none
     num_prompt_tokens: int

@@ -291,7 +291,6 @@ class PlacementPlanner:
         admission = self._limits.admission
         return Decision(
             request_id=place.request_id,
-            decided_at=now,
             policy=self.policy.name,
             balancing_threshold=self.policy.balancing_threshold,
             num_prompt_tokens=place.num_prompt_tokens,

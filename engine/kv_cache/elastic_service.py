@@ -150,13 +150,11 @@ class ElasticMemory:
         supply: SharedPageSupply | None = None,
         *,
         floor: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.paging = paging
         self._memory = memory
         self._supply = supply
         self._floor = floor
-        self._clock = clock
         self._due = asyncio.Event()
         self.references: Sequence[int] = ()
         self.num_populated = self.num_given_back = 0  # pages
@@ -212,7 +210,7 @@ class ElasticMemory:
                 await asyncio.sleep(0)  # lets requests run in between
                 self._due.clear()
                 self._update(on_change)
-                while (action := self.free_list.next_action(self._clock())) is not None:
+                while (action := self.free_list.next_action(time.monotonic())) is not None:
                     await self._do(action)
                     if isinstance(action, DiscardPage):
                         self._update(on_change)
@@ -260,7 +258,7 @@ class ElasticMemory:
         if self.free_list.num_wanted_pages:
             waits.append(POLL_S)
         if (wake_at := self.free_list.wake_at()) is not None:
-            waits.append(max(0.0, wake_at - self._clock()))
+            waits.append(max(0.0, wake_at - time.monotonic()))
         return min(waits, default=None)
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,8 +47,8 @@ class _CRanks(ctypes.Structure):
 class CollectivesLibrary:
     """Compiled functions of collectives.cpp. Raises CompilerError."""
 
-    def __init__(self, cache_folder: Path | None, compiling: Callable[[], None] | None = None) -> None:
-        library = load_kernels(SOURCE, cache_folder, compiling)
+    def __init__(self, cache_folder: Path | None) -> None:
+        library = load_kernels(SOURCE, cache_folder)
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._memory_bytes = library.ranks_memory_bytes
         self._memory_bytes.argtypes, self._memory_bytes.restype = [ctypes.c_int32, count], count

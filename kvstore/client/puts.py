@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from moonserve.kvstore.client.cluster import Cluster
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
@@ -66,7 +66,8 @@ class Puts:
             for node, places in groups.items():
                 attempt = deadline.half_left() if any(waiting[place] for place in places) else deadline
                 some = [items[place] for place in places]
-                tries.append(partial(self._try, node, some, slots.at(places), terms, attempt))
+                puts = PutsAtNode(self._resources, self._at_node, node, some, slots.at(places), terms, attempt)
+                tries.append(puts.run)
             tried = self._resources.run_concurrently(tries)
             for (node, places), failed in zip(groups.items(), tried, strict=True):
                 for place, error in zip(places, failed, strict=True):
@@ -77,88 +78,77 @@ class Puts:
                     if node is not ranked[place][0]:
                         self._hints.note(items[place].key, node.node_id)
 
-    def _try(
-        self,
-        node: StoreNode,
-        items: Sequence[PutItem],
-        slots: BufferSlots,
-        terms: PutOptions,
-        deadline: Deadline,
-    ) -> Sequence[MoonserveError | None]:
-        """Tries one node. Returns for each item None if it is stored, else the reason why not."""
+
+@dataclass(frozen=True, slots=True)
+class PutsAtNode:
+    """Puts of items at one node, each of which fills its slot."""
+
+    resources: ClientResources
+    reads: NodeReads
+    node: StoreNode
+    items: Sequence[PutItem]
+    slots: BufferSlots
+    terms: PutOptions
+    deadline: Deadline
+
+    def run(self) -> Sequence[MoonserveError | None]:
+        """Returns for each item None if it is stored, else the reason why not."""
         try:
-            puts = self._put_at(node, items, slots, terms, deadline)
+            puts = self._put()
         except (Overloaded, PeerLost, DeadlineExceeded, StaleLease) as error:
             silent = isinstance(error, PeerLost | DeadlineExceeded)
-            if silent and not isinstance(error, OtherWriterUnfinished) and deadline.was_ample():
-                node.mark_lost(error)
-            return [error] * len(items)
-        quota = f", or tenant {terms.tenant!r} has a quota that this does not fit into" if terms.tenant else ""
+            if silent and not isinstance(error, OtherWriterUnfinished) and self.deadline.was_ample():
+                self.node.mark_lost(error)
+            return [error] * len(self.items)
+        tenant = self.terms.tenant
+        quota = f", or tenant {tenant!r} has a quota that this does not fit into" if tenant else ""
         refused = Overloaded(f"the store is full of objects in use{quota}", retry_after_s=_FULL_RETRY_S)
         return [refused if put is PutOutcome.FULL else None for put in puts]
 
-    def _put_at(
-        self,
-        node: StoreNode,
-        items: Sequence[PutItem],
-        slots: BufferSlots,
-        terms: PutOptions,
-        deadline: Deadline,
-    ) -> list[PutOutcome]:
+    def _put(self) -> list[PutOutcome]:
         """Returns the outcome of each item: PRESENT, FULL or STORED."""
-        puts = node.put_inline(items, slots, terms, deadline)
+        puts = self.node.put_inline(self.items, self.slots, self.terms, self.deadline)
         _require_undamaged(puts)
-        self._write(node, items, slots, terms, deadline, puts, PutOutcome.LATER)
-        while PutOutcome.IN_PROGRESS in puts and not terms.keeps_present:
-            if not self._write(node, items, slots, terms, deadline, puts, PutOutcome.IN_PROGRESS):
+        self._write(puts, PutOutcome.LATER)
+        while PutOutcome.IN_PROGRESS in puts and not self.terms.keeps_present:
+            if not self._write(puts, PutOutcome.IN_PROGRESS):
                 # The node answers as soon as it grants one. If it granted none, it waited its full time.
                 break
-        if not terms.keeps_present:
-            self._require_same(node, items, puts, deadline)
+        if not self.terms.keeps_present:
+            self._require_same(puts)
         return puts
 
-    def _write(
-        self,
-        node: StoreNode,
-        items: Sequence[PutItem],
-        slots: BufferSlots,
-        terms: PutOptions,
-        deadline: Deadline,
-        puts: list[PutOutcome],
-        which: PutOutcome,
-    ) -> bool:
+    def _write(self, puts: list[PutOutcome], which: PutOutcome) -> bool:
         """Stores items with outcome `which` by a reservation; True if one was stored. An error leaves none behind."""
         places = [place for place, put in enumerate(puts) if put is which]
         if not places:
             return False
-        left_s = deadline.left_s()
+        left_s = self.deadline.left_s()
         wait_s = left_s * _WAIT_SHARE if which is PutOutcome.IN_PROGRESS else 0.0
-        some, there = [items[place] for place in places], slots.at(places)
-        address = node.attached(deadline).data.address
+        some, there = [self.items[place] for place in places], self.slots.at(places)
+        address = self.node.attached(self.deadline).data.address
         name = new_id("put")
         try:
-            steps = put_steps(address, name, some, there, terms, left_s, wait_s=wait_s)
-            written = node.run(steps, deadline)
+            steps = put_steps(address, name, some, there, self.terms, left_s, wait_s=wait_s)
+            written = self.node.run(steps, self.deadline)
         except BaseException:  # other writers wait for the space and for the keys
             with contextlib.suppress(PeerLost):  # this client is closed
-                self._resources.background.start(node.give_back(abort_call(name)))
+                self.resources.background.start(self.node.give_back(abort_call(name)))
             raise
         for place, put in zip(places, written, strict=True):
             puts[place] = put
         _require_undamaged(written)
         return PutOutcome.STORED in written
 
-    def _require_same(
-        self, node: StoreNode, items: Sequence[PutItem], puts: Sequence[PutOutcome], deadline: Deadline
-    ) -> None:
+    def _require_same(self, puts: Sequence[PutOutcome]) -> None:
         """Raises InvalidRequest if a key holds another value, OtherWriterUnfinished if another writer did not finish in
         time."""
         if PutOutcome.IN_PROGRESS in puts:
             raise OtherWriterUnfinished("another writer of this key did not finish in time")
-        present = [item for item, put in zip(items, puts, strict=True) if put is PutOutcome.PRESENT]
+        present = [item for item, put in zip(self.items, puts, strict=True) if put is PutOutcome.PRESENT]
         if not present:
             return
-        entries = self._at_node.entries(node, [item.key for item in present], deadline)
+        entries = self.reads.entries(self.node, [item.key for item in present], self.deadline)
         for item, entry in zip(present, entries, strict=True):
             if isinstance(entry, ReadMiss):  # removed since, so it was present
                 continue

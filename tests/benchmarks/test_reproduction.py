@@ -21,7 +21,6 @@ def results(out: Path) -> dict[str, Any]:
     return json.loads((out / "results.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 def test_every_figure_of_another_trace(tmp_path: Path) -> None:
     """All figures have rows; those of the conversation trace report that there is nothing to compare with."""
     assert reproduce(write_sessions(tmp_path / "toolagent_trace.jsonl", 12), tmp_path / "out") == 0

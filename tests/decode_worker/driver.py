@@ -1,7 +1,5 @@
 """Drives a `DecodeState` without I/O. The test decides when windows close, blocks are verified and steps end."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Sequence

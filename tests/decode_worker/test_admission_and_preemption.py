@@ -1,7 +1,5 @@
 """Admission to a decode worker's pool follows the policy, counts shared blocks once and avoids useless checks."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from moonserve.decode_worker.decisions import events

@@ -1,7 +1,5 @@
 """Checksums of landed blocks: of whole blocks, and of blocks that pipeline stages sent in parts of some layers each."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Memory limits of a decode worker may change at any time. A change costs time, preemptions or a refusal but no token,
 and no page in use is given back."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 

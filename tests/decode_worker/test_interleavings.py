@@ -1,7 +1,5 @@
 """Any interleaving of events at a decode worker gives right tokens and exactly one end per request."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

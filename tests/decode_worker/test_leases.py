@@ -1,7 +1,5 @@
 """Reservations, leases and commits of a decode worker, tested as events and actions without I/O."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import cast

@@ -1,8 +1,6 @@
 """Preempted sequences are put into the store and read back, or are computed again, with the same tokens. Finished
 sequences leave in the store the full blocks that only this worker has."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

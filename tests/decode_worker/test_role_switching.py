@@ -1,7 +1,5 @@
 """Tests of when a turn in a role ends, and of the role that follows it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Continuous batching, growth, preemption and steps that run ahead, tested as events, steps and tokens without I/O."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

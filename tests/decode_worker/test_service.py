@@ -1,7 +1,5 @@
 """Decode worker's service with real sockets, real memory and a tiny model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace

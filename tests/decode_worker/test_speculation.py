@@ -1,7 +1,5 @@
 """Prompt lookup, the length of drafts, and steps with drafts: they give the same tokens in fewer steps."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Drafts change no bit of the output: a real engine gives equal tokens and log-probabilities with and without them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import Mock
 

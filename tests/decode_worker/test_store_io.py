@@ -1,7 +1,5 @@
 """A preempted sequence returns from a real store with the same KV, and a store that is down delays no request."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from moonserve.models import demo_model_path
@@ -77,7 +76,6 @@ def test_the_dashboard_loads_without_edits() -> None:
         assert yaml.safe_load(path.read_text())["apiVersion"] == 1
 
 
-@pytest.mark.e2e
 def test_every_expression_of_dashboard_and_alerts_has_values_under_load(tmp_path: Path) -> None:
     disk = f"{tmp_path}/disk:64MiB"
     with running_cluster(demo_model_path(), tmp_path / "logs", "--ssd", disk) as cluster:

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from docs.reference import configuration, metrics
-from moonserve.gateway.http.routes import _routes
+from moonserve.gateway.http.routes import routes_of
 from moonserve.protocol.process.config import options_of
 
 RECORDED = Path(__file__).with_name("names.txt")
@@ -23,7 +23,7 @@ def names() -> Iterator[str]:
         if line.startswith("| `"):
             name, kind, labels, _ = line[2:].split(" | ", 3)
             yield f"metric {name} {kind} {labels}"
-    for route in _routes(*[MagicMock()] * 5):
+    for route in routes_of(*[MagicMock()] * 5):
         document = route.document()
         yield f"{route.method} {route.path}"
         yield from (f"{route.method} {route.path} {field}" for field in _fields(document.get("requestBody")))

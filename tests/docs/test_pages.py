@@ -38,10 +38,10 @@ FOREIGN |= {"--vllm"}  # of --vllm.NAME
         ("python -m moonserve serve --port 1", True),
         ("python -m moonserve serve --no-such-flag", False),
         ("python -m moonserve no-such-verb", False),
-        ("python -m moonserve.models.train_demo --minutes 1", True),
+        ("python -m moonserve.gateway.server --port 1", True),
         ("python -m moonserve.models", False),
         ("python -m moonserve.no.such", False),
-        ("python -m models.train_demo", False),
+        ("python -m gateway.server", False),
         ("python -m json.tool --any", True),
     ],
 )

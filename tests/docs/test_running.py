@@ -133,7 +133,6 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
         yield started
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_a_page_runs(page: Path, clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page run in order, each with the files, names and cluster that earlier blocks left."""

@@ -23,8 +23,6 @@ from tests.e2e.load import read_choice
 from tests.e2e.reference import continuations, load_reference, num_ties
 from tests.terminal import terminal
 
-pytestmark = pytest.mark.e2e
-
 BLOCK_SIZE = 32
 CHUNK = 100
 LENGTHS = (1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK, 2 * CHUNK + 1, 300)

@@ -17,8 +17,6 @@ from tests.e2e.load import Regulars
 from tests.redis_server import RedisServer
 from tests.stopping import stop
 
-pytestmark = pytest.mark.e2e
-
 NAMES = ("conductor-0", "conductor-1")
 NUM_CLIENTS = 3
 

@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.cluster import UNHURRIED, small_cluster
 from tests.e2e.conformance import CONTEXT, run
-
-pytestmark = pytest.mark.e2e
 
 
 def test_replies_conform_to_the_openapi_document(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from tests.browser import Page, page
 from tests.e2e.cluster import Cluster, prompt_of, running_cluster
 from tests.e2e.load import BackgroundLoad
 
-pytestmark = pytest.mark.e2e
-
 # Interactive elements.
 ACTIVE = "input, button, summary, a[href], select, [tabindex='0']"
 

@@ -13,8 +13,6 @@ from tests.commands import Command
 from tests.e2e.cluster import Cluster, prompt_of
 from tests.e2e.reference import continuations, load_reference, num_ties
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
 KIB, MIB = 1 << 10, 1 << 20
 BUDGET = 3 * MIB
 FLAGS = (

@@ -15,8 +15,6 @@ from tests.e2e.cluster import Cluster, small_cluster
 from tests.e2e.reference import continuations, load_reference, num_ties
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Cluster]:

@@ -14,8 +14,6 @@ from moonserve.deploy.admin import drain_and_role
 from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of, tokens_of
 from tests.e2e.load import Said, read_choice
 
-pytestmark = pytest.mark.e2e
-
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LOGPROB_TOLERANCE = 1e-4  # KV that is computed again in chunks differs in the last bits
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")

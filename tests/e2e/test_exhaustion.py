@@ -19,8 +19,6 @@ from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, prompt_of, running_clu
 from tests.kvstore.faults.mounts import fill_up, mounted
 from tests.random_models import make_model
 
-pytestmark = pytest.mark.e2e
-
 FLAGS = (*UNHURRIED, "--kv-cache-memory", "8MiB", "--transfer-timeout-s", "2")
 NUM_CLIENTS = 12
 LOG_BYTES = 2**20

@@ -35,8 +35,6 @@ from tests.e2e.cluster import Cluster
 from tests.processes import running
 from tests.thoroughness import examples
 
-pytestmark = pytest.mark.e2e
-
 _FILES = (*(conductor_pb2, directory_pb2, kvstore_pb2, leadership_pb2), *(metrics_pb2, registry_pb2, worker_pb2))
 SERVICES: dict[str, ServiceDescriptor] = {
     service.name: service for file in _FILES for service in file.DESCRIPTOR.services_by_name.values()

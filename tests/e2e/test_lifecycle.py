@@ -16,8 +16,6 @@ from tests.e2e.cluster import Cluster
 from tests.patience import PATIENCE_S, until
 from tests.random_models import make_model
 
-pytestmark = pytest.mark.e2e
-
 
 def small_model(folder: Path) -> Path:
     make_model("llama", folder / "model")

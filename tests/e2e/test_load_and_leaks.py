@@ -13,13 +13,10 @@ from typing import Any
 
 import httpx2 as httpx
 import psutil
-import pytest
 
 from tests.e2e.cluster import GREEDY, Cluster, cached_of, tokens_of
 from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
-
-pytestmark = pytest.mark.e2e
 
 CONTEXT = 2_048
 FLAGS = (

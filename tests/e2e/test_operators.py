@@ -23,8 +23,6 @@ from tests.e2e.load import read_choice
 from tests.patience import PATIENCE_S
 from tests.terminal import terminal
 
-pytestmark = pytest.mark.e2e
-
 COMMAND = (sys.executable, "-m", "moonserve")
 TRIES = 5
 DECODES = ("decode-0", "decode-1")

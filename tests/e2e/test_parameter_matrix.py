@@ -20,8 +20,6 @@ from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
 from tests.e2e.load import BackgroundLoad
 from tests.random_models import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
 BLOCK_SIZE = 16
 FLAGS = (
     *(*UNHURRIED, "--block-size", str(BLOCK_SIZE)),

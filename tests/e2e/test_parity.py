@@ -23,8 +23,6 @@ from tests.e2e.reference import Continuation, continuations, load_reference, num
 from tests.random_models import VOCAB_SIZE, make_model
 from tests.thoroughness import THOROUGH
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
 NUM_PROMPTS = 20 if THOROUGH else 14  # at least the lengths around borders
 NUM_TOKENS = 20
 STREAMS = 8 if THOROUGH else 2  # background streams, in addition to the prompts under test

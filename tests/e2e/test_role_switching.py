@@ -13,8 +13,6 @@ from tests.commands import Command
 from tests.e2e.cluster import GREEDY, Cluster, running_cluster
 from tests.e2e.load import Regulars
 
-pytestmark = pytest.mark.e2e
-
 PROMPT = [3 + i % 90 for i in range(100)]
 LONG = 150  # tokens
 FLAGS = ("--role-switching", "on", "--decode-workers", "2", "--num-threads", "1")

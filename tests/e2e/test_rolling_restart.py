@@ -4,13 +4,10 @@ import re
 import signal
 
 import psutil
-import pytest
 
 from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of
 from tests.e2e.load import Regulars
 from tests.patience import PATIENCE_S
-
-pytestmark = pytest.mark.e2e
 
 FLAGS = (*UNHURRIED, "--worker-patience-s", str(PATIENCE_S), "--kv-cache-memory", "32MiB")
 CONTEXT = 4_096

@@ -19,8 +19,6 @@ from tests.patience import PATIENCE_S
 from tests.random_models import make_model
 from tests.redis_server import RedisServer
 
-pytestmark = pytest.mark.e2e
-
 API_KEY = "sk-planted-api-key-c1a7"
 TENANT_KEYS = {"alice": "sk-planted-tenant-key-5e0b", "bob": "sk-planted-tenant-key-71f3=="}
 REDIS_PASSWORD = "planted-redis-password-77d2"

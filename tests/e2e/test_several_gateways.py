@@ -8,11 +8,8 @@ from collections.abc import Callable
 
 import httpx2 as httpx
 import psutil
-import pytest
 
 from tests.e2e.cluster import UNHURRIED, Cluster
-
-pytestmark = pytest.mark.e2e
 
 FLAGS = (*UNHURRIED, "--gateways", "3", "--store-nodes", "0")
 NAMES = {f"gateway-{number}" for number in range(3)}

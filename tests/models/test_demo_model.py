@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from moonserve.models import demo_model_path, training_data
-from moonserve.models.tokenizer import BOS, EOS, IM_END, IM_START, PAD, SPECIAL_IDS, VOCABULARY_SIZE
+from docs.demo_model import training_data
+from docs.demo_model.tokenizer import BOS, EOS, IM_END, IM_START, PAD, SPECIAL_IDS, VOCABULARY_SIZE
+from moonserve.models import demo_model_path
 
 AWKWARD_TEXTS = (
     "",

@@ -10,8 +10,6 @@ from benchmarks.networks.hosts import Link, missing_requirement
 from benchmarks.networks.outages import Outage, degraded, known_answers, run_outage
 from tests.thoroughness import seconds
 
-pytestmark = pytest.mark.e2e
-
 OUTAGE_S = seconds(3.0, 15.0)
 CUT_OFF = Outage("the decode host is cut off", lambda net: net.isolate(DECODE), lambda net: net.rejoin(DECODE))
 ONE_WAY = Outage(

@@ -64,7 +64,6 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
 PROMPTS = {"long": random_prompt(150, 1), "other": random_prompt(61, 2), "short": random_prompt(9, 3)}
 
 
-@pytest.mark.slow
 async def test_a_group_gives_the_tokens_of_one_engine(own_model: Path) -> None:
     """Holds for concurrent prompts in chunks, and for a prompt with a cached prefix, of whose blocks every stage sends
     its layers without computing them."""
@@ -87,7 +86,6 @@ async def test_a_group_gives_the_tokens_of_one_engine(own_model: Path) -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in followers)
 
 
-@pytest.mark.slow
 async def test_corrupt_bytes_of_any_stage_are_found(own_model: Path) -> None:
     """With three stages over TCP and a corrupt first write of each, the decode worker detects the corruption and all
     stages compute those blocks again. No token is wrong."""
@@ -146,7 +144,6 @@ def test_stage_waits_for_a_bounded_time() -> None:
         inbox.fetch(1, 5)
 
 
-@pytest.mark.slow
 async def test_lost_stage_fails_requests_in_flight_and_ends_the_group(own_model: Path) -> None:
     """A request that waits for the stage fails with a retryable error. The leader exits, so that its supervisor can
     restart the whole group."""

@@ -1,7 +1,5 @@
 """Runs tests/rdma/inside once in the guest, and shows its output as it arrives."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -27,7 +25,6 @@ UNAVAILABLE = why_unavailable()
 
 
 @pytest.mark.rdma
-@pytest.mark.slow
 @pytest.mark.skipif(UNAVAILABLE is not None, reason=f"no guest with Soft-RoCE: {UNAVAILABLE}")
 @pytest.mark.timeout(GUEST_TIMEOUT_S + 60)
 def test_the_rdma_tests_pass_in_the_guest(tmp_path: Path, pytestconfig: pytest.Config) -> None:

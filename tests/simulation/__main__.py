@@ -1,7 +1,5 @@
 """`python -m tests.simulation --seeds N [--first S]` runs simulated worlds; `--seed S` prints the history of one."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import logging

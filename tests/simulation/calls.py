@@ -5,8 +5,6 @@ by keepalive if a link stays cut or, except for lean calls, a peer stays stopped
 caller that has gone away. A unary call may be late, lost or duplicated, or its answer may be lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable

@@ -3,8 +3,6 @@
 A write during which its process dies may or may not be on the medium. A medium that fails comes back empty.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence

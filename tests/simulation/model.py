@@ -4,8 +4,6 @@ It reads the KV bytes in the pool, as an engine does, and checks every one. KV t
 sequence's is reported as a problem by the step that reads it, not only through a wrong token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import struct

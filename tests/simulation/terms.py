@@ -1,7 +1,5 @@
 """Configuration of a seed's cluster. It is so small that every resource runs short from time to time."""
 
-from __future__ import annotations
-
 import random
 
 from moonserve.decode_worker.decisions.speculation import Speculation

@@ -1,7 +1,5 @@
 """The simulation finds deliberate defects of the product within MOST_WORLDS seeds."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Iterator

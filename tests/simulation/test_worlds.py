@@ -5,8 +5,6 @@ The worlds run in a separate process, in which the order of sets is deterministi
 prints the history of a world that failed here.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.processes import run_module

@@ -3,8 +3,6 @@
 Every value begins with its key, and no two are equal. Times are the world's.
 """
 
-from __future__ import annotations
-
 import itertools
 import struct
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Deterministic: equal seeds give equal worlds if PYTHONHASHSEED is equal, since it sets the order of sets of strings.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

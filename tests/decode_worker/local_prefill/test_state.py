@@ -1,7 +1,5 @@
 """Tests of a decode worker that also prefills: budgeted chunks, prefix loads, puts to stores, no lost request."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -303,7 +303,6 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_cluster_ends_with_its_starter(tmp_path: Path, begun: bool) -> None:
     """Its processes end when the starter is killed, both before the launcher watches the starter and later."""

@@ -31,7 +31,6 @@ from tests.stopping import stop
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore"),  # Ray's own warnings, which differ by release
 ]
 

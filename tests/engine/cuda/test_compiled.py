@@ -16,7 +16,6 @@ CAPABILITIES = (80, 90) if THOROUGH else (80,)
 """Each takes half a minute of CPU time. `benchmarks/gpu_check.sh` also runs the kernels on 9.0."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_compile_for_every_gpu_since_ampere(capability: int, tmp_path: Path) -> None:
     """Attention uses tensor cores for every dtype but float32, which is computed exactly."""

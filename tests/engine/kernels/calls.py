@@ -1,7 +1,5 @@
 """Calls single functions of the compiled kernel library."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

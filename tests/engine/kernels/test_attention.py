@@ -3,8 +3,6 @@
 Every pool is NaN in all places that no token may read (`Case`), so each of these tests also detects reads out of range.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 from collections.abc import Sequence

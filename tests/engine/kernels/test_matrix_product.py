@@ -1,7 +1,5 @@
 """Products with packed weights equal torch's, and the result for a row does not depend on the other rows."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 from pathlib import Path

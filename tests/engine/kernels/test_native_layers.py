@@ -1,7 +1,5 @@
 """A layer computed in C++ equals the layer computed in torch, with any number of threads."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """K and V in one byte per element: the error is bounded, a token's bytes depend on it alone, and C++ equals torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

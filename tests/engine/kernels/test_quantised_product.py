@@ -1,7 +1,5 @@
 """Products with weights of 4 and 8 bits equal those of the weights that they stand for, computed in float64."""
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Decoders of no own family: tokens over the paged KV equal those of transformers for every type in docs/models.md, and
 a model whose attention cannot be replaced is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

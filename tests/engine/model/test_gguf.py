@@ -3,8 +3,6 @@
 The files are written with the gguf package, whose numpy code is the reference of the quantised types.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 The tests pack codes themselves, one by one, as the layouts are published.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A model with quantised weights is the model of the weights that its codes stand for, in every division of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

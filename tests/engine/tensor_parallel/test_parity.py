@@ -24,17 +24,14 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_two_ranks_give_the_tokens_of_transformers(name: str, kernels: str, pairs: dict[str, Pair]) -> None:
+@pytest.mark.parametrize(("name", "num_ranks"), [*((name, 2) for name in VARIANTS), ("wide", 4)])
+def test_ranks_give_the_tokens_of_transformers(
+    name: str, num_ranks: int, kernels: str, pairs: dict[str, Pair], wide: Pair
+) -> None:
     """Covers every family, with biases and windows, and both kernels."""
-    with threaded_ranks(pairs[name].path, 2, kernels=kernels) as engine:
-        pairs[name].check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
-
-
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_four_ranks_give_the_tokens_of_transformers(kernels: str, wide: Pair) -> None:
-    with threaded_ranks(wide.path, 4, kernels=kernels) as engine:
-        wide.check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
+    pair = wide if name == "wide" else pairs[name]
+    with threaded_ranks(pair.path, num_ranks, kernels=kernels) as engine:
+        pair.check(engine, prompts_of(1, 15, 17, 300), chunk_size=37)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

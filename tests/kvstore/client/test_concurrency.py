@@ -11,7 +11,7 @@ import pytest
 
 from moonserve.kvstore.client import KvStore, plain_key, puts
 from moonserve.kvstore.client.node_access.deadline import Deadline
-from moonserve.kvstore.client.puts import Puts
+from moonserve.kvstore.client.puts import PutsAtNode
 from moonserve.kvstore.state.objects import PutOutcome
 from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest
 from moonserve.protocol.pb import kvstore_pb2
@@ -104,7 +104,7 @@ def test_each_of_several_other_writers_is_waited_for(node: Node, monkeypatch: py
         for name in names:
             begin_to_write(store, name)
         waited_for = iter(names)
-        write = Puts._write
+        write = PutsAtNode._write
 
         def end_one_and_write(*args: Any) -> bool:
             if args[-1] is PutOutcome.IN_PROGRESS and args[-1] in args[-2]:
@@ -112,6 +112,6 @@ def test_each_of_several_other_writers_is_waited_for(node: Node, monkeypatch: py
                 at.call(lambda stub: stub.Abort, abort, Deadline(PATIENCE_S))
             return write(*args)
 
-        monkeypatch.setattr(Puts, "_write", end_one_and_write)
+        monkeypatch.setattr(PutsAtNode, "_write", end_one_and_write)
         store.batch_put([(name, VALUE) for name in names])
         assert store.batch_get(names) == [VALUE] * 2

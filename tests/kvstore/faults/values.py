@@ -3,8 +3,6 @@
 Names are never used twice: a removed object must not come back, whatever happened since.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -11,9 +11,8 @@ from moonserve.protocol.errors import MoonserveError, PeerLost, StaleLease
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from tests.patience import PATIENCE_S
-from tests.protocol.rpc.scripted import HERE, TOKEN, ScriptedStore
+from tests.protocol.rpc.scripted import EXISTS, TOKEN, ScriptedStore
 
-EXISTS = kvstore_pb2.StoreExistsRequest(keys=[HERE])
 LARGE, NUM_LARGE = bytes(1 << 20), 64
 
 

@@ -5,8 +5,6 @@ test_transport_contract.py covers two processes over verbs. For the same reason 
 with transformers (tests/rdma/test_guest.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

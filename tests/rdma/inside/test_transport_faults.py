@@ -1,7 +1,5 @@
 """The rdma transport between processes on real queue pairs: transfers are exact, and broken queue pairs are handled."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

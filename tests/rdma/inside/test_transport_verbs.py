@@ -1,7 +1,5 @@
 """RDMA devices through pyverbs, without the engine: the contract of `transfer.rdma.device`."""
 
-from __future__ import annotations
-
 import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

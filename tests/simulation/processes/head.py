@@ -1,7 +1,5 @@
 """Conductor and gateways of a simulated cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

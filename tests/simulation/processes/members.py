@@ -1,7 +1,5 @@
 """Simulated processes that register with the conductor: prefill and decode workers, and the base class of stores."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

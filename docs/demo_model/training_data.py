@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from tokenizers import Tokenizer
 
-from moonserve.models.tokenizer import BOS, EOS, IM_END, IM_START, SPECIAL_IDS
+from docs.demo_model.tokenizer import BOS, EOS, IM_END, IM_START, SPECIAL_IDS
 
 Files = Mapping[str, str]
 """Text by POSIX path below the root, sorted by path."""

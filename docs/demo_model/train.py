@@ -1,6 +1,6 @@
 """Trains the demo model on the running interpreter's standard library.
 
-    python -m moonserve.models.train_demo --minutes 60 --compile
+    python -m docs.demo_model.train --minutes 60 --compile
 
 The budget is wall time: corpus, tokenizer and token stream are deterministic, the number of steps is not.
 """
@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moonserve.models import demo_model_path, training_data
-from moonserve.models.tokenizer import train_tokenizer
+from docs.demo_model import training_data
+from docs.demo_model.tokenizer import train_tokenizer
+from moonserve.models import demo_model_path
 
 SEED = 20240229
 NUM_THREADS = 2
