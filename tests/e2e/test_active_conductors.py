@@ -12,8 +12,6 @@ from tests.e2e.cluster import Cluster, prompt_of, small_cluster
 from tests.e2e.load import Regulars
 from tests.stopping import stop
 
-pytestmark = pytest.mark.e2e
-
 NAMES = ("conductor-0", "conductor-1")
 WORKERS = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
 STORES = {"store-0", "store-1"}

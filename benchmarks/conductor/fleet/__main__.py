@@ -24,7 +24,7 @@ from benchmarks.harness.measure import table, write_json
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, POLICY_NAMES
 from moonserve.protocol.process.lifecycle import infrequent_gc
 
-DIES_AT_S, BACK_AT_S, FAULT_END_S = 2.0, 5.0, 10.0
+DIES_AT_S, BACK_AT_S, FAULT_END_S = 1.5, 3.5, 7.0
 STEP_S = 0.25
 Row = dict[str, Any]
 
@@ -56,8 +56,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=50_000, help="prompts per second")
     parser.add_argument("--load", type=float, default=0.6, help="of the prefill instances, with one conductor")
     parser.add_argument("--policy", default=DEFAULT_POLICY, choices=POLICY_NAMES)
-    parser.add_argument("--warm-s", type=float, default=3.0)
-    parser.add_argument("--measured-s", type=float, default=3.0)
+    parser.add_argument("--warm-s", type=float, default=2.0)
+    parser.add_argument("--measured-s", type=float, default=2.0)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--live", action="store_true")
     parser.add_argument("--growth", action="store_true")

@@ -92,7 +92,7 @@ def test_every_process_accepts_its_flags_and_gets_the_shared_options() -> None:
 
 
 def test_every_option_of_serve_belongs_to_a_process_or_to_the_launcher() -> None:
-    launchers = {"conductors", "prefill_workers", "decode_workers", "store_nodes", "gateways"}
+    launchers = {"conductors", "active_conductors", "prefill_workers", "decode_workers", "store_nodes", "gateways"}
     launchers |= {"prefill_tensor_parallel_size", "decode_tensor_parallel_size"}
     launchers |= {"log_dir", "worker_nice", "engine", "vllm_python", "lend_cores"}
     known = {option.name for config, _ in SERVERS.values() for option in options_of(named(config))}
