@@ -82,7 +82,7 @@ class LengthCurve:
     answers look short. Old observations decay. Within a bin, ends are spread evenly.
     """
 
-    __slots__ = ("_below", "_counts", "_max_weight", "_num_in_curve", "_survival")
+    __slots__ = ("_below", "_counts", "_max_weight", "_num_in_curve", "_quantiles", "_survival")
 
     def __init__(self, half_life: float = 1000.0) -> None:
         self._counts = DecayedCounts((2, len(_WIDTHS)), half_life)
@@ -90,6 +90,7 @@ class LengthCurve:
         self._survival = np.ones(len(EDGES))  # P(length > edge)
         self._below = EDGES.astype(float)  # Σ P(length > x) over x below the edge
         self._num_in_curve = 0
+        self._quantiles: dict[float, int] = {}  # of this curve, by share
 
     @property
     def num_observed(self) -> int:
@@ -126,6 +127,13 @@ class LengthCurve:
         slope = (last - first) / (_EDGE_LIST[found + 1] - _EDGE_LIST[found])
         return float(self._below[found]) + into * first + slope * into * (into - 1) / 2.0
 
+    def quantile(self, share: float) -> int:
+        """Returns the length that this share of answers does not exceed, to 9 %."""
+        self._update_curve()
+        if share not in self._quantiles:
+            self._quantiles[share] = _EDGE_LIST[min(int((self._survival > 1.0 - share).sum()), len(_EDGE_LIST) - 1)]
+        return self._quantiles[share]
+
     def survival_with_running(self, running: Counts) -> Floats:
         """Returns P(length > edge) at each of EDGES, counting requests that have produced `running` tokens so far.
 
@@ -151,6 +159,7 @@ class LengthCurve:
             return
         self._num_in_curve = self._counts.num_observed
         self._survival = _survival(*self._counts.counts)
+        self._quantiles.clear()
         first, last = self._survival[:-1], self._survival[1:]
         within = _WIDTHS * first + (last - first) * (_WIDTHS - 1) / 2.0
         np.cumsum(within, out=self._below[1:])
@@ -227,6 +236,17 @@ class OutputLengths:
     def expected(self, *, max_tokens: int, prompt_tokens: int, tenant: str = "") -> float:
         """Returns E[output tokens] of a new request."""
         return self.curve(prompt_tokens=prompt_tokens, tenant=tenant).mean(max_tokens)
+
+    def interval(
+        self, share: float, *, max_tokens: int, prompt_tokens: int, tenant: str = ""
+    ) -> tuple[int, int] | None:
+        """Returns the interval that is to contain this share of answers, with as many shorter as longer ones. Returns
+        None if too few are known."""
+        curve = self.curve(prompt_tokens=prompt_tokens, tenant=tenant)
+        if curve.num_observed < MIN_OBSERVATIONS:
+            return None
+        low, high = (curve.quantile(0.5 + side * share / 2) for side in (-1, 1))
+        return min(low, max_tokens), min(high, max_tokens)
 
     def remaining(self, generated: Counts, max_tokens: Counts) -> Floats:
         """Returns E[remaining tokens] of requests with `generated` tokens, elementwise, from the curve of all."""

@@ -118,6 +118,9 @@ class Decision:
     predicted_tbt_s: float
     predicted_landing_wait_s: float  # until the decode instance has blocks for the prompt
     expected_output: float  # tokens, learned from similar finished requests
+    # Intervals that are to contain `INTERVAL_SHARE` of the actual values; None = too few are known.
+    tbt_range_s: tuple[float, float] | None
+    output_range: tuple[int, int] | None
     admission: str  # which predictions may reject: none, current or predicted
     undivided_columns: LocalPrefillColumns | None = None  # None = no decode instance may prefill
     is_undivided: bool = False  # `decode` also prefills; `prefill` is the best prefill instance, which is not used

@@ -51,6 +51,7 @@ class InFlightRequest:
     decode: Instance
     reads: tuple[tuple[Instance, int], ...]  # blocks to read from stores; empty once prefilled
     predicted: Times
+    predicted_tbt_s: float
     predicted_seqs: float  # already placed sequences predicted at its decode instance when it lands
     waits_for_landing_only: (
         bool  # waits before prefill only for the landing's grant: no prefix to load, and blocks were free
@@ -115,6 +116,7 @@ class InFlightRequests:
             decode=decode,
             reads=plan.reads,
             predicted=plan.predicted,
+            predicted_tbt_s=plan.decision.predicted_tbt_s,
             predicted_seqs=plan.predicted_seqs,
             waits_for_landing_only=not (
                 plan.decision.is_undivided or plan.predicted.transfer_s or plan.decision.predicted_landing_wait_s
@@ -154,6 +156,9 @@ class InFlightRequests:
         """Ends a flight that finished normally, and records the length of its answer."""
         self._fairness.prefilled(report.request_id)  # its first token may not have been reported
         self.end(report.request_id, now, report.output_tokens)
+        if flight.ttft_s is not None and report.output_tokens > 1:
+            tbt_s = (report.elapsed_s - flight.ttft_s) / (report.output_tokens - 1)
+            self._learned.tbt.observe(flight.predicted_tbt_s, tbt_s)
         self._learned.lengths.observe(
             report.output_tokens,
             max_tokens=flight.max_tokens,

@@ -48,7 +48,7 @@ from moonserve.conductor.placement.in_flight import PlacementPlan
 from moonserve.conductor.placement.policies.base import PlacementPolicy, Prompt, Scores
 from moonserve.conductor.placement.prefix_lookup import PrefixMap, conversation_block
 from moonserve.conductor.placement.tenant_fairness import Fairness
-from moonserve.conductor.prediction.accuracy import Times
+from moonserve.conductor.prediction.accuracy import INTERVAL_SHARE, Times
 from moonserve.conductor.prediction.instance_table import DecodeTable, PrefillTable
 from moonserve.conductor.prediction.learned_estimates import LearnedEstimates
 from moonserve.kvstore.directory import Directory, LeadingHolders
@@ -248,6 +248,7 @@ class PlacementPlanner:
         sources = prefill.prefixes.sources(instance, device_blocks, reuse_blocks)
         ttft_s = float(local_prefill.ttft_s[row]) + self._learned.overhead.request_s
         prefill_s = float(local_prefill.prefill_s[row])
+        tbt_s = float(judged_tbt_s(self._limits.admission, columns)[row])
         decision = replace(
             divided.decision,
             is_undivided=True,
@@ -255,7 +256,8 @@ class PlacementPlanner:
             rank=0.0,
             sources=_named(sources),
             predicted_ttft_s=ttft_s,
-            predicted_tbt_s=float(judged_tbt_s(self._limits.admission, columns)[row]),
+            predicted_tbt_s=tbt_s,
+            tbt_range_s=self._learned.tbt.around(tbt_s),
             predicted_landing_wait_s=0.0,
             rejection=self._reject_if_claimed(prefill, now),
         )
@@ -289,6 +291,7 @@ class PlacementPlanner:
         ttft_s += self._learned.overhead.seconds(queue_s)
         ttft_slo_s, tbt_slo_s = self._limits.objectives(place)
         admission = self._limits.admission
+        tbt_s = float(judged_tbt_s(admission, decode.columns)[decode.row])
         return Decision(
             request_id=place.request_id,
             policy=self.policy.name,
@@ -307,9 +310,16 @@ class PlacementPlanner:
             priority=place.priority,
             sources=_named(prefill.sources),
             predicted_ttft_s=ttft_s,
-            predicted_tbt_s=float(judged_tbt_s(admission, decode.columns)[decode.row]),
+            predicted_tbt_s=tbt_s,
             predicted_landing_wait_s=decode.wait_s,
             expected_output=decode.newcomer.expected_output,
+            tbt_range_s=self._learned.tbt.around(tbt_s),
+            output_range=self._learned.lengths.interval(
+                INTERVAL_SHARE,
+                max_tokens=place.max_tokens,
+                prompt_tokens=place.num_prompt_tokens,
+                tenant=place.tenant,
+            ),
             admission=admission.value,
             rejection=self._rejection(place, prefill, decode, ttft_s, now),
         )

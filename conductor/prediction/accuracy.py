@@ -1,4 +1,5 @@
-"""Accuracy of recent TTFT predictions: quantiles of the relative error, in total and by term. Pure.
+"""Accuracy of recent predictions: quantiles of the relative error of a TTFT, in total and by term, and the interval in
+which actual values lie. Pure.
 
 Every error, also that of a term, is relative to the actual TTFT. So terms can be compared, and a wrong prediction for
 an empty queue is not infinitely bad. Knows no metric names and no instances.
@@ -107,6 +108,44 @@ class _Record:
         sums = np.cumsum(self.errors.counts)
         found = int(np.searchsorted(sums, q * sums[-1] * (1 - 1e-12)))
         return float(_SMALLEST_ERROR * 2.0 ** ((found + 0.5) / _PER_DOUBLING))
+
+
+INTERVAL_SHARE = 0.8
+"""Share of actual values that a predicted interval is to contain, with as many below as above."""
+_LEAST_RATIO, _NUM_RATIOS = 2.0**-7, 14 * _PER_DOUBLING
+_MIN_RATIOS = 30  # with fewer, the tails are not known
+_RATIOS_PER_LOOK = 8
+
+
+class RatioInterval:
+    """Interval around a prediction, from recent values of actual ÷ predicted: split conformal prediction (Papadopoulos
+    et al., 2002) over counts that decay. It needs no model of the errors, only that the next ones are like the last."""
+
+    def __init__(self) -> None:
+        self._ratios = DecayedCounts((_NUM_RATIOS,), _HALF_LIFE)
+        self._edges: tuple[float, float] | None = None  # None = too few are known
+        self._known_until = _MIN_RATIOS  # number of observations after which the edges are looked up again
+
+    def observe(self, predicted: float, actual: float) -> None:
+        """Records a prediction that ended. Ignores values that are not above 0."""
+        if not (0.0 < predicted < math.inf and 0.0 < actual < math.inf):
+            return
+        found = int(math.log2(actual / predicted / _LEAST_RATIO) * _PER_DOUBLING)
+        self._ratios.add(min(max(found, 0), _NUM_RATIOS - 1))
+        if self._ratios.num_observed < self._known_until:
+            return
+        self._known_until += _RATIOS_PER_LOOK
+        sums = np.cumsum(self._ratios.counts)
+        tail = (1.0 - INTERVAL_SHARE) / 2
+        low, high = np.searchsorted(sums, np.array([tail, 1.0 - tail]) * sums[-1]).tolist()
+        self._edges = _LEAST_RATIO * 2.0 ** (low / _PER_DOUBLING), _LEAST_RATIO * 2.0 ** ((high + 1) / _PER_DOUBLING)
+
+    def around(self, predicted: float) -> tuple[float, float] | None:
+        """Returns the interval that is to contain `INTERVAL_SHARE` of the actual values; None if too few are known."""
+        return None if self._edges is None else (predicted * self._edges[0], predicted * self._edges[1])
+
+    def validate(self) -> None:
+        self._ratios.validate()
 
 
 def _bin_of(error: float) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from moonserve.conductor.members import Members
-from moonserve.conductor.prediction.accuracy import Accuracy, Times
+from moonserve.conductor.prediction.accuracy import Accuracy, RatioInterval, Times
 from moonserve.conductor.prediction.compute_time import CORRECTION_CLIP, CORRECTION_WEIGHT
 from moonserve.protocol.output_length import OutputLengths
 
@@ -150,12 +150,14 @@ class LearnedEstimates:
     def __init__(self) -> None:
         self.lengths = OutputLengths()
         self.accuracy = Accuracy()
+        self.tbt = RatioInterval()
         self.overtaking = Overtaking()
         self.overhead = Overhead()
 
     def validate(self) -> None:
         self.lengths.validate()
         self.accuracy.validate()
+        self.tbt.validate()
         self.overtaking.validate()
         self.overhead.validate()
 

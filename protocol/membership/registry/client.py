@@ -10,8 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from moonserve.protocol.errors import ConfigError, PeerError
-from moonserve.protocol.membership.registry import redis_url
-from moonserve.protocol.membership.registry import TTL_S, Member, Registry
+from moonserve.protocol.membership.registry import TTL_S, Member, Registry, redis_url
 from moonserve.protocol.pb import registry_pb2, registry_pb2_grpc
 from moonserve.protocol.process.tls import Certificates
 from moonserve.protocol.rpc.grpc_transport import Channels

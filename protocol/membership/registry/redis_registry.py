@@ -19,8 +19,15 @@ from typing import Any, TypeVar
 from redis.asyncio.client import PubSub
 
 from moonserve.protocol.errors import PeerError, Unauthenticated
-from moonserve.protocol.membership.registry import lease_table, redis_client, redis_url
-from moonserve.protocol.membership.registry import TTL_S, Member, check_join, check_ttl
+from moonserve.protocol.membership.registry import (
+    TTL_S,
+    Member,
+    check_join,
+    check_ttl,
+    lease_table,
+    redis_client,
+    redis_url,
+)
 from moonserve.protocol.membership.registry.redis_client import cancellable, translate_redis_errors, with_deadline
 from moonserve.protocol.request import Endpoint
 

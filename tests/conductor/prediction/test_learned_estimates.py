@@ -1,6 +1,7 @@
 """Tests of learning: reports and heartbeats change predictions, and never cause rejections for good."""
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 
@@ -193,3 +194,25 @@ def test_estimates_do_not_decay_without_rejections() -> None:
         cluster.now += 1.0
         cluster.send(Tick())
     assert cluster.place("after").predicted_ttft_s == before
+
+
+def test_intervals_contain_four_of_five_actual_values() -> None:
+    """Also where predictions are wrong on the whole: steps take 1.5 times as long as the profile says, and vary."""
+    cluster, dice = Cluster("p0", "d0", validates=False), random.Random(1)
+    first = cluster.place("first")
+    assert (cluster.explain("first").tbt_range_s, cluster.explain("first").output_range) == (None, None)
+    inside = []
+    for number in range(900):
+        name = f"r{number}"
+        cluster.place(name, max_tokens=1_000)
+        decision = cluster.explain(name)
+        tokens = int(dice.lognormvariate(4.0, 0.8)) + 2
+        tbt_s = 1.5 * first.predicted_tbt_s * dice.lognormvariate(0.0, 0.3)
+        cluster.report(name, RequestPhase.FIRST_TOKEN, 1.0)
+        cluster.report(name, RequestPhase.FINISHED, 1.0 + tbt_s * (tokens - 1), output_tokens=tokens)
+        if number >= 300:
+            assert decision.tbt_range_s is not None
+            assert decision.output_range is not None
+            within_s, within = decision.tbt_range_s, decision.output_range
+            inside.append((within_s[0] <= tbt_s <= within_s[1], within[0] <= tokens <= within[1]))
+    assert [sum(each) / len(inside) for each in zip(*inside, strict=True)] == [NEAR(0.8, abs=0.06)] * 2
