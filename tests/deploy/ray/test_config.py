@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moonserve.conductor.config import ConductorConfig
 from moonserve.deploy.launcher.process_specs import HostOptions, ProcessKind
 from moonserve.deploy.ray.command import INSTALL, connect
 from moonserve.deploy.ray.config import parse_cluster
@@ -58,6 +59,17 @@ def test_an_empty_mapping_is_the_demo_model_with_one_worker_of_each_kind() -> No
     config = parse_cluster({})
     assert (config.prefill.count, config.decode.count, config.conductors.count) == (1, 1, 2)
     assert (config.needs_directory, config.autoscale) == (True, None)
+
+
+def test_active_conductors_know_each_other_and_need_no_registry() -> None:
+    config = parse_cluster({"conductors": {"active": 3}})
+    assert (config.conductors.count, config.needs_directory) == (3, False)
+    addresses = addresses_of(config, ("10.0.0.1", "10.0.0.2"), "10.0.0.1")
+    site = HostOptions(conductor=addresses.conductors, host="10.0.0.2")
+    unit = PlannedProcess(ProcessKind.CONDUCTOR, 1)
+    made = parsed(process_spec(config, unit, serve_config(config, addresses), site, None))
+    assert isinstance(made, ConductorConfig)
+    assert made.own_shard() == f"10.0.0.2:{config.conductors.port + 1}"
 
 
 @pytest.mark.parametrize(
