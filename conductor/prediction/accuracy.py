@@ -112,7 +112,8 @@ class _Record:
 
 INTERVAL_SHARE = 0.8
 """Share of actual values that a predicted interval is to contain, with as many below as above."""
-_LEAST_RATIO, _NUM_RATIOS = 2.0**-7, 14 * _PER_DOUBLING
+_RATIOS_PER_DOUBLING = 32
+_LEAST_RATIO, _NUM_RATIOS = 2.0**-7, 14 * _RATIOS_PER_DOUBLING
 _MIN_RATIOS = 30  # with fewer, the tails are not known
 _RATIOS_PER_LOOK = 8
 
@@ -130,7 +131,7 @@ class RatioInterval:
         """Records a prediction that ended. Ignores values that are not above 0."""
         if not (0.0 < predicted < math.inf and 0.0 < actual < math.inf):
             return
-        found = int(math.log2(actual / predicted / _LEAST_RATIO) * _PER_DOUBLING)
+        found = int(math.log2(actual / predicted / _LEAST_RATIO) * _RATIOS_PER_DOUBLING)
         self._ratios.add(min(max(found, 0), _NUM_RATIOS - 1))
         if self._ratios.num_observed < self._known_until:
             return
@@ -138,7 +139,8 @@ class RatioInterval:
         sums = np.cumsum(self._ratios.counts)
         tail = (1.0 - INTERVAL_SHARE) / 2
         low, high = np.searchsorted(sums, np.array([tail, 1.0 - tail]) * sums[-1]).tolist()
-        self._edges = _LEAST_RATIO * 2.0 ** (low / _PER_DOUBLING), _LEAST_RATIO * 2.0 ** ((high + 1) / _PER_DOUBLING)
+        first, last = (_LEAST_RATIO * 2.0 ** (edge / _RATIOS_PER_DOUBLING) for edge in (low, high + 1))
+        self._edges = first, last
 
     def around(self, predicted: float) -> tuple[float, float] | None:
         """Returns the interval that is to contain `INTERVAL_SHARE` of the actual values; None if too few are known."""

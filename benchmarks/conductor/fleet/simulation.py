@@ -164,6 +164,7 @@ class Fleet:
             self._forget_earlier()
         for instance in self._prefills:
             self._send_heartbeat(instance)
+        self.cpu_s.clear()
         for prompt in sessions.until(scenario.warm_s + scenario.measured_s):
             self._run_until(prompt.at)
             self._num_arrived += 1
