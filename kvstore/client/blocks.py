@@ -208,7 +208,7 @@ class BlockStores:
         later = [place for place, put in enumerate(puts) if put is PutOutcome.LATER]
         if later:
             some = [objects[place] for place in later]
-            written = await self._write(store, some, slots.at(later), PutOptions(hints=hints), give_up_at)
+            written = await self._write(store, some, slots.at(later), hints, give_up_at)
             for place, put in zip(later, written, strict=True):
                 puts[place] = put
         return PutResult(
@@ -219,14 +219,10 @@ class BlockStores:
         )
 
     async def _write(
-        self,
-        store: Endpoint,
-        objects: Sequence[PutObject],
-        slots: BufferSlots,
-        terms: PutOptions,
-        give_up_at: float,
+        self, store: Endpoint, objects: Sequence[PutObject], slots: BufferSlots, hints: CacheHints, give_up_at: float
     ) -> list[PutOutcome]:
         name = new_id("put")
+        terms = PutOptions(hints=hints)
         steps = put_steps(store.transfer_address, name, objects, slots, terms, seconds_left(give_up_at))
         try:
             return await self._run(store, steps, give_up_at)

@@ -335,7 +335,7 @@ class Catalog:
         entry = Entry(stored.record, stored.generation, stored.checksum, stored.length, stored.offset)
         self._index.insert(stored.key, entry)
         self.evictor.add(stored.record, stored.key, stored.parent)
-        self.evictor.hint(stored.record, stored.hints, stored.space)
+        self.evictor.hint(stored.record, stored.hints, stored.space, is_new=True)
         self._announce.added(stored.key, stored.parent, self.evictor.tier(stored.record))
 
     def _count_child(self, parent: BlockKey | None, change: int, *, in_memory: bool = True) -> None:

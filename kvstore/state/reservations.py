@@ -177,7 +177,7 @@ class Reservations:
         visible = self._catalog.find(request.key)
         if visible is not None:
             self._moves.record_uses([visible])
-            self._catalog.evictor.hint(visible.record, request.hints, visible.space)
+            self._catalog.evictor.hint(visible.record, request.hints, visible.space, is_new=False)
             return Slot(outcome=PutOutcome.PRESENT)
         if self._catalog.is_reserved(request.key):
             return Slot(outcome=PutOutcome.IN_PROGRESS)

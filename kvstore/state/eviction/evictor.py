@@ -10,6 +10,7 @@ chain.**
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -220,15 +221,17 @@ class Evictor:
         for record, hints in self._hints.due(self._now):
             self._set_hints(record, hints.at_end(self._now))
 
-    def hint(self, record: Record, hints: CacheHints, space: int) -> None:
-        """Applies the hints of a put to one of its objects, whether it is new or was present."""
+    def hint(self, record: Record, hints: CacheHints, space: int, *, is_new: bool) -> None:
+        """Applies the hints of a put to one of its objects. They cannot make one that was present leave earlier."""
         known = self._hints.get(record)
         if known is None and hints == NO_HINTS:
             return
-        known = known or ObjectHints(space=space, used_at=self._now, is_low=hints.low_priority)
-        is_low = known.is_low and hints.low_priority  # one put of normal priority is enough
-        ttl_s = known.ttl_s if hints.ttl_s is None else hints.ttl_s
-        self._set_hints(record, replace(known, is_low=is_low, ttl_s=ttl_s))
+        ttl_s, is_low = hints.ttl_s or math.inf, hints.low_priority
+        if is_new:
+            self._set_hints(record, ObjectHints(space=space, used_at=self._now, is_low=is_low, ttl_s=ttl_s))
+        elif known is not None:
+            is_still_low = known.is_low and is_low
+            self._set_hints(record, replace(known, is_low=is_still_low, ttl_s=max(known.ttl_s, ttl_s)))
         # A put's objects become visible one after another, in the order of their chain: the last one has no followers.
         if hints.return_within_s is not None and not is_low and self._is_leaf(record):
             self._expect(record, hints.return_within_s, hints.return_after_s or hints.return_within_s)
@@ -242,8 +245,8 @@ class Evictor:
         key: BlockKey | None = self._rows.key(record)
         while key is not None and (entry := self._index.find(key)) is not None and entry.offset is not None:
             known = self._hints.get(entry.record) or ObjectHints(space=padded(entry.length), used_at=self._now)
-            if is_long and known.expected is not Expected.NOT:
-                break
+            if is_long and (known.expected is not Expected.NOT or self._rows.num_children[entry.record] > 1):
+                break  # others use the blocks before it
             if len(chain) == MAX_CHAIN or entry.record in chain:
                 return
             chain[entry.record] = replace(known, expected=expected, returns_by=returns_by)

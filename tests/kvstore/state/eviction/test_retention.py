@@ -52,6 +52,16 @@ def test_one_put_of_normal_priority_ends_the_low_priority_of_an_object() -> None
     assert node.in_memory() == [1, 3]
 
 
+def test_a_put_cannot_make_an_object_that_is_present_leave_earlier() -> None:
+    node = Tiered.make(3, None)
+    put(node, 1)
+    put(node, 2)
+    put(node, 2, hints=CacheHints(ttl_s=1.0, low_priority=True))
+    for number in (3, 4):
+        put(node, number, now=5.0)
+    assert node.in_memory() == [2, 3, 4]
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_chain_that_is_expected_outlives_others_until_its_time_is_over(policy: str) -> None:
     node = Tiered.make(6, None, policy=policy)
