@@ -23,11 +23,13 @@ def num_stored(cluster: Cluster, prompt: list[int]) -> int:
 
 
 def test_hints_decide_what_is_stored_and_what_leaves_first(cluster: Cluster) -> None:
-    unstored = fill(cluster, "unstored", store=False)
+    unstored = prompt_of("unstored", NUM_BLOCKS * BLOCK_SIZE)
+    cluster.greedy(unstored, BLOCK_SIZE + 1, kv_cache={"store": False})  # the answer fills a block
     normal = fill(cluster, "normal")
     low = fill(cluster, "low", NUM_LOW, eviction_priority="low")
     cluster.wait_until_stored([normal, low], BLOCK_SIZE)  # puts are in order, so an earlier one has ended too
     assert num_stored(cluster, unstored) == 0
+    assert cluster.store().num_objects == NUM_BLOCKS + NUM_LOW
     number = 0
     while num_stored(cluster, low) == NUM_LOW:
         number += 1
