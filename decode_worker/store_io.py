@@ -43,7 +43,7 @@ class OffloadStore:
         deadline_s = STORE_TIMEOUTS.deadline_s(spots.nbytes)
         began_at = time.monotonic()
         try:
-            result = await self._client.put(action.store, objects, spots, deadline_s=deadline_s)
+            result = await self._client.put(action.store, objects, spots, deadline_s=deadline_s, hints=action.hints)
         except MoonserveError as error:
             log.warning("KV blocks not stored at %s: %s", action.store.instance_id, error)
             return BlocksStored(

@@ -11,6 +11,8 @@ from moonserve.kvstore.state.state import StoreState
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import KEY_BYTES, NO_PARENT, BlockKey
 from moonserve.protocol.pb import kvstore_pb2
+from moonserve.protocol.request import CacheHints
+from moonserve.protocol.rpc.wire import from_message
 
 STORE_ROLE = "store"
 DIRECTORY_ROLE = "directory"
@@ -39,7 +41,8 @@ def packed_keys_from_wire(packed: bytes) -> bytes:
 
 
 def put_requests_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[PutRequest]:
-    """Returns the puts. Raises InvalidRequest for malformed keys or an unknown pin."""
+    """Returns the puts. Raises InvalidRequest for malformed keys or hints, or an unknown pin."""
+    hints = from_message(CacheHints, message.hints)
     return [
         PutRequest(
             key=_key(put.key),
@@ -47,6 +50,7 @@ def put_requests_from_wire(message: kvstore_pb2.StoreReserveRequest) -> list[Put
             length=put.length,
             tenant=put.tenant,
             pin=pin_from_wire(put.pin),
+            hints=hints,
         )
         for put in message.wishes
     ]

@@ -112,7 +112,7 @@ async def put_blocks(
     spots = memory.spots_of([item.block for item in action.items])
     deadline_s = patience.deadline_s(len(objects) * memory.layout.block_bytes)
     try:
-        result = await client.put(action.store, objects, spots, deadline_s=deadline_s)
+        result = await client.put(action.store, objects, spots, deadline_s=deadline_s, hints=action.items[-1].hints)
     except MoonserveError as error:
         log.warning("put to %s failed: %s", action.store.instance_id, error)
         return ev.PutFailed(put_id=action.put_id, error=error)

@@ -7,15 +7,17 @@ another worker yields the same tokens.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
 
+from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import BlockKey
 
 InstanceId = NewType("InstanceId", str)
@@ -111,6 +113,30 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheHints:
+    """What is known about the further use of a request's KV. The defaults say nothing. Times are in seconds."""
+
+    store: bool = True  # False = its new blocks are neither stored nor kept in device caches
+    return_within_s: float | None = None  # the chain is likely to be used again so soon after it was stored
+    return_after_s: float | None = None  # and hardly before; None = as `return_within_s`
+    ttl_s: float | None = None  # time without a use after which a block leaves first
+    low_priority: bool = False  # leaves before all blocks of normal priority
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest for a time that is not a number above 0."""
+        for seconds in (self.return_within_s, self.return_after_s, self.ttl_s):
+            if seconds is not None and not 0.0 < seconds < math.inf:
+                raise InvalidRequest(f"a cache hint of {seconds} s; it must be above 0", param="cache_hints")
+
+    def without_return(self) -> CacheHints:
+        """Returns the hints of the blocks before the last one of the chain."""
+        return replace(self, return_within_s=None, return_after_s=None)
+
+
+NO_HINTS = CacheHints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """Request to continue `token_ids`, in the form that workers receive."""
 
@@ -124,6 +150,7 @@ class Request:
     timeout_s: float = 600.0
     tenant: str = ""  # empty = unknown
     traceparent: str = ""  # W3C Trace Context; empty = not traced
+    cache_hints: CacheHints = NO_HINTS
 
     @property
     def first_index(self) -> int:

@@ -12,7 +12,18 @@ from enum import Enum, auto
 from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.request import BlockId, DecodeReport, Endpoint, GatewayId, LeaseId, Request, RequestId, Token
+from moonserve.protocol.request import (
+    NO_HINTS,
+    BlockId,
+    CacheHints,
+    DecodeReport,
+    Endpoint,
+    GatewayId,
+    LeaseId,
+    Request,
+    RequestId,
+    Token,
+)
 from moonserve.worker.events import Action, Event
 from moonserve.worker.events import Fail as Fail
 from moonserve.worker.events import GatewayLost as GatewayLost
@@ -257,6 +268,7 @@ class StoreBlocks(Action):
     move_id: int
     store: Endpoint
     blocks: tuple[OffloadBlock, ...]
+    hints: CacheHints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

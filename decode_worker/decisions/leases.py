@@ -275,6 +275,8 @@ class LeaseTable:
         """Makes the landed full blocks findable, so that later reservations with the same leading keys share them."""
         if lease.commit is None:
             raise RuntimeError(f"lease {lease.lease_id} is sealed without a commit")
+        if not lease.commit.request.cache_hints.store:
+            return
         sent = list(zip(lease.landing_blocks, lease.commit.checksums, strict=True))
         for index, key in enumerate(lease.block_keys[lease.num_cached :], start=lease.num_cached):
             block, checksum = sent[index - lease.num_cached]

@@ -96,6 +96,8 @@ class Offloading:
         full = sequence.slice.start // self._block_size
         if self._home is None or not sequence.block_keys or full <= sequence.num_stored:
             return
+        if not sequence.request.cache_hints.store:
+            return
         if not self._is_cheaper(sequence, full, full - sequence.num_stored, now):
             return
         sequence.extend_keys(full, self._block_size)
@@ -110,7 +112,7 @@ class Offloading:
         first = max(len(sequence.request.block_keys), sequence.num_stored)
         if self._home is None or self._costs is None or not self._costs.with_answers:
             return
-        if not sequence.block_keys or full <= first:
+        if not sequence.block_keys or full <= first or not sequence.request.cache_hints.store:
             return
         if len(self._moves) >= MAX_MOVES_IN_FLIGHT:
             self._counters.answers_dropped += 1
@@ -124,7 +126,7 @@ class Offloading:
         blocks = tuple(item.block for item in items)
         self._pool.retain(blocks)
         number = self._begin()
-        put = StoreBlocks(move_id=number, store=store, blocks=items)
+        put = StoreBlocks(move_id=number, store=store, blocks=items, hints=sequence.request.cache_hints)
         self._moves[number] = _Move(sequence, put, blocks)
         sequence.move_id = number
         out.append(put)

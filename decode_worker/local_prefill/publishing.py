@@ -16,7 +16,7 @@ from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.prefill_worker.decisions.events import PutBlocks, PutDone, PutFailed, PutItem
 from moonserve.prefill_worker.decisions.write_behind import WriteBehind
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
-from moonserve.protocol.request import BlockId, Endpoint
+from moonserve.protocol.request import BlockId, CacheHints, Endpoint
 from moonserve.worker.events import Action, Event
 
 
@@ -50,6 +50,7 @@ class NewBlock(NamedTuple):
     block: BlockId
     key: BlockKey
     parent: BlockKey | None
+    hints: CacheHints
 
 
 class _Seal(NamedTuple):
@@ -100,11 +101,11 @@ class BlockPublisher:
         items, store = self._seals.pop(event.seal_id)
         store_id = self._home_id if store is None else store.instance_id
         puts = None if store_id is None else self._puts_to(store_id)
-        for (block, key, parent), checksum in zip(items, event.checksums, strict=True):
+        for (block, key, parent, hints), checksum in zip(items, event.checksums, strict=True):
             if self._pool.key_of(block) is None:
                 self._pool.publish(block, key, NO_PARENT if parent is None else parent, checksum)
             if puts is not None and self._pool.key_of(block) == key:
-                puts.enqueue(PutItem(key=key, parent=parent, checksum=checksum, block=block))
+                puts.enqueue(PutItem(key=key, parent=parent, checksum=checksum, block=block, hints=hints))
         self._pool.release([item.block for item in items])
 
     def on_put_ended(self, event: PutEnded) -> None:

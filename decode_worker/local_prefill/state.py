@@ -307,11 +307,14 @@ class LocalPrefillState(DecodeState):
             prompt.began_at = now
         keys = prompt.request.block_keys
         full = min(len(keys), sequence.slice.start // self._limits.block_size)
-        if full > prompt.num_sealed and len(sequence.block_table) >= full:
+        hints = prompt.request.cache_hints
+        if full > prompt.num_sealed and len(sequence.block_table) >= full and hints.store:
             items = [
-                NewBlock(sequence.block_table[i], keys[i], keys[i - 1] if i else None)
+                NewBlock(sequence.block_table[i], keys[i], keys[i - 1] if i else None, hints.without_return())
                 for i in range(prompt.num_sealed, full)
             ]
+            if full == len(keys):
+                items[-1] = items[-1]._replace(hints=hints)
             prompt.num_sealed = full
             out.append(self.publishing.seal(items, prompt.store))
 

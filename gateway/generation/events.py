@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from moonserve.gateway.cluster.avoided_instances import Incarnation
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.request import (
+    NO_HINTS,
+    CacheHints,
     DecodeReport,
     Endpoint,
     FinishReason,
@@ -197,6 +199,8 @@ class GenerationRequest:
     model: str = ""  # as the client names it
     client_id: str = ""  # header x-request-id, the client's own id of the request
     session_id: str = ""  # id of the client's conversation; empty if it names none
+    has_tools: bool = False
+    cache_hints: CacheHints = NO_HINTS
     choices: tuple[Choice, ...]
     priority: int = 0
     tenant: str = ""
@@ -204,3 +208,8 @@ class GenerationRequest:
     traceparent: str = ""  # of the client's own trace, unchanged
     ttft_slo_s: float = 0.0  # 0 = the conductor's default
     tbt_slo_s: float = 0.0
+
+    @property
+    def session(self) -> str:
+        """Name of the session among those of all tenants; empty = none."""
+        return f"{self.tenant}\0{self.session_id}" if self.session_id else ""

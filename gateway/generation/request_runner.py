@@ -34,6 +34,7 @@ from moonserve.gateway.generation.events import (
 )
 from moonserve.gateway.generation.request_state import RequestState
 from moonserve.gateway.generation.request_timing import RequestTiming
+from moonserve.gateway.generation.session_returns import SessionReturns
 from moonserve.gateway.text.detokenizer import TextOutput
 from moonserve.protocol.errors import DeadlineExceeded, MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, pack_keys, pack_tokens, root_key
@@ -59,6 +60,7 @@ class GenerationContext:
     routes: dict[str, Generation]  # keyed by the request id of the current attempt
     tracer: Tracer
     figures: RecentFigures
+    returns: SessionReturns
 
 
 class OutputListener(Protocol):
@@ -288,6 +290,7 @@ class Generation:
             timeout_s=action.timeout_s,
             tenant=self._request.tenant,
             traceparent=self.timings.traceparent,
+            cache_hints=self._request.cache_hints,
         )
         message = submission_to_wire(request, action.placement)
         try:
@@ -328,6 +331,7 @@ class Generation:
         if self._route_id is not None:
             self._context.routes.pop(self._route_id, None)
         self._deadline.cancel()
+        self._context.returns.ended(self._request.session, self._loop.time())
 
     def _release_listener(self) -> OutputListener:
         """Returns the listener and releases it, which breaks the reference cycle between the two."""

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from moonserve.gateway.cluster.cluster_client import ClusterClient
 from moonserve.gateway.cluster.history import InstanceEvents
@@ -28,6 +29,7 @@ from moonserve.gateway.generation.events import (
 from moonserve.gateway.generation.output_queue import Answer
 from moonserve.gateway.generation.request_runner import Generation, GenerationContext
 from moonserve.gateway.generation.request_state import LIVE, choice_id
+from moonserve.gateway.generation.session_returns import SessionReturns
 from moonserve.gateway.text.detokenizer import TextOutput
 from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.errors import MoonserveError, NoWorker
@@ -36,7 +38,7 @@ from moonserve.protocol.process.event_loop import LoggedTasks
 from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.process.machine import host_identity
 from moonserve.protocol.process.tracing import Tracer
-from moonserve.protocol.request import DecodeReport, GatewayId, PrefillReport, new_id
+from moonserve.protocol.request import CacheHints, DecodeReport, GatewayId, PrefillReport, new_id
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import failure_from_wire, from_message, token_from_wire
 
@@ -88,6 +90,7 @@ class Gateway:
             routes=self._routes,
             tracer=tracer,
             figures=self.figures,
+            returns=SessionReturns(),
         )
         self.is_draining = False
         self._refuses = False
@@ -118,6 +121,7 @@ class Gateway:
         """Starts the generations of a request. Raises NoWorker if the gateway is stopping."""
         if self._refuses:
             raise NoWorker("this gateway is shutting down")
+        request = replace(request, cache_hints=self._cache_hints(request))
         metrics = self._context.metrics
         answer = Answer(request, self._context.tracer.begin("request", request.traceparent), metrics)
         metrics.num_choices.add(len(request.choices))
@@ -125,6 +129,23 @@ class Gateway:
         answer.generations = [self._generation(request, choice, answer) for choice in request.choices]
         self._start(request, answer.generations)
         return answer
+
+    def _cache_hints(self, request: GenerationRequest) -> CacheHints:
+        """Returns the client's hints, with a predicted return if it names a session and no time. A time counts from the
+        end of the reply, for which the mean duration of replies is added."""
+        hints, returns, predicted = request.cache_hints, self._context.returns, None
+        if request.session:
+            kind = "requests with tools" if request.has_tools else "requests without tools"
+            predicted = returns.began(request.session, kind, request.arrived_at)
+        if hints.return_within_s is not None:
+            return replace(hints, return_within_s=hints.return_within_s + returns.reply_s)
+        if predicted is None or not hints.store or hints.low_priority:
+            return hints
+        text = "the next request of the session is expected in %.1f to %.1f s, by the pauses of: %s"
+        log.debug(
+            text, predicted.after_s, predicted.within_s, predicted.source, extra=request_extra(request.request_id)
+        )
+        return replace(hints, return_within_s=predicted.within_s, return_after_s=predicted.after_s)
 
     def _start(self, request: GenerationRequest, generations: Sequence[Generation]) -> None:
         """Starts choices so that equal prompts share blocks, if they fill more than one, and log-probabilities: the

@@ -236,6 +236,8 @@ def _generation_request(
         arrived_at=request.state.arrived_at,
         model=model,
         session_id=_session_id(request) or body.prompt_cache_key or "",
+        has_tools=isinstance(body, ChatBody) and bool(body.tools),
+        cache_hints=body.cache_hints,
         choices=choices,
         priority=identity.priority_of(body.priority),
         tenant=tenant_of(identity, body.user),

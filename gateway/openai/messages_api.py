@@ -9,7 +9,7 @@ cannot be resumed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -27,9 +27,10 @@ from moonserve.gateway.served_model import ServedModel
 Json = dict[str, Any]
 Blocks = str | list[Json]
 
-_SHARED = ("model", "stream", "temperature", "top_p", "top_k")
+_SHARED = ("model", "stream", "temperature", "top_p", "top_k", "kv_cache")
 _IGNORED = frozenset({"service_tier", "container", "context_management", "output_config", "cache_control", "betas"})
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_TTLS_S = {"5m": 300.0, "1h": 3_600.0}  # of `cache_control`
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {503: "overloaded_error", 504: "timeout_error"}
 
@@ -90,6 +91,8 @@ def to_chat_body(body: MessagesBody) -> Json:
     chat["stream_options"] = {"include_usage": True}
     system = [{"role": "system", "content": _text(body.system, "system")}] if body.system else []
     chat["messages"] = [*system, *_chat_messages(body.messages)]
+    if ttls_s := list(_ttls_s([given, *(body.tools or ()), *_blocks(body)])):  # the longest one counts
+        chat["kv_cache"] = {"ttl_s": max(ttls_s)} | (chat.get("kv_cache") or {})
     if body.messages[-1].get("role") == "assistant":  # the answer continues it
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.max_tokens is not None:
@@ -108,6 +111,25 @@ def to_chat_body(body: MessagesBody) -> Json:
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
     return chat
+
+
+def _blocks(body: MessagesBody) -> Iterator[object]:
+    """Yields the content blocks of the system prompt and of all messages."""
+    for content in (body.system, *(message.get("content") for message in body.messages)):
+        yield from content if isinstance(content, list) else ()
+
+
+def _ttls_s(parts: Iterable[object]) -> Iterator[float]:
+    """Yields the retention that each part's `cache_control` asks for. Raises ApiError for one that is unknown."""
+    for part in parts:
+        control = part.get("cache_control") if isinstance(part, dict) else None
+        if control is None:
+            continue
+        is_known = isinstance(control, dict) and control.get("type") == "ephemeral"
+        ttl = str(control.get("ttl") or "5m") if is_known else ""
+        if ttl not in _TTLS_S:
+            raise invalid('cache_control: must be {"type": "ephemeral"} with a ttl of "5m" or "1h"', "cache_control")
+        yield _TTLS_S[ttl]
 
 
 def _chat_messages(messages: Sequence[Json]) -> Iterator[Json]:

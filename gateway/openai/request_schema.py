@@ -15,11 +15,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moonserve.gateway.errors import ApiError, invalid, unsupported
+from moonserve.protocol.request import CacheHints
 
 log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20  # OpenAI's own limit for chats
+_RETENTIONS_S = {"in_memory": 3_600.0, "in-memory": 3_600.0, "24h": 86_400.0}  # OpenAI's own limits
 _MAX_BAD_WORDS = 128
 _MAX_STOPS = 32
 _MAX_WARNED_NAMES = 1_000
@@ -142,6 +144,17 @@ class ToolCall(Body):
         return {"id": self.id, "type": self.type, "function": function}
 
 
+class KvCache(Body):
+    """`kv_cache`: what the client knows about the further use of the prompt's and the answer's KV."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    store: bool | None = None
+    return_within_s: Annotated[float, Field(gt=0.0, le=3_600.0)] | None = None
+    ttl_s: Annotated[float, Field(gt=0.0, le=86_400.0)] | None = None
+    eviction_priority: Literal["normal", "low"] | None = None
+
+
 class StreamOptions(Body):
     """Options of a streamed reply."""
 
@@ -174,6 +187,8 @@ class SamplingBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1_024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None  # names a session
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    kv_cache: KvCache | None = None
     return_token_ids: bool | None = None
     x_timing: bool | None = None
     skip_special_tokens: bool | None = None
@@ -187,6 +202,16 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+
+    @property
+    def cache_hints(self) -> CacheHints:
+        given = self.kv_cache or KvCache()
+        return CacheHints(
+            store=given.store is not False,
+            return_within_s=given.return_within_s,
+            ttl_s=given.ttl_s or _RETENTIONS_S.get(self.prompt_cache_retention or ""),
+            low_priority=given.eviction_priority == "low",
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:

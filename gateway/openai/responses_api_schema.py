@@ -14,7 +14,8 @@ from moonserve.gateway.openai.request_schema import MAX_LOGPROBS, Body
 SHARED = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "user",
-    "priority", "cache_salt", "prompt_cache_key", "skip_special_tokens", "chat_template_kwargs", "parallel_tool_calls",
+    "priority", "cache_salt", "prompt_cache_key", "prompt_cache_retention", "kv_cache", "skip_special_tokens",
+    "chat_template_kwargs", "parallel_tool_calls",
 )  # fmt: skip
 
 LOGPROBS = "message.output_text.logprobs"
@@ -30,7 +31,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "moderation": (None,),
 }
 # These concern a service that this server is not.
-_HARMLESS = frozenset({"prompt_cache_retention", "safety_identifier", "service_tier"})
+_HARMLESS = frozenset({"safety_identifier", "service_tier"})
 # Reasoning is sent in the clear.
 _INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 

@@ -35,7 +35,7 @@ from moonserve.protocol.errors import DeadlineExceeded, MoonserveError, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.process.event_loop import BackgroundTasks
-from moonserve.protocol.request import Endpoint, new_id
+from moonserve.protocol.request import NO_HINTS, CacheHints, Endpoint, new_id
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import endpoint_from_wire
 from moonserve.transfer import Batch, Op, ScatterTransfer, TransferEngine
@@ -191,6 +191,7 @@ class BlockStores:
         slots: BufferSlots,
         *,
         deadline_s: float | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> PutResult:
         """Stores objects, each of which fills its slot. Objects counted as stored are visible when this returns.
 
@@ -202,12 +203,12 @@ class BlockStores:
             deadline_s = PATIENCE.deadline_s(slots.nbytes)
         give_up_at = loop_time() + deadline_s
         puts = [PutOutcome.LATER] * len(objects)
-        if self._attaches:
+        if self._attaches and hints == NO_HINTS:  # an inline put has no field for hints
             puts = await self._direct.put(store, objects, slots, seconds_left(give_up_at))
         later = [place for place, put in enumerate(puts) if put is PutOutcome.LATER]
         if later:
             some = [objects[place] for place in later]
-            written = await self._write(store, some, slots.at(later), give_up_at)
+            written = await self._write(store, some, slots.at(later), hints, give_up_at)
             for place, put in zip(later, written, strict=True):
                 puts[place] = put
         return PutResult(
@@ -218,10 +219,11 @@ class BlockStores:
         )
 
     async def _write(
-        self, store: Endpoint, objects: Sequence[PutObject], slots: BufferSlots, give_up_at: float
+        self, store: Endpoint, objects: Sequence[PutObject], slots: BufferSlots, hints: CacheHints, give_up_at: float
     ) -> list[PutOutcome]:
         name = new_id("put")
-        steps = put_steps(store.transfer_address, name, objects, slots, PutOptions(), seconds_left(give_up_at))
+        terms = PutOptions(hints=hints)
+        steps = put_steps(store.transfer_address, name, objects, slots, terms, seconds_left(give_up_at))
         try:
             return await self._run(store, steps, give_up_at)
         except BaseException:  # also on cancellation: other writers wait for the space and for the keys

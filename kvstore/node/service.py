@@ -217,6 +217,7 @@ class StoreService(DurableCalls):
 
     async def Touch(self, request: kvstore_pb2.StoreTouchRequest, context: Context) -> kvstore_pb2.StoreTouchReply:
         keys = wire.packed_keys_from_wire(request.keys)
+        self._state.catalog.evictor.advance(self._clock())
         for first in reversed(range(0, len(keys), TOUCHED_BYTES)):  # a chain's head is used last
             self._state.record_uses(keys[first : first + TOUCHED_BYTES])
             if first:

@@ -122,6 +122,7 @@ class Catalog:
             return None
         stored = StoredObject(request.key, request.parent, request.length, self.take_generation())
         stored.tenant, stored.pin, stored.is_copied = request.tenant, request.pin, request.is_copied
+        stored.hints = request.hints
         stored.offset = offset
         self._reserved[request.key] = stored
         self.accounting.reserved_bytes += stored.space
@@ -175,7 +176,7 @@ class Catalog:
         """Removes a visible object; it is hidden while it is held. Releases its place on disk."""
         record = stored.record
         self._index.remove(stored.key)
-        self.evictor.remove(record)
+        self.evictor.forget(record)
         self.evictor.share(record).nbytes -= stored.space
         self._announce.removed(stored.key)
         self.drop_disk_copy(record, stored.length)
@@ -334,6 +335,7 @@ class Catalog:
         entry = Entry(stored.record, stored.generation, stored.checksum, stored.length, stored.offset)
         self._index.insert(stored.key, entry)
         self.evictor.add(stored.record, stored.key, stored.parent)
+        self.evictor.hint(stored.record, stored.hints, stored.space, is_new=True)
         self._announce.added(stored.key, stored.parent, self.evictor.tier(stored.record))
 
     def _count_child(self, parent: BlockKey | None, change: int, *, in_memory: bool = True) -> None:
@@ -362,6 +364,7 @@ class Catalog:
             writing=[(o.offset, o.length) for o in waiting],
             loading=list(loading),
         )
+        self.evictor.validate()
         self._shares.validate((o.tenant, o.space) for o in (*visible, *waiting))
         holds = Counter(stored.generation for stored in held)
         counted = Counter({o.generation: self.rows.holds[o.record] for o in visible})

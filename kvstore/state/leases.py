@@ -37,6 +37,7 @@ class Leases:
         if known is not None or lease_id in self._ended:
             raise StaleLease("this lease has ended", lease_id=lease_id)
         check_ttl(ttl_s)
+        self._catalog.evictor.advance(now)
         lease = Lease(lease_id, self._leading_run(keys), now + ttl_s)
         for stored in lease.objects:
             self._catalog.hold(stored)

@@ -20,6 +20,7 @@ from moonserve.kvstore.index_layout import NO_RECORD, Record
 from moonserve.kvstore.state.allocator import padded
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.request import NO_HINTS, CacheHints
 
 
 class Tier(StrEnum):
@@ -50,6 +51,7 @@ class PutRequest:
     tenant: str = ""
     pin: Pin = Pin.NONE
     is_copied: bool = False  # copied from another node
+    hints: CacheHints = NO_HINTS
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +69,7 @@ class StoredObject:
     place: Place | None = None  # on disk; None = not there
     record: Record = NO_RECORD  # set while the object is visible
     is_copied: bool = False  # copied from another node; only set while it is being written
+    hints: CacheHints = NO_HINTS  # only set while it is being written
 
     @property
     def space(self) -> int:

@@ -62,6 +62,7 @@ class Reservations:
             if request.parent == request.key:  # it could never be evicted
                 raise InvalidRequest("an object cannot be its own parent", param="parent")
         expires_at = math.inf if ttl_s is None else now + ttl_s
+        self._catalog.evictor.advance(now)
         self._catalog.generation_clock.record(now, self._catalog.latest_generation + 1)
         reservation = self._grant(reservation_id, requests, expires_at)
         if reservation.objects:
@@ -109,6 +110,7 @@ class Reservations:
         visible."""
         reservation = self._live[reservation_id]
         reservation.advance(ReservationPhase.COMMITTING, ReservationPhase.ENDED)
+        self._catalog.evictor.advance(now)
         self._catalog.generation_clock.record(now, self._catalog.latest_generation + 1)
         for key, stored in reservation.objects.items():
             if key in reservation.checksums and key not in corrupt:
@@ -175,6 +177,7 @@ class Reservations:
         visible = self._catalog.find(request.key)
         if visible is not None:
             self._moves.record_uses([visible])
+            self._catalog.evictor.hint(visible.record, request.hints, visible.space, is_new=False)
             return Slot(outcome=PutOutcome.PRESENT)
         if self._catalog.is_reserved(request.key):
             return Slot(outcome=PutOutcome.IN_PROGRESS)

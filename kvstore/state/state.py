@@ -126,6 +126,7 @@ class StoreState:
     def expire(self, now: float) -> list[Reservation]:
         """Ends rights that have expired at `now`. The shell closes the windows of the returned reservations and calls
         `writers.window_closed` for each."""
+        self.catalog.evictor.advance(now)
         self.leases.expire(now)
         return self.reservations.expire(now)
 

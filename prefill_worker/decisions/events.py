@@ -14,7 +14,18 @@ from moonserve.prefill_worker.decisions.load_or_compute import LoadChoice
 from moonserve.prefill_worker.decisions.load_or_compute import PartRead as PartRead
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.request import BlockId, Endpoint, GatewayId, LeaseId, PrefillReport, Request, RequestId, Token
+from moonserve.protocol.request import (
+    NO_HINTS,
+    BlockId,
+    CacheHints,
+    Endpoint,
+    GatewayId,
+    LeaseId,
+    PrefillReport,
+    Request,
+    RequestId,
+    Token,
+)
 from moonserve.worker.events import Action, Event
 from moonserve.worker.events import Fail as Fail
 from moonserve.worker.events import GatewayLost as GatewayLost
@@ -333,6 +344,7 @@ class PutItem:
     parent: BlockKey | None
     checksum: int
     block: BlockId
+    hints: CacheHints = NO_HINTS  # with the expected return if it is the last one of its request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,9 +110,9 @@ class SharedState:
         )
 
     def publish(self, sequence: Sequence, index: int, checksum: int) -> None:
-        """Records a complete block's checksum. If the block is full, makes it findable for other sequences."""
+        """Records a complete block's checksum. If the block is full and may be kept, makes it findable for others."""
         sequence.checksums[index] = checksum
-        if index < len(sequence.request.block_keys):
+        if index < len(sequence.request.block_keys) and sequence.request.cache_hints.store:
             key, parent = sequence.request.block_keys[index], sequence.parent_key(index)
             self.pool.publish(sequence.block_table[index], key, parent or NO_PARENT, checksum)
 
@@ -173,14 +173,19 @@ class SharedState:
             self.resubmitted.append(successor)
 
     def _queue_store_writes(self, sequence: Sequence) -> None:
-        if self.home_store is None:
+        hints = sequence.request.cache_hints
+        if self.home_store is None or not hints.store:
             return
         keyed = zip(sequence.request.block_keys, sequence.block_table, strict=False)
+        last = len(sequence.request.block_keys) - 1
         for index, (key, block) in enumerate(keyed):
             checksum = self.pool.checksum_of(block)
             if checksum is not None and self.pool.key_of(block) == key:
                 parent = sequence.parent_key(index)
-                self.write_behind.enqueue(PutItem(key=key, parent=parent, checksum=checksum, block=block))
+                of_block = hints if index == last else hints.without_return()
+                self.write_behind.enqueue(
+                    PutItem(key=key, parent=parent, checksum=checksum, block=block, hints=of_block)
+                )
 
 
 def _loads(limits: Limits, profile: PrefillProfile) -> PrefixLoads:

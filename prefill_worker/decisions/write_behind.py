@@ -12,7 +12,7 @@ from collections import Counter, deque
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.prefill_worker.decisions.events import PutBlocks, PutDone, PutFailed, PutItem
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.request import BlockId, Endpoint
+from moonserve.protocol.request import BlockId, CacheHints, Endpoint
 
 MIN_HITS_BY_MODE = {"all": 0, "hot": 1}
 """Minimum reuses before a block is put, by `--store-writes` (measured: docs/engine-performance.md)."""
@@ -94,6 +94,8 @@ class WriteBehind:
         """Removes the next blocks from the queue and returns those that the pool has not evicted meanwhile."""
         items: list[PutItem] = []
         while self._pending and len(items) < self._max_in_flight:
+            if items and not _may_follow(items[-1].hints, self._pending[0].hints):
+                break
             item = self._pending.popleft()
             if self._pool.key_of(item.block) == item.key:
                 items.append(item)
@@ -134,3 +136,8 @@ class WriteBehind:
         assert len(self._pending) <= self._max_pending, "too many puts pending"
         assert len(self.held_blocks()) <= self._max_in_flight, "too many puts in flight"
         assert all(self._pool.references_of(block) for block in self.held_blocks())
+
+
+def _may_follow(before: CacheHints, hints: CacheHints) -> bool:
+    """Returns True if two blocks fit into one put, whose hints are those of its last block."""
+    return before.return_within_s is None and before == hints.without_return()

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"moonserve/protocol/pb/common.proto\x12\tmoonserve\"i\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"k\n\x08\x45ndpoint\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0brpc_address\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x85\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.moonserve.SamplingParams.LogitBiasEntry\x12\x0f\n\x07grammar\x18\x0e \x01(\t\x12+\n\tbad_words\x18\x0f \x03(\x0b\x32\x18.moonserve.TokenSequence\x12 \n\x13num_prompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"[\n\x0cPrefixSource\x12\"\n\x05store\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\xdc\x01\n\tPlacement\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.moonserve.Endpoint\x12#\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x13.moonserve.Endpoint\x12/\n\x0eprefix_sources\x18\x04 \x03(\x0b\x32\x17.moonserve.PrefixSource\x12\x18\n\x10predicted_ttft_s\x18\x05 \x01(\x01\x12\x17\n\x0fpredicted_tbt_s\x18\x06 \x01(\x01\x12\x0c\n\x04rank\x18\x07 \x01(\x01\"\x95\x01\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12(\n\x03ids\x18\x03 \x03(\x0b\x32\x1b.moonserve.Failure.IdsEntry\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x1a*\n\x08IdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*O\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_STORE\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"moonserve/protocol/pb/common.proto\x12\tmoonserve\"i\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"k\n\x08\x45ndpoint\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0brpc_address\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x85\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.moonserve.SamplingParams.LogitBiasEntry\x12\x0f\n\x07grammar\x18\x0e \x01(\t\x12+\n\tbad_words\x18\x0f \x03(\x0b\x32\x18.moonserve.TokenSequence\x12 \n\x13num_prompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\xc0\x01\n\nCacheHints\x12\x12\n\x05store\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1c\n\x0freturn_within_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1b\n\x0ereturn_after_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05ttl_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x14\n\x0clow_priority\x18\x05 \x01(\x08\x42\x08\n\x06_storeB\x12\n\x10_return_within_sB\x11\n\x0f_return_after_sB\x08\n\x06_ttl_s\"[\n\x0cPrefixSource\x12\"\n\x05store\x18\x01 \x01(\x0b\x32\x13.moonserve.Endpoint\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\xdc\x01\n\tPlacement\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.moonserve.Endpoint\x12#\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x13.moonserve.Endpoint\x12/\n\x0eprefix_sources\x18\x04 \x03(\x0b\x32\x17.moonserve.PrefixSource\x12\x18\n\x10predicted_ttft_s\x18\x05 \x01(\x01\x12\x17\n\x0fpredicted_tbt_s\x18\x06 \x01(\x01\x12\x0c\n\x04rank\x18\x07 \x01(\x01\"\x95\x01\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12(\n\x03ids\x18\x03 \x03(\x0b\x32\x1b.moonserve.Failure.IdsEntry\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x1a*\n\x08IdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*O\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_STORE\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,10 +25,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_FAILURE_IDSENTRY']._loaded_options = None
   _globals['_FAILURE_IDSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1289
-  _globals['_ROLE']._serialized_end=1368
-  _globals['_FINISHREASON']._serialized_start=1370
-  _globals['_FINISHREASON']._serialized_end=1465
+  _globals['_ROLE']._serialized_start=1484
+  _globals['_ROLE']._serialized_end=1563
+  _globals['_FINISHREASON']._serialized_start=1565
+  _globals['_FINISHREASON']._serialized_end=1660
   _globals['_KVLAYOUT']._serialized_start=49
   _globals['_KVLAYOUT']._serialized_end=154
   _globals['_ENDPOINT']._serialized_start=156
@@ -39,12 +39,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_end=819
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=730
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=778
-  _globals['_PREFIXSOURCE']._serialized_start=821
-  _globals['_PREFIXSOURCE']._serialized_end=912
-  _globals['_PLACEMENT']._serialized_start=915
-  _globals['_PLACEMENT']._serialized_end=1135
-  _globals['_FAILURE']._serialized_start=1138
-  _globals['_FAILURE']._serialized_end=1287
-  _globals['_FAILURE_IDSENTRY']._serialized_start=1245
-  _globals['_FAILURE_IDSENTRY']._serialized_end=1287
+  _globals['_CACHEHINTS']._serialized_start=822
+  _globals['_CACHEHINTS']._serialized_end=1014
+  _globals['_PREFIXSOURCE']._serialized_start=1016
+  _globals['_PREFIXSOURCE']._serialized_end=1107
+  _globals['_PLACEMENT']._serialized_start=1110
+  _globals['_PLACEMENT']._serialized_end=1330
+  _globals['_FAILURE']._serialized_start=1333
+  _globals['_FAILURE']._serialized_end=1482
+  _globals['_FAILURE_IDSENTRY']._serialized_start=1440
+  _globals['_FAILURE_IDSENTRY']._serialized_end=1482
 # @@protoc_insertion_point(module_scope)

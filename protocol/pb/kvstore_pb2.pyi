@@ -79,12 +79,17 @@ class StoreReserveRequest(_message.Message):
     WISHES_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    HINTS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     ttl_s: _builtins.float
     wait_s: _builtins.float
     """When other writers hold all keys that are not present: answer once one of them has finished, at most this late."""
     @_builtins.property
     def wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreReserveRequest.Wish]: ...
+    @_builtins.property
+    def hints(self) -> _common_pb2.CacheHints:
+        """for all of them"""
+
     def __init__(
         self,
         *,
@@ -92,10 +97,11 @@ class StoreReserveRequest(_message.Message):
         wishes: _abc.Iterable[Global___StoreReserveRequest.Wish] | None = ...,
         ttl_s: _builtins.float = ...,
         wait_s: _builtins.float = ...,
+        hints: _common_pb2.CacheHints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id", "ttl_s", b"ttl_s", "wait_s", b"wait_s", "wishes", b"wishes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "reservation_id", b"reservation_id", "ttl_s", b"ttl_s", "wait_s", b"wait_s", "wishes", b"wishes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -228,6 +228,7 @@ class SubmitRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CACHE_HINTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     gateway_id: _builtins.str
     token_ids: _builtins.bytes
@@ -246,6 +247,8 @@ class SubmitRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def placement(self) -> _common_pb2.Placement: ...
+    @_builtins.property
+    def cache_hints(self) -> _common_pb2.CacheHints: ...
     def __init__(
         self,
         *,
@@ -260,10 +263,11 @@ class SubmitRequest(_message.Message):
         timeout_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        cache_hints: _common_pb2.CacheHints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_hints", b"cache_hints", "placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "gateway_id", b"gateway_id", "num_prompt_tokens", b"num_prompt_tokens", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "cache_hints", b"cache_hints", "gateway_id", b"gateway_id", "num_prompt_tokens", b"num_prompt_tokens", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,6 +903,7 @@ class CommitRequest(_message.Message):
     PART_LAYERS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
+    CACHE_HINTS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.str
     gateway_id: _builtins.str
@@ -924,6 +929,8 @@ class CommitRequest(_message.Message):
         `checksums` then has as many for each block. Absent: one checksum covers a block.
         """
 
+    @_builtins.property
+    def cache_hints(self) -> _common_pb2.CacheHints: ...
     def __init__(
         self,
         *,
@@ -941,10 +948,11 @@ class CommitRequest(_message.Message):
         part_layers: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
         transfer_s: _builtins.float = ...,
+        cache_hints: _common_pb2.CacheHints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_hints", b"cache_hints", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "part_layers", b"part_layers", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "cache_hints", b"cache_hints", "checksums", b"checksums", "gateway_id", b"gateway_id", "lease_id", b"lease_id", "num_prompt_tokens", b"num_prompt_tokens", "part_layers", b"part_layers", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from moonserve.prefill_worker.service import PrefillService
 from moonserve.prefill_worker.state import PrefillState
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
-from moonserve.protocol.request import Endpoint, LeaseId, PrefixSource, Request
+from moonserve.protocol.request import NO_HINTS, CacheHints, Endpoint, LeaseId, PrefixSource, Request
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.step_time import PrefillProfile
 from moonserve.transfer import FaultPlan, ScatterTransfer, TransferEngine
@@ -239,8 +239,9 @@ class GatedStores(BlockStores):
         slots: BufferSlots,
         *,
         deadline_s: float | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> PutResult:
-        return await super().put(store, objects, slots, deadline_s=PATIENCE_S)
+        return await super().put(store, objects, slots, deadline_s=PATIENCE_S, hints=hints)
 
 
 class GatedLandings(DecodeClient):

@@ -1,6 +1,7 @@
 """Prefill worker's state machine without failures, from a request's arrival to its end, tested without I/O."""
 
 from collections import abc
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from moonserve.prefill_worker.decisions import events as ev
 from moonserve.prefill_worker.decisions.sequence import IllegalTransition, Phase, Sequence
 from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.request import FinishReason, LeaseId, RequestId
+from moonserve.protocol.request import NO_HINTS, CacheHints, FinishReason, LeaseId, RequestId
 from moonserve.protocol.step_time import PrefillProfile
 from tests.prefill_worker.builders import HOME, Walk, all_of, endpoint, kinds, make_placement, make_request, only, spans
 
@@ -265,6 +266,24 @@ def test_only_shared_blocks_are_hot_and_eviction_resets_the_count() -> None:
     assert put_behind(walk, "c", range(50, 62)) == []  # evicts all blocks
     assert put_behind(walk, "d", range(9)) == []
     assert len(put_behind(walk, "e", range(9))) == 2
+    walk.assert_drained()
+
+
+def test_a_prompts_last_put_says_when_it_returns_and_hints_are_not_mixed() -> None:
+    walk = Walk(num_blocks=32, max_put_blocks=3)
+    hints = CacheHints(return_within_s=9.0, ttl_s=60.0)
+    for name, first, given in (("a", 0, hints), ("b", 50, NO_HINTS), ("c", 100, CacheHints(store=False))):
+        request = replace(make_request(name, range(first, first + 17), max_tokens=1), cache_hints=given)
+        actions = walk.request(request)
+        while steps := all_of(actions, ev.RunStep):
+            actions = walk.done(steps[0])
+    assert walk.state.pool.num_cached == 8  # nothing of "c"
+    put, puts = only(walk.handle(ev.StoreFound(store=HOME)), ev.PutBlocks), []
+    while put is not None:
+        puts.append((len(put.items), put.items[-1].hints))
+        following = walk.handle(ev.PutDone(put_id=put.put_id, num_refused=0, corrupt=()))
+        put = only(following, ev.PutBlocks) if following else None
+    assert puts == [(3, hints.without_return()), (1, hints), (3, NO_HINTS), (1, NO_HINTS)]
     walk.assert_drained()
 
 

@@ -18,6 +18,7 @@ from moonserve.kvstore.state.catalog import Catalog
 from moonserve.kvstore.state.eviction import make
 from moonserve.kvstore.state.objects import PutRequest, StoredObject, Tier, Watermarks
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
+from moonserve.protocol.request import NO_HINTS, CacheHints
 
 UNIT = 256  # granularity of the catalog's allocator
 _EVICT_WHEN_FULL = Watermarks(evict_above=1.0, evict_share=0.0)
@@ -157,13 +158,18 @@ class Store:
         for stored in held.objects:
             self._catalog.drop_hold(stored)
 
-    def put(self, keys: Sequence[BlockKey], first: int) -> None:
+    def advance(self, now: float) -> None:
+        """Sets the time, for hints."""
+        self._catalog.evictor.advance(now)
+
+    def put(self, keys: Sequence[BlockKey], first: int, hints: CacheHints = NO_HINTS) -> None:
         """Stores the blocks of a chain from position `first` on. Blocks already present stay unchanged."""
         before = keys[first - 1] if first else None
         new = keys[first:]
         for parent, key, is_here in zip((before, *new), new, self.present(new), strict=False):
             # A block may be evicted by an earlier one of this loop. It then counts as absent.
-            if not is_here and not self._put(key, parent):
+            its_hints = hints if key == keys[-1] else hints.without_return()
+            if not is_here and not self._put(key, parent, its_hints):
                 self.num_refused += 1
                 return  # later blocks cannot be found without it
 
@@ -189,9 +195,9 @@ class Store:
             stored.offset = None
             self._catalog.restore(stored)
 
-    def _put(self, key: BlockKey, parent: BlockKey | None) -> bool:
+    def _put(self, key: BlockKey, parent: BlockKey | None, hints: CacheHints) -> bool:
         self._make_room()
-        stored = self._catalog.reserve(PutRequest(key=key, parent=parent, length=UNIT))
+        stored = self._catalog.reserve(PutRequest(key=key, parent=parent, length=UNIT, hints=hints))
         if stored is None:
             return False
         self._catalog.publish(stored, checksum=0)

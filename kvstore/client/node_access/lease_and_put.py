@@ -18,8 +18,9 @@ from moonserve.kvstore.disk.base import Pin
 from moonserve.kvstore.state.objects import PutOutcome
 from moonserve.kvstore.wire import pin_from_wire, pin_to_wire
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.pb import kvstore_pb2
-from moonserve.protocol.request import Endpoint
+from moonserve.protocol.pb import common_pb2, kvstore_pb2
+from moonserve.protocol.request import NO_HINTS, CacheHints, Endpoint
+from moonserve.protocol.rpc.wire import to_message
 from moonserve.transfer import Op, RemoteSegment, ScatterTransfer
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ class PutOptions:
 
     pin: Pin = Pin.NONE
     tenant: str = ""
+    hints: CacheHints = NO_HINTS
+    """The expected return counts for objects that no other object follows."""
     keeps_present: bool = False
     """True if a key that is stored counts as stored, whatever its value."""
 
@@ -96,7 +99,10 @@ def put_steps(
 
     `address`: the node's transfer engine. `wait_s`: time to wait for other writers of the same keys.
     """
-    request = kvstore_pb2.StoreReserveRequest(reservation_id=reservation_id, ttl_s=ttl_for(left_s), wait_s=wait_s)
+    hints = to_message(common_pb2.CacheHints, terms.hints)
+    request = kvstore_pb2.StoreReserveRequest(
+        reservation_id=reservation_id, ttl_s=ttl_for(left_s), wait_s=wait_s, hints=hints
+    )
     pin = pin_to_wire(terms.pin)
     for each, length in zip(objects, slots.lengths.tolist(), strict=True):
         request.wishes.add(key=each.key, parent=each.parent or b"", length=length, tenant=terms.tenant, pin=pin)

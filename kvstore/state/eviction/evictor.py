@@ -10,18 +10,33 @@ chain.**
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
+
+import numpy as np
 
 from moonserve.kvstore.disk.base import DiskSpace, Pin
 from moonserve.kvstore.index_layout import NO_RECORD, Record, RecordArray
 from moonserve.kvstore.published_index import KeyIndex
 from moonserve.kvstore.state.allocator import Allocator, padded
 from moonserve.kvstore.state.catalog_tables import Records, SpaceAccounting
+from moonserve.kvstore.state.eviction.base import EvictionPolicy
 from moonserve.kvstore.state.eviction.quotas import EvictionCandidates, TenantShare, TenantShares
+from moonserve.kvstore.state.eviction.retention import (
+    MAX_CHAIN,
+    MAX_KEPT_SHARE,
+    Expected,
+    HintTable,
+    LeaveOrder,
+    ObjectHints,
+    Turnover,
+)
 from moonserve.kvstore.state.objects import StoredObject, Tier, Watermarks
 from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.request import NO_HINTS, CacheHints
 
 
 class ChildCounts:
@@ -118,6 +133,9 @@ class Evictor:
         self._rows = catalog.rows
         self._index = index
         self._shares = shares
+        self._hints = HintTable()
+        self._turnover = Turnover(catalog.allocator.capacity)
+        self._now = 0.0
 
     # What is on offer
 
@@ -131,25 +149,46 @@ class Evictor:
         """Adds an object to the policy of its tier, and offers it if it may leave."""
         before = NO_RECORD if parent is None else self._index.record_of(parent)
         if before != NO_RECORD and self.tier(before) is not self.tier(record):
-            before = NO_RECORD  # each tier has its own policy instance
-        self._candidates(record).policy.added(record, key, before)
+            before = NO_RECORD  # each tier has its own policy instances
+        hints = self._hints.get(record)
+        if hints is not None and hints.expected is Expected.KEPT and self.tier(record) is Tier.DISK:
+            self._hints.set(record, replace(hints, expected=Expected.AWAY))
+        self._policy(record).added(record, key, before)
         self.update_candidacy(record)
 
     def remove(self, record: Record) -> None:
         """Removes an object from the policy of the tier that its row still names."""
-        self._candidates(record).forget(record)
+        self._candidates(record).forget(record, self._order(record))
+
+    def forget(self, record: Record) -> None:
+        """Removes an object that leaves the node."""
+        self.remove(record)
+        self._hints.set(record, None)
 
     def used(self, record: Record) -> None:
-        self._candidates(record).policy.used(record)
+        hints = self._hints.get(record)
+        if hints is not None:
+            self._set_hints(record, hints.after_use(self._now))
+        self._policy(record).used(record)
 
     def used_all(self, records: RecordArray) -> None:
         """Records uses of many records. The order is kept within each policy instance only."""
         in_memory = self._rows.in_memory_all(records)
         for share, is_its in self._shares.split(self._rows.tenants_all(records)):
             for tier, is_there in ((Tier.MEMORY, in_memory), (Tier.DISK, ~in_memory)):
-                used = records[is_its & is_there]
+                used = self._without_hinted(records[is_its & is_there])
                 if len(used):
-                    share.candidates[tier].policy.used_all(used)
+                    share.candidates[tier].policy(LeaveOrder.NORMAL).used_all(used)
+
+    def _without_hinted(self, records: RecordArray) -> RecordArray:
+        """Records uses of the objects with hints among these, and returns the others."""
+        if not len(self._hints):
+            return records
+        is_hinted = np.fromiter(map(self._hints.__contains__, records.tolist()), np.bool_, len(records))
+        for record in records[is_hinted].tolist():
+            self.used(record)
+        others: RecordArray = records[~is_hinted]
+        return others
 
     def update_candidacy(self, record: Record) -> None:
         """Offers a record if its object may leave its tier, and withdraws it otherwise."""
@@ -159,13 +198,83 @@ class Evictor:
         if rows.holds[record] or followers or pin is Pin.HARD:
             self.withdraw(record)
         else:
-            self._candidates(record).offer(record, pin)
+            self._candidates(record).offer(record, pin, self._order(record))
 
     def withdraw(self, record: Record) -> None:
-        self._candidates(record).withdraw(record)
+        self._candidates(record).withdraw(record, self._order(record))
 
     def _candidates(self, record: Record) -> EvictionCandidates:
         return self.share(record).candidates[self.tier(record)]
+
+    def _order(self, record: Record) -> LeaveOrder:
+        hints = self._hints.get(record)
+        return LeaveOrder.NORMAL if hints is None else hints.order(self.tier(record))
+
+    def _policy(self, record: Record) -> EvictionPolicy:
+        return self._candidates(record).policy(self._order(record))
+
+    # Hints
+
+    def advance(self, now: float) -> None:
+        """Sets the time, and ends the hints that are over."""
+        self._now = max(self._now, now)
+        for record, hints in self._hints.due(self._now):
+            self._set_hints(record, hints.at_end(self._now))
+
+    def hint(self, record: Record, hints: CacheHints, space: int, *, is_new: bool) -> None:
+        """Applies the hints of a put to one of its objects. They cannot make one that was present leave earlier."""
+        known = self._hints.get(record)
+        if known is None and hints == NO_HINTS:
+            return
+        ttl_s, is_low = hints.ttl_s or math.inf, hints.low_priority
+        if is_new:
+            self._set_hints(record, ObjectHints(space=space, used_at=self._now, is_low=is_low, ttl_s=ttl_s))
+        elif known is not None:
+            is_still_low = known.is_low and is_low
+            self._set_hints(record, replace(known, is_low=is_still_low, ttl_s=max(known.ttl_s, ttl_s)))
+        # A put's objects become visible one after another, in the order of their chain: the last one has no followers.
+        if hints.return_within_s is not None and not is_low and self._is_leaf(record):
+            self._expect(record, hints.return_within_s, hints.return_after_s or hints.return_within_s)
+
+    def _expect(self, record: Record, within_s: float, after_s: float) -> None:
+        """Expects a use of the chain that ends with `record`. Keeping it may end the keeping of earlier ones."""
+        is_long = self._catalog.disk is not None and after_s > self._turnover.lifetime_s(self._now)
+        expected, returns_by = Expected.AWAY if is_long else Expected.KEPT, self._now + within_s
+        most_bytes = MAX_KEPT_SHARE * self._catalog.allocator.capacity
+        chain: dict[Record, ObjectHints] = {}
+        key: BlockKey | None = self._rows.key(record)
+        while key is not None and (entry := self._index.find(key)) is not None and entry.offset is not None:
+            known = self._hints.get(entry.record) or ObjectHints(space=padded(entry.length), used_at=self._now)
+            if is_long and (known.expected is not Expected.NOT or self._rows.num_children[entry.record] > 1):
+                break  # others use the blocks before it
+            if len(chain) == MAX_CHAIN or entry.record in chain:
+                return
+            chain[entry.record] = replace(known, expected=expected, returns_by=returns_by)
+            key = self._rows.parent(entry.record)
+        if sum(hints.kept_bytes for hints in chain.values()) > most_bytes:
+            return
+        for each, hints in chain.items():
+            self._set_hints(each, hints)
+        while self._hints.kept_bytes > most_bytes:
+            oldest, hints = self._hints.expected_first()
+            self._set_hints(oldest, hints.unexpected())
+
+    def _set_hints(self, record: Record, hints: ObjectHints) -> None:
+        """Sets the hints of an object, which may move it to another class."""
+        before = self._order(record)
+        candidates = self._candidates(record)
+        candidates.withdraw(record, before)
+        self._hints.set(record, hints)
+        order = self._order(record)
+        if candidates.policy(order) is not candidates.policy(before):
+            candidates.forget(record, before)
+            candidates.policy(order).added(record, self._rows.key(record), NO_RECORD)
+        self.update_candidacy(record)
+
+    def validate(self) -> None:
+        """Raises AssertionError unless the hints agree with each other and keep no more than the bound."""
+        self._hints.validate()
+        assert self._hints.kept_bytes <= MAX_KEPT_SHARE * self._catalog.allocator.capacity
 
     # Making room
 
@@ -184,6 +293,7 @@ class Evictor:
         while (offset := catalog.allocator.allocate(length)) is None:
             if not self._free_one():
                 return None
+        self._turnover.entered(padded(length), self._now)
         return offset
 
     def evict_to_low_watermark(self) -> None:

@@ -1,8 +1,9 @@
 """Shares of tenants: decides whose objects are evicted first. Pure.
 
-Each tenant with a quota has its own share; all others have one in common. Within a share the eviction policy decides:
-one instance for objects in memory, and one for objects that are only on disk. Between shares, the one that uses most
-relative to its size gives first. Soft-pinned objects are evicted if their share has nothing else on offer.
+Each tenant with a quota has its own share; all others have one in common. Between shares, the one that uses most
+relative to its size gives first. Within a share and tier, the classes of hints leave one after another
+(`kvstore.state.eviction.retention`), and within a class the eviction policy decides: the objects that leave first have
+an instance of their own. Soft-pinned objects are evicted if their share has nothing else on offer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from moonserve.kvstore.disk.base import Pin
 from moonserve.kvstore.index_layout import NO_RECORD, Record
 from moonserve.kvstore.state.eviction.base import EvictionPolicy
+from moonserve.kvstore.state.eviction.retention import LeaveOrder
 from moonserve.kvstore.state.objects import Tier
 
 MAX_TENANTS = 2**16 - 1
@@ -26,27 +29,45 @@ MAX_TENANTS = 2**16 - 1
 class EvictionCandidates:
     """The objects of one share that may leave one tier."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy
-        self._soft: dict[Record, None] = {}  # on offer and soft-pinned
+    def __init__(self, policies: Callable[[], EvictionPolicy]) -> None:
+        self._policies = policies
+        self._normal = policies()  # also ranks kept objects, which return to it
+        self._first: EvictionPolicy | None = None  # made at its first use
+        self._kept: dict[Record, None] = {}  # on offer, and expected
+        self._soft: dict[Record, None] = {}  # on offer, and soft-pinned
 
-    def offer(self, record: Record, pin: Pin) -> None:
+    def policy(self, order: LeaveOrder) -> EvictionPolicy:
+        """Returns the policy that ranks the objects of a class."""
+        if order is not LeaveOrder.FIRST:
+            return self._normal
+        self._first = self._first or self._policies()
+        return self._first
+
+    def offer(self, record: Record, pin: Pin, order: LeaveOrder) -> None:
         if pin is Pin.SOFT:
             self._soft[record] = None
+        elif order is LeaveOrder.KEPT:
+            self._kept[record] = None
         else:
-            self.policy.offer(record)
+            self.policy(order).offer(record)
 
-    def withdraw(self, record: Record) -> None:
+    def withdraw(self, record: Record, order: LeaveOrder) -> None:
         self._soft.pop(record, None)
-        self.policy.withdraw(record)
+        self._kept.pop(record, None)
+        self.policy(order).withdraw(record)
 
-    def forget(self, record: Record) -> None:
-        self._soft.pop(record, None)
-        self.policy.forget(record)
+    def forget(self, record: Record, order: LeaveOrder) -> None:
+        self.withdraw(record, order)
+        self.policy(order).forget(record)
 
     def victim(self) -> Record:
-        chosen = self.policy.victim()
-        return chosen if chosen != NO_RECORD else next(iter(self._soft), NO_RECORD)
+        first = NO_RECORD if self._first is None else self._first.victim()
+        chosen = first if first != NO_RECORD else self._normal.victim()
+        return chosen if chosen != NO_RECORD else next(chain(self._kept, self._soft), NO_RECORD)
+
+    @property
+    def nbytes(self) -> int:
+        return self._normal.nbytes + (0 if self._first is None else self._first.nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +97,7 @@ class TenantShares:
             self.number(name)
 
     def _share(self, size: int) -> TenantShare:
-        return TenantShare(size, {tier: EvictionCandidates(self._policies()) for tier in Tier})
+        return TenantShare(size, {tier: EvictionCandidates(self._policies) for tier in Tier})
 
     def resize(self, capacity: int) -> None:
         """Sets the target size of all shares together, in bytes."""
@@ -142,4 +163,4 @@ class TenantShares:
     @property
     def nbytes(self) -> int:
         """Memory in use by the policies."""
-        return sum(o.policy.nbytes for share in self.all() for o in share.candidates.values())
+        return sum(each.nbytes for share in self.all() for each in share.candidates.values())

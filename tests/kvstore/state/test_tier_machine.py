@@ -15,6 +15,7 @@ from moonserve.kvstore.state.eviction import DEFAULT_POLICY, POLICY_NAMES
 from moonserve.kvstore.state.objects import DiskReadMove, DiskWriteMove, PutOutcome, PutRequest
 from moonserve.protocol.errors import StaleLease
 from moonserve.protocol.kv_blocks import BlockKey, pack_keys
+from moonserve.protocol.request import NO_HINTS, CacheHints
 from tests.kvstore.hardware import NOTHING
 from tests.kvstore.state.two_tiers import DEPTH, NUM_CHAINS, QUOTA_UNITS, TwoTiersInTruth, blocks, key
 from tests.thoroughness import examples
@@ -26,6 +27,8 @@ sizes = st.sampled_from([0, ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT])
 pins = st.sampled_from([Pin.NONE, Pin.NONE, Pin.SOFT, Pin.HARD])
 often = st.sampled_from([True, True, True, False])
 tenants = st.sampled_from(["", "limited"])
+expected, expiring = CacheHints(return_within_s=TTL_S), CacheHints(ttl_s=TTL_S, return_within_s=2 * TTL_S)
+hints_of_puts = st.sampled_from([NO_HINTS, NO_HINTS, CacheHints(low_priority=True), expected, expiring])
 
 
 class TwoTiers(TwoTiersInTruth):
@@ -35,17 +38,19 @@ class TwoTiers(TwoTiersInTruth):
     def begin_with_both_tiers(self) -> None:
         """Fills both tiers, since most runs would otherwise end with little on disk."""
         for chain in range(NUM_CHAINS):
-            self.put_chain(chain, 0, ALIGNMENT, "", Pin.NONE, at_once=True)
+            self.put_chain(chain, 0, ALIGNMENT, "", Pin.NONE, NO_HINTS, at_once=True)
             if chain < NUM_CHAINS - 1:
                 self.sink(2**30, at_once=True)
 
     # Writers
 
-    @rule(chain=chains, first=depths, size=sizes, tenant=tenants, pin=pins, at_once=st.booleans())
-    def put(self, chain: int, first: int, size: int, tenant: str, pin: Pin, at_once: bool) -> None:
-        self.put_chain(chain, first, size, tenant, pin, at_once=at_once)
+    @rule(chain=chains, first=depths, size=sizes, tenant=tenants, pin=pins, at_once=st.booleans(), hints=hints_of_puts)
+    def put(self, chain: int, first: int, size: int, tenant: str, pin: Pin, at_once: bool, hints: CacheHints) -> None:
+        self.put_chain(chain, first, size, tenant, pin, hints, at_once=at_once)
 
-    def put_chain(self, chain: int, first: int, size: int, tenant: str, pin: Pin, *, at_once: bool) -> None:
+    def put_chain(
+        self, chain: int, first: int, size: int, tenant: str, pin: Pin, hints: CacheHints, *, at_once: bool
+    ) -> None:
         name = f"put-{self.new_number()}"
         wishes = [
             PutRequest(
@@ -54,6 +59,7 @@ class TwoTiers(TwoTiersInTruth):
                 length=size,
                 tenant=tenant,
                 pin=pin if depth == DEPTH - 1 else Pin.NONE,
+                hints=hints,
             )
             for depth in range(first, DEPTH)
         ]
