@@ -1,5 +1,8 @@
 """Conductors beside this one: standbys, of which one leads (`leader_election_state`), or other active ones
-(`shard_state`), each of which places requests on the instances that are registered with it."""
+(`shard_state`), each of which places requests on the instances that are registered with it.
+
+Neither kind shares state. A new leader, and a shard that gets instances, learn all from registrations and heartbeats.
+"""
 
 from __future__ import annotations
 

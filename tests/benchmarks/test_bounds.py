@@ -1,4 +1,4 @@
-"""`benchmarks.policies.bounds`: no simulated policy beats a bound, and bounds equal optima counted by hand."""
+"""`benchmarks.conductor.policies.bounds`: no simulated policy beats a bound, and bounds equal optima counted by hand."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.policies.bounds import lowest_mean_ttft_s, most_in_time
+from benchmarks.conductor.policies.bounds import lowest_mean_ttft_s, most_in_time
 from moonserve.protocol.step_time import PrefillProfile
 from moonserve.traces.format import TraceRecord
 from moonserve.traces.simulator.cluster.run import simulate

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.policies --trace FILE [--quick]`: simulates the policy moonserve against
+"""`python -m benchmarks.conductor.policies --trace FILE [--quick]`: simulates the policy moonserve against
 Algorithm 1.
 
 Claim: with the same machines and arrivals, the mean TTFT is at least 15 % lower at twice the trace's speed, no figure
 of any row is more than 2 % worse, under overload at least 10 % more requests keep their objectives, and at least 92 %
-of the number that no policy can exceed (`benchmarks.policies.bounds`). Algorithm 1 runs with several balancing
+of the number that no policy can exceed (`benchmarks.conductor.policies.bounds`). Algorithm 1 runs with several balancing
 thresholds; each row shows the one with the best mean TTFT. One load also measures `moonserve` without each of its
 terms. Writes JSON below out/ and, without --quick, docs/policies.md. Finished simulations are kept below out/, so that
 an interrupted run continues.
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.conductor.policies.bounds import lowest_mean_ttft_s, most_in_time
+from benchmarks.conductor.policies.report import as_page
 from benchmarks.conductor.simulated_runs import PUBLISHED, Traces, argument_parser, run_simulations
 from benchmarks.harness.measure import write_json
-from benchmarks.policies.bounds import lowest_mean_ttft_s, most_in_time
-from benchmarks.policies.report import as_page
 from moonserve.conductor.placement.policies.baselines import DEFAULT_BALANCING_THRESHOLD
 from moonserve.conductor.placement.policies.least_added_delay import LeastAddedDelay, Weights
 from moonserve.protocol.latency import mean, percentile

@@ -1,4 +1,4 @@
-"""The page docs/policies.md, from the result of `benchmarks.policies`.
+"""The page docs/policies.md, from the result of `benchmarks.conductor.policies`.
 
 Ratios are moonserve's figure divided by Algorithm 1's. The page names the rows that miss a claim.
 """
@@ -27,7 +27,7 @@ Ranks are relative to the arrival at the worker, so clocks of different hosts ar
 
 ## Comparison with Algorithm 1
 
-Simulated (`python -m benchmarks.policies --trace FILE`): Llama 3 70B on machines of eight A800,
+Simulated (`python -m benchmarks.conductor.policies --trace FILE`): Llama 3 70B on machines of eight A800,
 objectives 30 s to the first token and 0.1 s between tokens. *Algorithm 1* is `global-cache-aware` with the best of
 several balancing thresholds by mean TTFT. TTFT in seconds, over requests with a first token; *in time*: both objectives
 met; *bound*: no policy can do better, even with the trace known in advance (see below). Admission *none* serves all
@@ -39,7 +39,7 @@ that are not in the table; the price of copies was also checked on the published
 _LIMITS = """
 ## Distance from the best possible
 
-`benchmarks/policies/bounds.py` derives and proves the bounds. For requests in time, it takes the lower one of two
+`benchmarks/conductor/policies/bounds.py` derives and proves the bounds. For requests in time, it takes the lower one of two
 relaxations. Both know all arrivals, and all machines may work on one prompt:
 
 - The work of the requests in time fits between arrivals and deadlines. Prefixes that earlier requests had are free.
