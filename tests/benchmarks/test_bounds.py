@@ -1,4 +1,4 @@
-"""`benchmarks.conductor.policies.bounds`: no simulated policy beats a bound, and bounds equal optima counted by hand."""
+"""`policies.bounds`: no simulated policy beats a bound, and bounds equal optima counted by hand."""
 
 from dataclasses import replace
 

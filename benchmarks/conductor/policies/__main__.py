@@ -3,7 +3,7 @@ Algorithm 1.
 
 Claim: with the same machines and arrivals, the mean TTFT is at least 15 % lower at twice the trace's speed, no figure
 of any row is more than 2 % worse, under overload at least 10 % more requests keep their objectives, and at least 92 %
-of the number that no policy can exceed (`benchmarks.conductor.policies.bounds`). Algorithm 1 runs with several balancing
+of the number that no policy can exceed (`bounds`). Algorithm 1 runs with several balancing
 thresholds; each row shows the one with the best mean TTFT. One load also measures `moonserve` without each of its
 terms. Writes JSON below out/ and, without --quick, docs/policies.md. Finished simulations are kept below out/, so that
 an interrupted run continues.

@@ -39,7 +39,7 @@ that are not in the table; the price of copies was also checked on the published
 _LIMITS = """
 ## Distance from the best possible
 
-`benchmarks/conductor/policies/bounds.py` derives and proves the bounds. For requests in time, it takes the lower one of two
+`benchmarks.conductor.policies.bounds` proves the bounds. For requests in time, it takes the lower one of two
 relaxations. Both know all arrivals, and all machines may work on one prompt:
 
 - The work of the requests in time fits between arrivals and deadlines. Prefixes that earlier requests had are free.
