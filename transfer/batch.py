@@ -19,6 +19,7 @@ import numpy as np
 
 from moonserve.protocol.errors import Cancelled, DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
 from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.memory.scatter import LENGTH, LIMIT, LOCAL, MAX_ROWS, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.paths.path_selection import TransferPath
@@ -76,6 +77,11 @@ class Part(Slice):
     give_up_at: float = 0.0
     """End of the current attempt, in monotonic seconds."""
 
+    @classmethod
+    def of(cls, single: Slice, indices: Sequence[int]) -> Part:
+        """Makes a part of a slice that carries the bytes of these transfers."""
+        return cls(**{name: getattr(single, name) for name in Slice.__slots__}, indices=indices)
+
 
 @dataclass(slots=True, eq=False)
 class Planned:
@@ -93,8 +99,8 @@ def plan_slices(
     deadline_at: float,
 ) -> Planned:
     """Cuts one peer's transfers into few slices of at most `slice_bytes` and `MAX_ROWS` runs, joining adjacent runs."""
-    if len(indices) == 1 and (alone := _plan_single(transfers, indices, slice_bytes, deadline_at)):
-        return alone
+    if single := plan_single([transfers[index] for index in indices], slice_bytes, deadline_at):
+        return Planned([Part.of(single, indices)])
     planned = Planned()
     flows: dict[tuple[Op, int, int, int | None], _MergedTransfers] = {}
     for index in indices:
@@ -129,28 +135,46 @@ def plan_slices(
     return planned
 
 
-def _plan_single(
-    transfers: Sequence[AnyTransfer], indices: Sequence[int], slice_bytes: int, deadline_at: float
-) -> Planned | None:
-    """Plans a single small run without array arithmetic. Returns None for any other case."""
-    transfer = transfers[indices[0]]
-    if type(transfer) is not Transfer or not 0 < transfer.length <= slice_bytes:
+def plan_single(transfers: Sequence[AnyTransfer], slice_bytes: int, deadline_at: float) -> Slice | None:
+    """Plans transfers that fit into one slice together: runs with the same op, segments and window, or one scatter
+    transfer. Returns None for any other case, also for invalid transfers."""
+    first = transfers[0]
+    op, local, remote, window_id = first.op, first.local, first.remote, first.window_id
+    if len(transfers) > MAX_ROWS or not _has_sound_ids(first):
         return None
-    local, remote, length = transfer.local_offset, transfer.remote_offset, transfer.length
-    is_inside = 0 <= local <= transfer.local.nbytes - length and 0 <= remote < LIMIT
-    if not is_inside or not _has_sound_ids(transfer):
+    try:
+        if type(first) is ScatterTransfer:
+            rows = np.array(first.rows, dtype=np.int64, order="C")
+            if len(transfers) > 1 or rows.ndim != 2 or rows.shape[1] != 3:
+                return None
+        else:
+            runs: list[int] = []
+            for transfer in transfers:
+                # This loop runs once per piece of KV, so it calls no function.
+                if (
+                    type(transfer) is not Transfer
+                    or transfer.op is not op
+                    or transfer.local is not local
+                    or (transfer.remote is not remote and transfer.remote != remote)
+                    or transfer.window_id != window_id
+                ):
+                    return None
+                runs += (transfer.remote_offset, transfer.local_offset, transfer.length)
+            rows = np.array(runs, dtype=np.int64).reshape(-1, 3)
+    except (TypeError, ValueError, OverflowError):
         return None
-    part = Part(
-        op=transfer.op,
-        local=transfer.local,
-        segment_id=transfer.remote.segment_id,
-        window_id=transfer.window_id,
-        rows=scatter.rows((remote, local, length)),
-        nbytes=length,
+    count, nbytes = data_plane().join_rows(rows, local.nbytes, LIMIT)
+    if not 0 < count <= MAX_ROWS or nbytes > slice_bytes:
+        return None
+    return Slice(
+        op=op,
+        local=local,
+        segment_id=remote.segment_id,
+        window_id=window_id,
+        rows=rows[:count],
+        nbytes=nbytes,
         deadline_at=deadline_at,
-        indices=indices,
     )
-    return Planned([part])
 
 
 def _add_array(flow: _MergedTransfers, transfer: Transfer | ScatterTransfer, index: int, planned: Planned) -> bool:

@@ -195,6 +195,7 @@ class DataPlane:
             (library.copy_rows_verified, copying, int32),
             (library.rows_equal, copying, int32),
             (library.fill_iovecs, copying, int64),
+            (library.join_rows, [pointer, int64, int64, int64, ctypes.POINTER(int64)], int64),
             (library.pump, [int32, ctypes.POINTER(FlowState), int64, int64], int32),
         )
         for function, arguments, result in signatures:
@@ -222,6 +223,14 @@ class DataPlane:
         """Returns True if each row's bytes at `at` (offsets in `column`) equal its bytes at `source`."""
         rows = np.ascontiguousarray(rows, np.int64)
         return bool(self._library.rows_equal(at, source, address_of(rows), len(rows), column))
+
+    def join_rows(self, rows: Rows, local_bytes: int, remote_bytes: int) -> tuple[int, int]:
+        """Joins adjacent rows and drops empty ones, in place. Returns the numbers of rows left and of their bytes.
+
+        The number of rows is negative if one of them leaves the local or the remote segment of these sizes.
+        """
+        total = ctypes.c_int64()
+        return self._library.join_rows(address_of(rows), len(rows), local_bytes, remote_bytes, total), total.value
 
     def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
         """Returns the pieces of `rows` on one side in order. Adjacent pieces are joined and empty ones omitted."""

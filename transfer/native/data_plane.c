@@ -96,6 +96,29 @@ PUBLIC int32_t rows_equal(const char *at, const char *source, Row *rows, int64_t
     return 1;
 }
 
+/* Joins each row with its predecessor if they are adjacent on both sides, and drops empty rows, in place. Returns the
+   number of rows left and adds up their bytes; -1 if a row leaves [0, local_bytes) or [0, remote_bytes). */
+PUBLIC int64_t join_rows(int64_t (*rows)[COLUMNS], int64_t count, int64_t local_bytes, int64_t remote_bytes,
+                         int64_t *bytes) {
+    int64_t left = 0;
+    *bytes = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t remote = rows[i][0], local = rows[i][1], length = rows[i][LENGTH];
+        if (remote < 0 || local < 0 || length < 0) return -1;
+        if (length > local_bytes - local || length > remote_bytes - remote) return -1;
+        if (!length) continue;
+        *bytes += length;
+        int64_t *last = rows[left - (left > 0)];
+        if (left && last[0] + last[LENGTH] == remote && last[1] + last[LENGTH] == local) {
+            last[LENGTH] += length;
+            continue;
+        }
+        int64_t *next = rows[left++];
+        next[0] = remote, next[1] = local, next[LENGTH] = length;
+    }
+    return left;
+}
+
 /* Writes the rows to `vectors`, adjacent rows as one piece. Returns the number of pieces, at most `count`. */
 PUBLIC int64_t fill_iovecs(struct iovec *vectors, char *base, Row *rows, int64_t count, int32_t column) {
     int64_t filled = 0;

@@ -23,7 +23,7 @@ from moonserve.transfer.memory.memfd import OwnedMemory, PeerMemory
 from moonserve.transfer.memory.scatter import LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.paths.peer_address import Address, Rail
-from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerSegments, ReadableMemory, copy_step
+from moonserve.transfer.shm.peer_memory import Copier, PeerSegments, ReadableMemory, copy_step
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import (
     HEADER_BYTES,
@@ -45,7 +45,6 @@ from moonserve.transfer.transport_interface import (
     ServedState,
     Slice,
     SliceSource,
-    Transfer,
     without_traceback,
 )
 
@@ -198,19 +197,15 @@ class ShmSession(StreamSession):
             raise InvalidRequest(f"out of bounds of a segment of {source.nbytes} bytes")
         return source.view[offset : offset + length]
 
-    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Copies a small READ out of known memory without a request. Returns False if it cannot."""
-        source = self._segments.get(transfer.remote.segment_id)
-        start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
-        if source is None or not 0 <= length <= STEP_BYTES:
-            return False
-        if to < 0 or to + length > transfer.local.nbytes:
-            return False  # `carry` reports the error
-        row = scatter.rows((start, to, length))
-        scatter.require_inside(row, REMOTE, source.nbytes)
-        copy_step(source, transfer.local, row, LOCAL, self._checksums)
+    def carry_inline(self, single: Slice) -> None:
+        """Copies a small READ out of known memory without a request."""
+        source = self._segments.get(single.segment_id)
+        if single.op is Op.WRITE or source is None:
+            super().carry_inline(single)
+            return
+        scatter.require_inside(single.rows, REMOTE, source.nbytes)
+        copy_step(source, single.local, single.rows, LOCAL, self._checksums)
         source.require_live()  # after the copy, so that the copy is covered
-        return True
 
 
 _BACKLOG_S = 0.5
