@@ -22,6 +22,7 @@
 /* Above a size somewhere below 1 MiB, glibc's memcpy bypasses the caches, which is a fifth slower here (LOG.md). */
 #define COPY_STEP ((size_t)256 << 10)
 #define VERIFY_STEP ((size_t)64 << 10) /* source and copy together fit into the L2 cache several times */
+#define PREFETCH ((size_t)512)
 /* Number of waits without spinning after a spin in vain: the peer may share this core, and then it cannot answer
    during a spin. Three waits halve the latency of peers on one core and cost peers on two cores nothing (LOG.md). */
 #define REST 3
@@ -68,9 +69,21 @@ static void copy(char *to, const char *source, size_t length) {
     memcpy(to, source, length);
 }
 
+/* Fetches the beginning of a row's bytes on both sides into the cache. The processor itself begins to fetch ahead only
+   after a few lines of each page, and never looks up the page's address ahead: a seventh of a copy of 4 KiB (LOG.md). */
+static void prefetch_row(char *to, const char *source, Row *row, int32_t to_column) {
+    size_t length = (size_t)(*row)[LENGTH] < PREFETCH ? (size_t)(*row)[LENGTH] : PREFETCH;
+    for (size_t at = 0; at < length; at += 64) {
+        __builtin_prefetch(source + (*row)[1 - to_column] + at);
+        __builtin_prefetch(to + (*row)[to_column] + at, 1);
+    }
+}
+
 PUBLIC void copy_rows(char *to, const char *source, Row *rows, int64_t count, int32_t to_column) {
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < count; i++) {
+        if (i + 1 < count) prefetch_row(to, source, rows + i + 1, to_column);
         copy(to + rows[i][to_column], source + rows[i][1 - to_column], (size_t)rows[i][LENGTH]);
+    }
 }
 
 /* Copies rows and compares each piece with its source while both are in the nearest caches. Returns 0 at the first
@@ -79,6 +92,7 @@ PUBLIC int32_t copy_rows_verified(char *to, const char *source, Row *rows, int64
     for (int64_t i = 0; i < count; i++) {
         char *into = to + rows[i][to_column];
         const char *from = source + rows[i][1 - to_column];
+        if (i + 1 < count) prefetch_row(to, source, rows + i + 1, to_column);
         for (size_t left = (size_t)rows[i][LENGTH], piece; left; left -= piece, into += piece, from += piece) {
             piece = left < VERIFY_STEP ? left : VERIFY_STEP;
             memcpy(into, from, piece);
