@@ -198,6 +198,7 @@ class FaultInjector:
             return window
 
         target.connection.abort, target.close, target.window_for = aborted, closed, held
+        target._serve_natively = lambda *_: None  # native code would pass by `window_for`
         return target
 
     def _hold_late_data(self, serving: _Serving, rows: Rows) -> None:

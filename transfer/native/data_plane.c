@@ -22,7 +22,7 @@
 /* Above a size somewhere below 1 MiB, glibc's memcpy bypasses the caches, which is a fifth slower here (LOG.md). */
 #define COPY_STEP ((size_t)256 << 10)
 #define VERIFY_STEP ((size_t)64 << 10) /* source and copy together fit into the L2 cache several times */
-#define PREFETCH ((size_t)512)
+#define ROW_PREFETCH ((size_t)512)
 /* Number of waits without spinning after a spin in vain: the peer may share this core, and then it cannot answer
    during a spin. Three waits halve the latency of peers on one core and cost peers on two cores nothing (LOG.md). */
 #define REST 3
@@ -34,7 +34,7 @@
 #define HASH_PIECES 64
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED };
+enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED, ROWS_DONE };
 enum { LENGTH = 2, COLUMNS = 3 }; /* columns of a row: remote offset, local offset, length */
 
 typedef int64_t unaligned_int64 __attribute__((aligned(1), may_alias)); /* rows may be in a received frame */
@@ -72,7 +72,7 @@ static void copy(char *to, const char *source, size_t length) {
 /* Fetches the beginning of a row's bytes on both sides into the cache. The processor itself begins to fetch ahead only
    after a few lines of each page, and never looks up the page's address ahead: a seventh of a copy of 4 KiB (LOG.md). */
 static void prefetch_row(char *to, const char *source, Row *row, int32_t to_column) {
-    size_t length = (size_t)(*row)[LENGTH] < PREFETCH ? (size_t)(*row)[LENGTH] : PREFETCH;
+    size_t length = (size_t)(*row)[LENGTH] < ROW_PREFETCH ? (size_t)(*row)[LENGTH] : ROW_PREFETCH;
     for (size_t at = 0; at < length; at += 64) {
         __builtin_prefetch(source + (*row)[1 - to_column] + at);
         __builtin_prefetch(to + (*row)[to_column] + at, 1);
@@ -321,3 +321,5 @@ PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns)
         wait_ready(fd, events, deadline_ns - now);
     }
 }
+
+#include "copy_requests.h"
