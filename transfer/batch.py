@@ -28,6 +28,7 @@ from moonserve.transfer.transport_interface import Op, ScatterTransfer, Slice, T
 _log = logging.getLogger(__name__)
 
 AnyTransfer = Transfer | ScatterTransfer
+_NO_ROWS = scatter.rows()
 
 
 def group_by_peer(transfers: Sequence[AnyTransfer]) -> dict[str, list[int]]:
@@ -139,42 +140,55 @@ def plan_single(transfers: Sequence[AnyTransfer], slice_bytes: int, deadline_at:
     """Plans transfers that fit into one slice together: runs with the same op, segments and window, or one scatter
     transfer. Returns None for any other case, also for invalid transfers."""
     first = transfers[0]
-    op, local, remote, window_id = first.op, first.local, first.remote, first.window_id
     if len(transfers) > MAX_ROWS or not _has_sound_ids(first):
         return None
-    try:
-        if type(first) is ScatterTransfer:
-            rows = np.array(first.rows, dtype=np.int64, order="C")
-            if len(transfers) > 1 or rows.ndim != 2 or rows.shape[1] != 3:
-                return None
-        else:
-            runs: list[int] = []
-            for transfer in transfers:
-                # This loop runs once per piece of KV, so it calls no function.
-                if (
-                    type(transfer) is not Transfer
-                    or transfer.op is not op
-                    or transfer.local is not local
-                    or (transfer.remote is not remote and transfer.remote != remote)
-                    or transfer.window_id != window_id
-                ):
-                    return None
-                runs += (transfer.remote_offset, transfer.local_offset, transfer.length)
-            rows = np.array(runs, dtype=np.int64).reshape(-1, 3)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    count, nbytes = data_plane().join_rows(rows, local.nbytes, LIMIT)
-    if not 0 < count <= MAX_ROWS or nbytes > slice_bytes:
-        return None
+    op, local, remote, window_id = first.op, first.local, first.remote, first.window_id
+    if len(transfers) == 1 and type(first) is Transfer:
+        start, to, nbytes = first.remote_offset, first.local_offset, first.length
+        if not (0 < nbytes <= slice_bytes and 0 <= to <= local.nbytes - nbytes and 0 <= start < LIMIT):
+            return None
+        rows = np.array(((start, to, nbytes),), np.int64)
+    else:
+        rows = _rows_of(transfers)
+        count, nbytes = data_plane().join_rows(rows, local.nbytes, LIMIT)
+        if not 0 < count <= MAX_ROWS or nbytes > slice_bytes:
+            return None
+        rows = rows[:count]
     return Slice(
         op=op,
         local=local,
         segment_id=remote.segment_id,
         window_id=window_id,
-        rows=rows[:count],
+        rows=rows,
         nbytes=nbytes,
         deadline_at=deadline_at,
     )
+
+
+def _rows_of(transfers: Sequence[AnyTransfer]) -> Rows:
+    """Returns the unchecked rows of transfers with the same op, segments and window, or of one scatter transfer. They
+    are empty in any other case."""
+    first = transfers[0]
+    op, local, remote, window_id = first.op, first.local, first.remote, first.window_id
+    try:
+        if isinstance(first, ScatterTransfer):
+            rows = np.array(first.rows, dtype=np.int64, order="C")
+            return rows if len(transfers) == 1 and rows.ndim == 2 and rows.shape[1] == 3 else _NO_ROWS
+        runs: list[int] = []
+        for transfer in transfers:
+            # This loop runs once per piece of KV, so its common path calls no function.
+            if (
+                type(transfer) is not Transfer
+                or transfer.op is not op
+                or transfer.local is not local
+                or (transfer.remote is not remote and transfer.remote != remote)
+                or transfer.window_id != window_id
+            ):
+                return _NO_ROWS
+            runs += (transfer.remote_offset, transfer.local_offset, transfer.length)
+        return np.array(runs, dtype=np.int64).reshape(-1, 3)
+    except (TypeError, ValueError, OverflowError):
+        return _NO_ROWS
 
 
 def _add_array(flow: _MergedTransfers, transfer: Transfer | ScatterTransfer, index: int, planned: Planned) -> bool:
