@@ -181,7 +181,6 @@ class Flow:
         return None if taken < 0 else taken
 
 
-_CLOSED = 1 << 62
 _FrameHeader = ctypes.c_int64 * 6
 """Memory of a frame's header (tcp/frames.py)."""
 
@@ -200,40 +199,6 @@ class CopyRoute(ctypes.Structure):
         ("header", _FrameHeader),
         ("rows", ctypes.c_int64 * 3 * MAX_ROWS),
     )
-
-
-class StoreCount:
-    """The stores in flight of one window, counted by native code too, and whether later ones are refused."""
-
-    __slots__ = ("_library", "_state", "address")
-
-    def __init__(self) -> None:
-        self._library = data_plane().library
-        self._state = ctypes.c_int64()
-        self.address = ctypes.addressof(self._state)
-
-    @property
-    def is_idle(self) -> bool:
-        return self._state.value in (0, _CLOSED)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._state.value >= _CLOSED
-
-    def enter(self) -> bool:
-        """Counts one more store. Returns False, and does not, if the window is closed."""
-        return bool(self._library.window_enter(self.address))
-
-    def leave(self) -> None:
-        self._library.window_leave(self.address)
-
-    def close(self) -> None:
-        """Refuses later stores."""
-        self._library.window_close(self.address)
-
-    def close_if_idle(self) -> bool:
-        """Refuses later stores unless there are any now. Returns True if they are refused."""
-        return bool(self._library.window_close_if_idle(self.address))
 
 
 def total_bytes(vectors: IoVectors) -> int:
@@ -318,11 +283,8 @@ class DataPlane:
     def serve_copies(
         self, fd: int, flow: Flow, route: CopyRoute, reply: bytes, *, stall_ns: int, spin_ns: int
     ) -> PumpEnd:
-        """Serves requests along the route until one is left to the caller, with its header (IN_DONE) and perhaps its
-        rows (ROWS_DONE) in the route, or the connection ends. `reply` answers a request that succeeded.
-
-        Waits endlessly for a request, `stall_ns` for the rest of one.
-        """
+        """Serves requests along the route, with `reply`, until one is left to the caller. The route has its header
+        (IN_DONE) and perhaps its rows (ROWS_DONE). Waits endlessly for a request, `stall_ns` for the rest of one."""
         return _PUMP_ENDS[self.library.serve_copies(fd, flow.state, route, reply, stall_ns, spin_ns)]
 
 

@@ -7,6 +7,7 @@ by a device that has a revocable `WindowHold`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import time
@@ -17,12 +18,14 @@ import numpy as np
 
 from moonserve.protocol.errors import InvalidRequest, StaleLease
 from moonserve.transfer.memory import scatter
-from moonserve.transfer.memory.data_plane import StoreCount
+from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.memory.scatter import LENGTH, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 
 _REVOKE_AFTER_S = 0.1
 """Time that a close waits for holds to end before it revokes them: many times what a device needs for a slice."""
+_CLOSED = 1 << 62
+"""Flag of a window's state, whose rest is the number of stores in flight, native ones too (native/copy_requests.h)."""
 _POLL_S = 0.0002
 """Interval at which a close looks for stores in flight, which notify nobody."""
 
@@ -45,10 +48,12 @@ class Window:
     __slots__ = (
         "_changed",
         "_holds",
+        "_native",
+        "_state",
         "ends",
         "segment",
         "starts",
-        "stores",
+        "state",
         "window_id",
     )
 
@@ -59,7 +64,9 @@ class Window:
         self.starts = np.ascontiguousarray(merged[:, REMOTE])
         self.ends = self.starts + merged[:, LENGTH]
         self._changed = threading.Condition(threading.Lock())
-        self.stores = StoreCount()
+        self._native = data_plane().library
+        self._state = ctypes.c_int64()
+        self.state = ctypes.addressof(self._state)
         self._holds: set[WindowHold] = set()
 
     def require_inside(self, rows: Rows) -> None:
@@ -85,7 +92,7 @@ class Window:
 
     def close(self) -> None:
         with self._changed:
-            self.stores.close()
+            self._native.window_close(self.state)
             if self._wait_idle(time.monotonic() + _REVOKE_AFTER_S):
                 return
             holds = list(self._holds)
@@ -96,11 +103,11 @@ class Window:
 
     def close_if_idle(self) -> bool:
         with self._changed:
-            return not self._holds and self.stores.close_if_idle()
+            return not self._holds and bool(self._native.window_close_if_idle(self.state))
 
     def _wait_idle(self, until: float) -> bool:
         """Waits until there are no stores and holds. Returns False at `until`. The lock is held."""
-        while self._holds or not self.stores.is_idle:
+        while self._holds or self._state.value % _CLOSED:
             if time.monotonic() >= until:
                 return False
             self._changed.wait(_POLL_S)
@@ -111,7 +118,7 @@ class Window:
         lead to `release`."""
         hold = WindowHold(self, revoke)
         with self._changed:
-            if self.stores.is_closed:
+            if self._state.value >= _CLOSED:
                 raise _stale(self.window_id)
             self._holds.add(hold)
         return hold
@@ -122,11 +129,11 @@ class Window:
             self._changed.notify_all()
 
     def __enter__(self) -> None:
-        if not self.stores.enter():
+        if not self._native.window_enter(self.state):
             raise _stale(self.window_id)
 
     def __exit__(self, *_: object) -> None:
-        self.stores.leave()
+        self._native.window_leave(self.state)
 
 
 class WindowTable:

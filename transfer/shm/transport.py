@@ -363,7 +363,7 @@ class ShmTarget(StreamTarget):
         route, segment = self._route, window.segment
         self._route_owners = window, source
         ctypes.memmove(route.served, encode(header._replace(entries=0)), HEADER_BYTES)
-        route.window = window.stores.address
+        route.window = window.state
         route.starts, route.ends, route.num_ranges = (
             address_of(window.starts),
             address_of(window.ends),

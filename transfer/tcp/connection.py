@@ -227,10 +227,8 @@ class Connection:
     def serve_copies(self, route: CopyRoute, reply: bytes, stall_s: float) -> bool:
         """Serves requests along the route until one is left to the caller. Its header is in the route, and its rows if
         True is returned. Raises PeerLost."""
-        stall_ns = int(stall_s * 1e9)
-        end = self._plane.serve_copies(
-            self._sock.fileno(), self._flow, route, reply, stall_ns=stall_ns, spin_ns=_SPIN_NS
-        )
+        fd, stall_ns = self._sock.fileno(), int(stall_s * 1e9)
+        end = self._plane.serve_copies(fd, self._flow, route, reply, stall_ns=stall_ns, spin_ns=_SPIN_NS)
         if end is PumpEnd.TIMEOUT:
             raise PeerLost("the peer did not answer in time")
         if end not in (PumpEnd.IN_DONE, PumpEnd.ROWS_DONE):
