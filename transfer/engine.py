@@ -62,6 +62,9 @@ class TransferEngine:
             raise ConfigError("the cluster token is empty")
         self.options = options or TransferOptions()
         self._name = name
+        self._inline_bytes = {
+            transport: min(_INLINE_BYTES, self.options.slice_bytes_over(transport)) for transport in _TRANSPORTS
+        }
         self._transports = {each.name: each for each in make_transports(self.options.transports)}
         self._faults = faults or FaultPlan()
         credentials = Credentials(cluster_token.encode(), secrets.token_bytes(INSTANCE_BYTES))
@@ -241,8 +244,7 @@ class TransferEngine:
         peer = self._peers.by_address.get(transfers[0].remote.address)
         if peer is None:
             return False
-        slice_bytes = min(_INLINE_BYTES, self.options.slice_bytes_over(peer.transports[0]))
-        single = plan_single(transfers, slice_bytes, deadline_at)
+        single = plan_single(transfers, self._inline_bytes[peer.transports[0]], deadline_at)
         if single is None:
             return False
         segments = self._state.segments

@@ -4,6 +4,7 @@ its checks.
 Each end copies received bytes out of the other's memory, which it maps read-only or reads by address. The Unix socket
 carries requests, descriptors and, as a stream, the bytes of memory that cannot be reached. Its rules: a descriptor is
 passed only when that cannot block, since the peer may be sending answers; bytes are stored only inside an open window.
+After a WRITE that succeeded, native code serves further ones from the same memory into the same window.
 """
 
 from __future__ import annotations
