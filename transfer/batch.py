@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -19,8 +19,8 @@ import numpy as np
 
 from moonserve.protocol.errors import Cancelled, DeadlineExceeded, InvalidRequest, MoonserveError, PeerLost
 from moonserve.transfer.memory import scatter
-from moonserve.transfer.memory.scatter import LENGTH, LIMIT, LOCAL, MAX_ROWS, REMOTE, Rows
-from moonserve.transfer.memory.segments import Segment
+from moonserve.transfer.memory.data_plane import data_plane
+from moonserve.transfer.memory.scatter import LIMIT, LOCAL, MAX_ROWS, REMOTE, Rows
 from moonserve.transfer.paths.path_selection import TransferPath
 from moonserve.transfer.transport_interface import Op, ScatterTransfer, Slice, Transfer
 
@@ -35,25 +35,6 @@ def group_by_peer(transfers: Sequence[AnyTransfer]) -> dict[str, list[int]]:
     for index, transfer in enumerate(transfers):
         parts.setdefault(transfer.remote.address, []).append(index)
     return parts
-
-
-@dataclass(slots=True, eq=False)
-class _MergedTransfers:
-    """Transfers that may share a slice because op, segments and window are equal."""
-
-    op: Op
-    local: Segment
-    segment_id: int
-    window_id: int | None
-    runs: list[int] = field(default_factory=list)
-    """Flat triples of remote offset, local offset and length. Adjacent runs are joined and none is empty."""
-    remote_end: int = -1
-    """Remote end of the last run. A transfer that begins here and at `local_end` is joined to that run."""
-    local_end: int = -1
-    arrays: list[Rows] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    """Bytes of each transfer, parallel to `indices`."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -93,84 +74,105 @@ def plan_slices(
     deadline_at: float,
 ) -> Planned:
     """Cuts one peer's transfers into few slices of at most `slice_bytes` and `MAX_ROWS` runs, joining adjacent runs."""
-    if len(indices) == 1 and (alone := _plan_single(transfers, indices, slice_bytes, deadline_at)):
-        return alone
+    if single := plan_single([transfers[index] for index in indices], slice_bytes, deadline_at):
+        return Planned([Part(**{name: getattr(single, name) for name in Slice.__slots__}, indices=indices)])
     planned = Planned()
-    flows: dict[tuple[Op, int, int, int | None], _MergedTransfers] = {}
+    flows: dict[tuple[Op, int, int, int | None], list[int]] = {}
     for index in indices:
-        # This loop runs once per piece of KV, so its common path calls no function.
         transfer = transfers[index]
-        segment, remote = transfer.local, transfer.remote.segment_id
-        key = (transfer.op, segment.segment_id, remote, transfer.window_id)
-        flow = flows.get(key)
-        if flow is None:
-            if not _has_sound_ids(transfer):
-                planned.errors[index] = InvalidRequest("the segment id or window id is out of range")
-                continue
-            flow = flows[key] = _MergedTransfers(transfer.op, segment, remote, transfer.window_id)
-        if type(transfer) is Transfer:
-            local, length = transfer.local_offset, transfer.length
-            start = transfer.remote_offset
-            if local < 0 or length < 0 or local + length > segment.nbytes or not 0 <= start < LIMIT:
-                planned.errors[index] = _out_of_bounds(transfer)
-                continue
-            if length:
-                if start == flow.remote_end and local == flow.local_end:
-                    flow.runs[-1] += length
-                else:
-                    flow.runs += (start, local, length)
-                flow.remote_end, flow.local_end = start + length, local + length
-            flow.sizes.append(length)
-        elif not _add_array(flow, transfer, index, planned):
+        if (error := _error_of(transfer)) is not None:
+            planned.errors[index] = error
             continue
-        flow.indices.append(index)
+        key = (transfer.op, transfer.local.segment_id, transfer.remote.segment_id, transfer.window_id)
+        flows.setdefault(key, []).append(index)
     for flow in flows.values():
-        _cut(flow, planned, slice_bytes, deadline_at)
+        _cut(transfers, flow, planned, slice_bytes, deadline_at)
     return planned
 
 
-def _plan_single(
-    transfers: Sequence[AnyTransfer], indices: Sequence[int], slice_bytes: int, deadline_at: float
-) -> Planned | None:
-    """Plans a single small run without array arithmetic. Returns None for any other case."""
-    transfer = transfers[indices[0]]
-    if type(transfer) is not Transfer or not 0 < transfer.length <= slice_bytes:
+def plan_single(transfers: Sequence[AnyTransfer], slice_bytes: int, deadline_at: float) -> Slice | None:
+    """Plans transfers that fit into one slice together: runs with the same op, segments and window, or one scatter
+    transfer. Returns None for any other case, also for invalid transfers."""
+    first = transfers[0]
+    if len(transfers) > MAX_ROWS or not _has_sound_ids(first):
         return None
-    local, remote, length = transfer.local_offset, transfer.remote_offset, transfer.length
-    is_inside = 0 <= local <= transfer.local.nbytes - length and 0 <= remote < LIMIT
-    if not is_inside or not _has_sound_ids(transfer):
-        return None
-    part = Part(
-        op=transfer.op,
-        local=transfer.local,
-        segment_id=transfer.remote.segment_id,
-        window_id=transfer.window_id,
-        rows=scatter.rows((remote, local, length)),
-        nbytes=length,
+    op, local, remote, window_id = first.op, first.local, first.remote, first.window_id
+    if len(transfers) == 1 and type(first) is Transfer:
+        start, to, nbytes = first.remote_offset, first.local_offset, first.length
+        if not (0 < nbytes <= slice_bytes and 0 <= to <= local.nbytes - nbytes and 0 <= start < LIMIT):
+            return None
+        rows = np.array(((start, to, nbytes),), np.int64)
+    else:
+        for transfer in transfers:
+            if (
+                transfer.op is not op
+                or transfer.local is not local
+                or (transfer.remote is not remote and transfer.remote != remote)
+                or transfer.window_id != window_id
+            ):
+                return None
+        try:
+            rows = _rows_of(transfers)
+        except (InvalidRequest, OverflowError):
+            return None
+        count, nbytes = data_plane().join_rows(rows, local.nbytes, LIMIT)
+        if not 0 < count <= MAX_ROWS or nbytes > slice_bytes:
+            return None
+        rows = rows[:count]
+    return Slice(
+        op=op,
+        local=local,
+        segment_id=remote.segment_id,
+        window_id=window_id,
+        rows=rows,
+        nbytes=nbytes,
         deadline_at=deadline_at,
-        indices=indices,
     )
-    return Planned([part])
 
 
-def _add_array(flow: _MergedTransfers, transfer: Transfer | ScatterTransfer, index: int, planned: Planned) -> bool:
+def _rows_of(transfers: Iterable[AnyTransfer]) -> Rows:
+    """Returns a copy of the transfers' rows, in order. Raises InvalidRequest or OverflowError for unreadable ones."""
+    arrays: list[Rows] = []
+    runs: list[int] = []
+    for transfer in transfers:
+        # This loop runs once per piece of KV, so its common path calls no function.
+        if type(transfer) is Transfer:
+            runs += (transfer.remote_offset, transfer.local_offset, transfer.length)
+            continue
+        arrays += (np.array(runs, np.int64).reshape(-1, 3), _array_of(transfer))
+        runs = []
+    arrays.append(np.array(runs, np.int64).reshape(-1, 3))
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _array_of(transfer: Transfer | ScatterTransfer) -> Rows:
     assert isinstance(transfer, ScatterTransfer)
     try:
         rows = np.ascontiguousarray(transfer.rows, dtype=np.int64)
-        if rows.ndim != 2 or rows.shape[1] != 3:
-            raise InvalidRequest(f"rows of shape {rows.shape}, not (n, 3)", param="rows")
-        scatter.require_inside(rows, LOCAL, transfer.local.nbytes)
-        scatter.require_inside(rows, REMOTE, scatter.LIMIT)
-    except InvalidRequest as error:
-        planned.errors[index] = error
-        return False
     except (TypeError, ValueError, OverflowError) as error:
-        planned.errors[index] = InvalidRequest(f"unreadable rows: {error}", param="rows")
-        return False
-    _flush_runs(flow)
-    flow.arrays.append(scatter.merge(rows[rows[:, LENGTH] > 0]))
-    flow.sizes.append(scatter.total(rows))
-    return True
+        raise InvalidRequest(f"unreadable rows: {error}", param="rows") from error
+    if rows.ndim != 2 or rows.shape[1] != 3:
+        raise InvalidRequest(f"rows of shape {rows.shape}, not (n, 3)", param="rows")
+    return rows
+
+
+def _error_of(transfer: AnyTransfer) -> InvalidRequest | None:
+    """Returns why a transfer cannot be planned."""
+    segment = transfer.local
+    if not _has_sound_ids(transfer):
+        return InvalidRequest("the segment id or window id is out of range")
+    if type(transfer) is Transfer:
+        start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
+        if length >= 0 and 0 <= to <= segment.nbytes - length and 0 <= start <= LIMIT - length:
+            return None
+        return InvalidRequest(f"out of bounds: {length} bytes at {to} of {segment}, at {start} of the remote segment")
+    try:
+        rows = _array_of(transfer)
+        scatter.require_inside(rows, LOCAL, segment.nbytes)
+        scatter.require_inside(rows, REMOTE, LIMIT)
+    except InvalidRequest as error:
+        return error
+    return None
 
 
 def _has_sound_ids(transfer: AnyTransfer) -> bool:
@@ -178,28 +180,22 @@ def _has_sound_ids(transfer: AnyTransfer) -> bool:
     return 0 <= transfer.remote.segment_id < LIMIT and 0 <= (transfer.window_id or 0) < LIMIT
 
 
-def _flush_runs(flow: _MergedTransfers) -> None:
-    if flow.runs:
-        flow.arrays.append(np.array(flow.runs, dtype=np.int64).reshape(-1, 3))
-        flow.runs, flow.remote_end, flow.local_end = [], -1, -1
-
-
-def _cut(flow: _MergedTransfers, planned: Planned, slice_bytes: int, deadline_at: float) -> None:
-    _flush_runs(flow)
-    if not flow.arrays:
-        return
-    rows = flow.arrays[0]
-    if len(flow.arrays) > 1:
-        rows = scatter.merge(np.concatenate(flow.arrays))
-    groups = list(scatter.cut(rows, slice_bytes, MAX_ROWS))
-    owners = _SliceOwners(flow, len(groups))
+def _cut(
+    transfers: Sequence[AnyTransfer], flow: Sequence[int], planned: Planned, slice_bytes: int, deadline_at: float
+) -> None:
+    """Plans valid transfers with the same op, segments and window."""
+    first = transfers[flow[0]]
+    rows = _rows_of(transfers[index] for index in flow)
+    count, _ = data_plane().join_rows(rows, first.local.nbytes, LIMIT)
+    groups = list(scatter.cut(rows[:count], slice_bytes, MAX_ROWS))
+    owners = _SliceOwners(transfers, flow, len(groups))
     for group in groups:
         nbytes = scatter.total(group)
         part = Part(
-            op=flow.op,
-            local=flow.local,
-            segment_id=flow.segment_id,
-            window_id=flow.window_id,
+            op=first.op,
+            local=first.local,
+            segment_id=first.remote.segment_id,
+            window_id=first.window_id,
             rows=group,
             nbytes=nbytes,
             deadline_at=deadline_at,
@@ -211,10 +207,10 @@ def _cut(flow: _MergedTransfers, planned: Planned, slice_bytes: int, deadline_at
 class _SliceOwners:
     """Maps consecutive slices to the transfers whose bytes they carry. A flow is one stream of bytes, cut in order."""
 
-    def __init__(self, flow: _MergedTransfers, num_slices: int) -> None:
-        self._indices = flow.indices
-        is_shared = num_slices > 1 and len(flow.sizes) > 1
-        self._ends = list(accumulate(flow.sizes)) if is_shared else None
+    def __init__(self, transfers: Sequence[AnyTransfer], flow: Sequence[int], num_slices: int) -> None:
+        self._indices = flow
+        is_shared = num_slices > 1 and len(flow) > 1
+        self._ends = list(accumulate(_size_of(transfers[index]) for index in flow)) if is_shared else None
         self._done = 0
 
     def next(self, nbytes: int) -> Sequence[int]:
@@ -225,11 +221,8 @@ class _SliceOwners:
         return self._indices[first : bisect_left(self._ends, self._done) + 1]
 
 
-def _out_of_bounds(transfer: Transfer) -> InvalidRequest:
-    return InvalidRequest(
-        f"out of bounds: {transfer.length} bytes at {transfer.local_offset} of {transfer.local}, "
-        f"at {transfer.remote_offset} of the remote segment"
-    )
+def _size_of(transfer: AnyTransfer) -> int:
+    return transfer.length if type(transfer) is Transfer else scatter.total(_array_of(transfer))
 
 
 class Batch:

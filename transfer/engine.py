@@ -10,7 +10,7 @@ import numpy as np
 
 from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
 from moonserve.protocol.process.machine import boot_id
-from moonserve.transfer.batch import AnyTransfer, Batch, Job, Part, group_by_peer, plan_slices
+from moonserve.transfer.batch import AnyTransfer, Batch, Job, Part, group_by_peer, plan_single, plan_slices
 from moonserve.transfer.config import FaultPlan, TransferOptions
 from moonserve.transfer.memory.memfd import OwnedMemory
 from moonserve.transfer.memory.scatter import LENGTH, REMOTE
@@ -34,14 +34,12 @@ from moonserve.transfer.transport_interface import (
     RemoteSegment,
     ServedState,
     Session,
-    Transfer,
     Transport,
 )
 
-INLINE_READ_BYTES = 256 << 10
-"""`run` executes a single READ up to this size in the caller's thread, since waking another thread costs more."""
-_INLINE_RUN_BYTES = 4 << 20
-"""`run` executes batches up to this size in the caller's thread. Larger ones would delay other batches."""
+_INLINE_BYTES = 4 << 20
+"""`run` executes transfers up to this size in the caller's thread, since waking another thread costs more. Larger ones
+would delay other batches."""
 
 
 class TransferEngine:
@@ -64,6 +62,9 @@ class TransferEngine:
             raise ConfigError("the cluster token is empty")
         self.options = options or TransferOptions()
         self._name = name
+        self._inline_bytes = {
+            transport: min(_INLINE_BYTES, self.options.slice_bytes_over(transport)) for transport in _TRANSPORTS
+        }
         self._transports = {each.name: each for each in make_transports(self.options.transports)}
         self._faults = faults or FaultPlan()
         credentials = Credentials(cluster_token.encode(), secrets.token_bytes(INSTANCE_BYTES))
@@ -225,7 +226,7 @@ class TransferEngine:
         Batches are unordered, and destinations of transfers must not overlap. Raises InvalidRequest if a local segment
         is not registered with this engine or the engine is closed.
         """
-        return self._submit(tuple(transfers), time.monotonic() + deadline_s, inline=False)
+        return self._submit(tuple(transfers), time.monotonic() + deadline_s)
 
     def run(self, transfers: Sequence[AnyTransfer], *, deadline_s: float) -> None:
         """Executes transfers and waits for them, in the caller's thread where that has the lower latency.
@@ -233,29 +234,27 @@ class TransferEngine:
         Blocks for at most `deadline_s` (plus a scheduling delay). Raises what `Batch.wait` raises.
         """
         deadline_at = time.monotonic() + deadline_s
-        if len(transfers) == 1 and self._read_inline(transfers[0], deadline_at):
-            return
-        self._submit(tuple(transfers), deadline_at, inline=True).wait()
+        if not self._run_inline(transfers, deadline_at):
+            self._submit(tuple(transfers), deadline_at).wait()
 
-    def _read_inline(self, transfer: AnyTransfer, deadline_at: float) -> bool:
-        if (
-            type(transfer) is not Transfer
-            or transfer.op is not Op.READ
-            or not 0 < transfer.length <= INLINE_READ_BYTES
-            or self._faults.any
-        ):
+    def _run_inline(self, transfers: Sequence[AnyTransfer], deadline_at: float) -> bool:
+        """Carries transfers that fit into one small slice. Returns False if they must be submitted."""
+        if not transfers or self._faults.any:
             return False
-        peer = self._peers.by_address.get(transfer.remote.address)
+        peer = self._peers.by_address.get(transfers[0].remote.address)
         if peer is None:
             return False
+        single = plan_single(transfers, self._inline_bytes[peer.transports[0]], deadline_at)
+        if single is None:
+            return False
         segments = self._state.segments
-        segments.hold((transfer.local,))
+        segments.hold((single.local,))
         try:
-            return peer.read_inline(transfer, deadline_at)
+            return peer.run_inline(single)
         finally:
-            segments.release((transfer.local,))
+            segments.release((single.local,))
 
-    def _submit(self, transfers: tuple[AnyTransfer, ...], deadline_at: float, *, inline: bool) -> Batch:
+    def _submit(self, transfers: tuple[AnyTransfer, ...], deadline_at: float) -> Batch:
         if self._peers.closed:
             raise InvalidRequest("the transfer engine is closed")
         segments = self._state.segments
@@ -264,7 +263,7 @@ class TransferEngine:
         segments.hold(used)
         batch = Batch(len(transfers), len(parts), lambda: segments.release(used))
         for address, indices in parts.items():
-            self._put(address, transfers, indices, deadline_at, batch, inline=inline)
+            self._put(address, transfers, indices, deadline_at, batch)
         return batch
 
     def _put(
@@ -274,8 +273,6 @@ class TransferEngine:
         indices: list[int],
         deadline_at: float,
         batch: Batch,
-        *,
-        inline: bool,
     ) -> None:
         try:
             peer = self._peer_at(address)
@@ -289,10 +286,7 @@ class TransferEngine:
         if planned.parts and self._faults.any:
             self._corrupt(planned.parts[0], batch)
         job = Job(planned, batch, deadline_at)
-        if not planned.parts:
-            return
-        quick = inline and len(planned.parts) == 1 and job.nbytes <= _INLINE_RUN_BYTES
-        if not (quick and peer.run_inline(job, planned)):
+        if planned.parts:
             peer.put(job, planned)
 
     def _corrupt(self, part: Part, batch: Batch) -> None:

@@ -161,9 +161,8 @@ class Session(Protocol):
 
     def close(self) -> None: ...
 
-    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Executes one READ in the caller's thread while nothing else is in flight. Returns False if `carry` must be
-        used.
+    def carry_inline(self, single: Slice) -> None:
+        """Carries one slice while nothing else is in flight.
 
         Raises the errors that `carry` raises or settles slices with.
         """

@@ -20,6 +20,7 @@ from moonserve.transfer import Op, engine
 from moonserve.transfer.memory.scatter import Rows
 from moonserve.transfer.memory.write_windows import Window
 from moonserve.transfer.tcp.frames import Header
+from moonserve.transfer.tcp.session import StreamSession
 from moonserve.transfer.transport_interface import Dial, Slice, SliceSource
 from tests.patience import PATIENCE_S
 
@@ -117,7 +118,7 @@ class FaultInjector:
         session = connect(dial)
         self.open_sessions.add(session)
         session.send_request = partial(self._send_request, session, session.send_request)
-        session.read_inline = lambda *_: False
+        session.carry_inline = partial(StreamSession.carry_inline, session)
         session.fence = partial(self._fence, session.fence)
         session.list_segments = partial(self._list, session, session.list_segments)
         session.close = partial(self._close, session, session.close)
@@ -197,6 +198,7 @@ class FaultInjector:
             return window
 
         target.connection.abort, target.close, target.window_for = aborted, closed, held
+        target._serve_natively = lambda *_: None  # native code would pass by `window_for`
         return target
 
     def _hold_late_data(self, serving: _Serving, rows: Rows) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.native_libraries import C_FLAGS, CompilerError, c_fields, load_library, shared_cache
-from moonserve.transfer.memory.scatter import Rows
+from moonserve.transfer.memory.scatter import MAX_ROWS, Rows
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -53,6 +53,8 @@ class PumpEnd(IntEnum):
     """The peer has closed its side; nothing more arrives."""
     ERROR = 5
     """A system call failed; `FlowState.error` has the errno."""
+    ROWS_DONE = 6
+    """`serve_copies` leaves a request to its caller, whose rows have arrived too."""
 
 
 _PUMP_ENDS = {int(end): end for end in PumpEnd}
@@ -179,6 +181,26 @@ class Flow:
         return None if taken < 0 else taken
 
 
+_FrameHeader = ctypes.c_int64 * 6
+"""Memory of a frame's header (tcp/frames.py)."""
+
+
+class CopyRoute(ctypes.Structure):
+    """Requests that `serve_copies` serves: from one memory of the initiator into one window. `Route` of
+    copy_requests.h."""
+
+    _fields_ = (
+        ("served", _FrameHeader),
+        *c_fields(ctypes.c_void_p, "window starts ends"),
+        *c_fields(ctypes.c_int64, "num_ranges"),
+        *c_fields(ctypes.c_void_p, "to source live"),
+        *c_fields(ctypes.c_int64, "source_bytes max_bytes"),
+        *c_fields(ctypes.c_int32, "verified"),
+        ("header", _FrameHeader),
+        ("rows", ctypes.c_int64 * 3 * MAX_ROWS),
+    )
+
+
 def total_bytes(vectors: IoVectors) -> int:
     return int(vectors[0, 1]) if len(vectors) == 1 else int(vectors[:, 1].sum())
 
@@ -195,11 +217,21 @@ class DataPlane:
             (library.copy_rows_verified, copying, int32),
             (library.rows_equal, copying, int32),
             (library.fill_iovecs, copying, int64),
+            (library.join_rows, [pointer, int64, int64, int64, ctypes.POINTER(int64)], int64),
+            (library.window_enter, [pointer], int32),
+            (library.window_leave, [pointer], None),
+            (library.window_close, [pointer], None),
+            (library.window_close_if_idle, [pointer], int32),
+            (
+                library.serve_copies,
+                [int32, ctypes.POINTER(FlowState), ctypes.POINTER(CopyRoute), ctypes.c_char_p, int64, int64],
+                int32,
+            ),
             (library.pump, [int32, ctypes.POINTER(FlowState), int64, int64], int32),
         )
         for function, arguments, result in signatures:
             function.argtypes, function.restype = arguments, result
-        self._library = library
+        self.library = library
         self._pump = library.pump  # looked up once because it is called for every frame
 
     def copy_rows(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:
@@ -209,26 +241,34 @@ class DataPlane:
         otherwise REMOTE. The other column has the source's offsets.
         """
         rows = np.ascontiguousarray(rows, np.int64)
-        self._library.copy_rows(to, source, address_of(rows), len(rows), to_column)
+        self.library.copy_rows(to, source, address_of(rows), len(rows), to_column)
 
     def copy_rows_verified(self, to: int, source: int, rows: Rows, *, to_column: int) -> bool:
         """Copies like `copy_rows`, then reads both sides again. Returns False if a copy differs from its source at that
         time."""
         rows = np.ascontiguousarray(rows, np.int64)
         place = address_of(rows)
-        return bool(self._library.copy_rows_verified(to, source, place, len(rows), to_column))
+        return bool(self.library.copy_rows_verified(to, source, place, len(rows), to_column))
 
     def rows_equal(self, at: int, source: int, rows: Rows, *, column: int) -> bool:
         """Returns True if each row's bytes at `at` (offsets in `column`) equal its bytes at `source`."""
         rows = np.ascontiguousarray(rows, np.int64)
-        return bool(self._library.rows_equal(at, source, address_of(rows), len(rows), column))
+        return bool(self.library.rows_equal(at, source, address_of(rows), len(rows), column))
+
+    def join_rows(self, rows: Rows, local_bytes: int, remote_bytes: int) -> tuple[int, int]:
+        """Joins adjacent rows and drops empty ones, in place. Returns the numbers of rows left and of their bytes.
+
+        The number of rows is negative if one of them leaves the local or the remote segment of these sizes.
+        """
+        total = ctypes.c_int64()
+        return self.library.join_rows(address_of(rows), len(rows), local_bytes, remote_bytes, total), total.value
 
     def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
         """Returns the pieces of `rows` on one side in order. Adjacent pieces are joined and empty ones omitted."""
         rows = np.ascontiguousarray(rows, np.int64)
         made: IoVectors = np.empty((len(rows), 2), np.uint64)
         place = address_of(made)
-        return made[: self._library.fill_iovecs(place, base, address_of(rows), len(rows), column)]
+        return made[: self.library.fill_iovecs(place, base, address_of(rows), len(rows), column)]
 
     def pump(self, fd: int, flow: Flow, *, timeout_ns: int, spin_ns: int) -> PumpEnd:
         """Sends and receives until there is a reason to stop (`PumpEnd`), without waiting for one direction while the
@@ -239,6 +279,13 @@ class DataPlane:
         sleep. A broken pipe raises no signal.
         """
         return _PUMP_ENDS[self._pump(fd, flow.state, timeout_ns, spin_ns)]
+
+    def serve_copies(
+        self, fd: int, flow: Flow, route: CopyRoute, reply: bytes, *, stall_ns: int, spin_ns: int
+    ) -> PumpEnd:
+        """Serves requests along the route, with `reply`, until one is left to the caller. The route has its header
+        (IN_DONE) and perhaps its rows (ROWS_DONE). Waits endlessly for a request, `stall_ns` for the rest of one."""
+        return _PUMP_ENDS[self.library.serve_copies(fd, flow.state, route, reply, stall_ns, spin_ns)]
 
 
 @functools.cache

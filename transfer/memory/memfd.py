@@ -111,14 +111,15 @@ class PeerMemory:
         self._marker = _marker(nbytes)
         self.nbytes = nbytes
         self.view = memoryview(self._map)[:nbytes]
-        self._base = address_of(self.view)
+        self.base = address_of(self.view)
+        self.live_address = self.base + self._marker
         self._plane = data_plane()
 
     def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
-        self._plane.copy_rows(to, self._base, rows, to_column=to_column)
+        self._plane.copy_rows(to, self.base, rows, to_column=to_column)
 
     def copy_verified(self, to: int, rows: Rows, *, to_column: int) -> bool:
-        return self._plane.copy_rows_verified(to, self._base, rows, to_column=to_column)
+        return self._plane.copy_rows_verified(to, self.base, rows, to_column=to_column)
 
     def require_live(self) -> None:
         """Checks that the owner has not deregistered the segment. Raises InvalidRequest if it has."""

@@ -7,7 +7,10 @@ by a device that has a revocable `WindowHold`.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +18,16 @@ import numpy as np
 
 from moonserve.protocol.errors import InvalidRequest, StaleLease
 from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.memory.scatter import LENGTH, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 
 _REVOKE_AFTER_S = 0.1
 """Time that a close waits for holds to end before it revokes them: many times what a device needs for a slice."""
+_CLOSED = 1 << 62
+"""Flag of a window's state, whose rest is the number of stores in flight, native ones too (native/copy_requests.h)."""
+_POLL_S = 0.0002
+"""Interval at which a close looks for stores in flight, which notify nobody."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,12 +47,13 @@ class Window:
 
     __slots__ = (
         "_changed",
-        "_closed",
-        "_ends",
         "_holds",
-        "_num_stores",
-        "_starts",
+        "_native",
+        "_state",
+        "ends",
         "segment",
+        "starts",
+        "state",
         "window_id",
     )
 
@@ -52,12 +61,13 @@ class Window:
         merged = scatter.merge(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
         self.window_id = window_id
         self.segment = segment
-        self._starts = np.ascontiguousarray(merged[:, REMOTE])
-        self._ends = self._starts + merged[:, LENGTH]
+        self.starts = np.ascontiguousarray(merged[:, REMOTE])
+        self.ends = self.starts + merged[:, LENGTH]
         self._changed = threading.Condition(threading.Lock())
-        self._num_stores = 0
+        self._native = data_plane().library
+        self._state = ctypes.c_int64()
+        self.state = ctypes.addressof(self._state)
         self._holds: set[WindowHold] = set()
-        self._closed = False
 
     def require_inside(self, rows: Rows) -> None:
         """Checks that each run lies within one range. Raises InvalidRequest otherwise."""
@@ -66,15 +76,15 @@ class Window:
             self._require_run_inside(int(rows[0, REMOTE]), int(rows[0, LENGTH]))
             return
         offsets = rows[:, REMOTE]
-        found = np.searchsorted(self._starts, offsets, side="right") - 1
-        inside = offsets + rows[:, LENGTH] <= self._ends[found]
+        found = np.searchsorted(self.starts, offsets, side="right") - 1
+        inside = offsets + rows[:, LENGTH] <= self.ends[found]
         if not bool((inside & (found >= 0)).all()):
             raise self._outside()
 
     def _require_run_inside(self, offset: int, length: int) -> None:
         """Checks a single run without array arithmetic, at a fifth of the cost."""
-        found = int(self._starts.searchsorted(offset, side="right")) - 1
-        if found < 0 or offset + length > int(self._ends[found]):
+        found = int(self.starts.searchsorted(offset, side="right")) - 1
+        if found < 0 or offset + length > int(self.ends[found]):
             raise self._outside()
 
     def _outside(self) -> InvalidRequest:
@@ -82,29 +92,33 @@ class Window:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
-            if self._changed.wait_for(self._is_idle, _REVOKE_AFTER_S):
+            self._native.window_close(self.state)
+            if self._wait_idle(time.monotonic() + _REVOKE_AFTER_S):
                 return
             holds = list(self._holds)
         for hold in holds:
             hold.revoke()
         with self._changed:
-            self._changed.wait_for(self._is_idle)
+            self._wait_idle(math.inf)
 
     def close_if_idle(self) -> bool:
         with self._changed:
-            self._closed |= self._is_idle()
-            return self._closed
+            return not self._holds and bool(self._native.window_close_if_idle(self.state))
 
-    def _is_idle(self) -> bool:
-        return not self._num_stores and not self._holds
+    def _wait_idle(self, until: float) -> bool:
+        """Waits until there are no stores and holds. Returns False at `until`. The lock is held."""
+        while self._holds or self._state.value % _CLOSED:
+            if time.monotonic() >= until:
+                return False
+            self._changed.wait(_POLL_S)
+        return True
 
     def hold(self, revoke: Callable[[], None]) -> WindowHold:
         """Registers a hold. Raises StaleLease if the window is closed. `revoke` may be called after closing and must
         lead to `release`."""
         hold = WindowHold(self, revoke)
         with self._changed:
-            if self._closed:
+            if self._state.value >= _CLOSED:
                 raise _stale(self.window_id)
             self._holds.add(hold)
         return hold
@@ -112,20 +126,14 @@ class Window:
     def release_hold(self, hold: WindowHold) -> None:
         with self._changed:
             self._holds.discard(hold)
-            if self._closed:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def __enter__(self) -> None:
-        with self._changed:
-            if self._closed:
-                raise _stale(self.window_id)
-            self._num_stores += 1
+        if not self._native.window_enter(self.state):
+            raise _stale(self.window_id)
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._num_stores -= 1
-            if self._closed:
-                self._changed.notify_all()
+        self._native.window_leave(self.state)
 
 
 class WindowTable:

@@ -25,7 +25,7 @@ from moonserve.transfer.paths.peer_address import Address, Rail
 from moonserve.transfer.paths.rail_health import RailHealth
 from moonserve.transfer.paths.topology import Topology
 from moonserve.transfer.paths.traffic_stats import Incident, TransferStats
-from moonserve.transfer.transport_interface import Op, Session, Transfer
+from moonserve.transfer.transport_interface import Op, Session, Slice
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class PeerContext:
 
 
 class Peer:
-    """Schedules parts over the paths to one peer. All methods are thread-safe. Only `with_session`, `run_inline`,
-    `read_inline` and `join` block."""
+    """Schedules parts over the paths to one peer. All methods are thread-safe. Only `with_session`, `run_inline` and
+    `join` block."""
 
     def __init__(self, address: Address, local_rails: Iterable[Rail], context: PeerContext) -> None:
         """Creates the paths to the peer; connects nothing. Raises PeerLost if no transport is in common."""
@@ -81,38 +81,26 @@ class Peer:
     def put(self, job: Job, planned: Planned) -> None:
         self._dispatch(job, planned.parts)
 
-    def run_inline(self, job: Job, planned: Planned) -> bool:
-        """Carries a job of one part in the caller's thread. Returns False if that is not possible immediately."""
-        (part,) = planned.parts
-        now = time.monotonic()
-        with self._lock:
-            self.used_at = now
-            path = self._choose(part, now)
-            lane = self._lanes.get(path) if path is not None else None
-        if path is None or lane is None:
-            self._uncount(path, part)
-            return False
-        lane.stats.submitted(part.nbytes)
-        if lane.run_inline(Group(job, (part,))):
-            return True
-        lane.stats.left(part.nbytes)
-        self._uncount(path, part)
-        return False
+    def run_inline(self, single: Slice) -> bool:
+        """Carries a slice in the caller's thread. Returns False if that did not happen: then plan it and `put` it.
 
-    def _uncount(self, path: TransferPath | None, part: Part) -> None:
-        if path is not None:
-            with self._lock:
-                self._selector.dropped(path, part.nbytes)
-
-    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Executes a READ in the caller's thread. Returns False if it did not happen: then plan it and `put` it."""
-        lane, began = self._shm_lane, time.monotonic()
-        if lane is None and self._num_paths == 1:
-            lane = next(iter(self._lanes.values()), None)
-        if lane is None or not lane.read_inline(transfer, deadline_at):
+        Raises the peer's refusal.
+        """
+        began = time.monotonic()
+        lane = self._shm_lane or self._idle_lane(single, began)
+        if lane is None or (single.op is Op.WRITE and self._context.unfenced.at(self.address.instance)):
             return False
-        lane.stats.arrived(Op.READ, transfer.length, time.monotonic() - began)
+        if self._num_paths > 1:  # leaves time for another path
+            single.deadline_at -= (single.deadline_at - began) / 2
+        if not lane.run_inline(single):
+            return False
+        lane.stats.arrived(single.op, single.nbytes, time.monotonic() - began)
         return True
+
+    def _idle_lane(self, single: Slice, now: float) -> Lane | None:
+        with self._lock:
+            path = self._selector.choose(single.local.location, single.nbytes, now)
+            return None if path is None else self._lanes.get(path)
 
     def with_session(self, work: Callable[[Session, float], T], deadline_at: float) -> T:
         """Runs `work(session, deadline_at)` on a path, or on another one after PeerLost. Blocks. Raises the last
@@ -204,6 +192,9 @@ class Peer:
     def on_ended(self, lane: Lane, part: Part, error: MoonserveError) -> None:
         self._count_left(lane, part)
         self._fail(lane, part, error)
+
+    def on_unfenced(self, connection_id: int) -> None:
+        self._context.unfenced.add(self.address.instance, (connection_id,))
 
     def on_fenced(self, connection_ids: Iterable[int]) -> None:
         self._context.unfenced.remove(self.address.instance, connection_ids)

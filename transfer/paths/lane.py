@@ -21,7 +21,7 @@ from moonserve.transfer.config import FaultPlan
 from moonserve.transfer.paths.lane_queue import Group, GroupQueue, Inbox, attempt_ends_at
 from moonserve.transfer.paths.path_selection import TransferPath
 from moonserve.transfer.paths.traffic_stats import Incident, PathStats
-from moonserve.transfer.transport_interface import STEP_S, Op, Session, Slice, Transfer, without_traceback
+from moonserve.transfer.transport_interface import STEP_S, Op, Session, Slice, without_traceback
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,9 @@ class LaneListener(Protocol):
     def on_idle(self) -> None: ...
     def may_retire(self, lane: Lane) -> bool:
         """Returns True if an idle lane may end. After True it must end."""
+
+    def on_unfenced(self, connection_id: int) -> None:
+        """Records that the target may still store a WRITE of this broken connection."""
 
     def on_fenced(self, connection_ids: Iterable[int]) -> None:
         """Records that the target no longer serves these connections."""
@@ -86,23 +89,11 @@ class Lane:
     def put(self, group: Group) -> None:
         self._inbox.put(group)
 
-    def run_inline(self, group: Group) -> bool:
-        """Carries the group in the caller's thread. Returns False if the lane is busy or not connected."""
-        if not self._try_lock_session():
-            return False
-        try:
-            if self._session is None:
-                return False
-            self._locked_by_caller = True
-            self._groups.append(group)
-            self._work()
-            return True
-        finally:
-            self._locked_by_caller = False
-            self._session_lock.release()
+    def run_inline(self, single: Slice) -> bool:
+        """Carries a slice in the caller's thread if the lane is idle and connected. Returns False if it did not arrive.
 
-    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Executes a READ in the caller's thread if the lane is idle. Returns False if it did not happen."""
+        Raises the peer's refusal.
+        """
         session = self._session
         if session is None or not self._try_lock_session():
             return False
@@ -110,13 +101,17 @@ class Lane:
         try:
             if session is not self._session or not session.alive():
                 return False
-            return session.read_inline(transfer, deadline_at)
-        except InvalidRequest:
+            session.carry_inline(single)
+            return True
+        except (InvalidRequest, StaleLease):
+            self.stats.count(Incident.FAILURE)
             raise
         except IntegrityError:
             self.stats.count(Incident.CORRUPT)
             return False
         except BaseException as error:  # the session may be in the middle of a frame
+            if single.op is Op.WRITE:
+                self._listener.on_unfenced(session.connection_id)
             self._disconnect()
             if not isinstance(error, Exception):
                 raise

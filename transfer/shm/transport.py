@@ -4,10 +4,12 @@ its checks.
 Each end copies received bytes out of the other's memory, which it maps read-only or reads by address. The Unix socket
 carries requests, descriptors and, as a stream, the bytes of memory that cannot be reached. Its rules: a descriptor is
 passed only when that cannot block, since the peer may be sending answers; bytes are stored only inside an open window.
+After a WRITE that succeeded, native code serves further ones from the same memory into the same window.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
@@ -16,12 +18,16 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 
+import numpy as np
+
 from moonserve.protocol.errors import ConfigError, IntegrityError, InvalidRequest, MoonserveError, PeerLost
 from moonserve.protocol.process.machine import boot_id
 from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import CopyRoute, address_of
 from moonserve.transfer.memory.memfd import OwnedMemory, PeerMemory
 from moonserve.transfer.memory.scatter import LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
+from moonserve.transfer.memory.write_windows import Window
 from moonserve.transfer.paths.peer_address import Address, Rail
 from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerSegments, ReadableMemory, copy_step
 from moonserve.transfer.tcp.connection import Connection
@@ -38,14 +44,13 @@ from moonserve.transfer.tcp.frames import (
 )
 from moonserve.transfer.tcp.handshake import Agreement
 from moonserve.transfer.tcp.session import StreamSession, authenticate
-from moonserve.transfer.tcp.target import Acceptor, StreamTarget
+from moonserve.transfer.tcp.target import OK, STALL_S, Acceptor, StreamTarget
 from moonserve.transfer.transport_interface import (
     Dial,
     Op,
     ServedState,
     Slice,
     SliceSource,
-    Transfer,
     without_traceback,
 )
 
@@ -198,19 +203,15 @@ class ShmSession(StreamSession):
             raise InvalidRequest(f"out of bounds of a segment of {source.nbytes} bytes")
         return source.view[offset : offset + length]
 
-    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Copies a small READ out of known memory without a request. Returns False if it cannot."""
-        source = self._segments.get(transfer.remote.segment_id)
-        start, to, length = transfer.remote_offset, transfer.local_offset, transfer.length
-        if source is None or not 0 <= length <= STEP_BYTES:
-            return False
-        if to < 0 or to + length > transfer.local.nbytes:
-            return False  # `carry` reports the error
-        row = scatter.rows((start, to, length))
-        scatter.require_inside(row, REMOTE, source.nbytes)
-        copy_step(source, transfer.local, row, LOCAL, self._checksums)
+    def carry_inline(self, single: Slice) -> None:
+        """Copies a small READ out of known memory without a request."""
+        source = self._segments.get(single.segment_id)
+        if single.op is Op.WRITE or source is None:
+            super().carry_inline(single)
+            return
+        scatter.require_inside(single.rows, REMOTE, source.nbytes)
+        copy_step(source, single.local, single.rows, LOCAL, self._checksums)
         source.require_live()  # after the copy, so that the copy is covered
-        return True
 
 
 _BACKLOG_S = 0.5
@@ -287,15 +288,24 @@ class ShmTarget(StreamTarget):
         self._copier = copier
         self._markers = markers
         self._offered = PeerSegments(connection.peer_pid)
+        self._route = CopyRoute()
+        self._route_owners: tuple[Window, ReadableMemory] | None = None
+        """Keeps the memory of the route."""
 
     def close(self) -> None:
         self._offered.close()
 
     def next_request(self) -> None:
-        data = self.idle_receive(HEADER_BYTES)
+        has_rows = self.connection.serve_copies(self._route, OK, STALL_S)
+        self.connection.set_deadline(time.monotonic() + STALL_S)
         fd = self.connection.take_descriptor()
         try:
-            self._take(decode(data), fd)
+            header = decode(bytes(self._route.header))
+            if has_rows:
+                rows = np.frombuffer(self._route.rows, np.int64).reshape(-1, 3)
+                self._write_from(header, rows[: header.entries].copy())
+            else:
+                self._take(header, fd)
         finally:
             if fd is not None:
                 os.close(fd)
@@ -307,7 +317,7 @@ class ShmTarget(StreamTarget):
             case Kind.MAP:
                 self._share_memory(header)
             case Kind.WRITE_FROM:
-                self._write_from(header)
+                self._write_from(header, receive_rows(self.connection, header))
             case _:
                 self.dispatch(header)
 
@@ -328,13 +338,13 @@ class ShmTarget(StreamTarget):
             raise ProtocolViolation("an offer has no memory or repeats a segment")
         if len(self._offered) >= _MAX_OFFERS:
             raise ProtocolViolation("too many offers")
+        self._route.served[:] = [0] * len(self._route.served)  # the next line may unmap its source
         self._offered.add(header.source_id, fd, header.window_id, header.nbytes)
         if header.window_id:
             taken = self._offered.get(header.source_id) is not None
             self.connection.send(encode(Header(kind=Kind.REPLY, nbytes=int(taken))))
 
-    def _write_from(self, header: Header) -> None:
-        rows = receive_rows(self.connection, header)
+    def _write_from(self, header: Header, rows: Rows) -> None:
         if self.connection.hung_up():
             raise PeerLost("the initiator has closed the connection")
         self.reply_with_outcome(lambda: self._copy_from(header, rows))
@@ -346,3 +356,19 @@ class ShmTarget(StreamTarget):
             raise InvalidRequest(f"segment {header.source_id} of the initiator was never offered")
         scatter.require_inside(rows, LOCAL, source.nbytes)
         self._copier.copy(source, window.segment, rows, to_column=REMOTE, verified=self.checksums, guard=window)
+        if isinstance(source, PeerMemory):
+            self._serve_natively(header, window, source)
+
+    def _serve_natively(self, header: Header, window: Window, source: PeerMemory) -> None:
+        """Lets native code serve the next requests that differ from this one in their rows only."""
+        route, segment = self._route, window.segment
+        self._route_owners = window, source
+        ctypes.memmove(route.served, encode(header._replace(entries=0)), HEADER_BYTES)
+        route.window = window.state
+        route.starts, route.ends, route.num_ranges = (
+            address_of(window.starts),
+            address_of(window.ends),
+            len(window.ends),
+        )
+        route.to, route.source, route.live = segment.base, source.base, source.live_address
+        route.source_bytes, route.max_bytes, route.verified = source.nbytes, STEP_BYTES, self.checksums

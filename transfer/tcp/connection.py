@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
 from moonserve.protocol.errors import PeerLost, StaleLease
-from moonserve.transfer.memory.data_plane import Flow, IoVectors, PumpEnd, address_of, data_plane, vectors
+from moonserve.transfer.memory.data_plane import CopyRoute, Flow, IoVectors, PumpEnd, address_of, data_plane, vectors
 from moonserve.transfer.transport_interface import STEP_S
 
 _STEP_NS = 50_000_000
@@ -28,7 +28,6 @@ _SPIN_NS = 100_000
 _STORE_NS = 1_000_000
 """Longest time that one step of a guarded receive holds the guard."""
 _SCRATCH_BYTES = 65536
-_HUNG_UP = select.POLLHUP | select.POLLERR | select.POLLNVAL | select.POLLRDHUP
 
 
 def no_deadline() -> float | None:
@@ -83,7 +82,7 @@ class Connection:
 
     def hung_up(self) -> bool:
         """Returns True if the peer is known to be gone. Does not wait."""
-        return any(events & _HUNG_UP for _, events in self._ended.poll(0))
+        return bool(self._ended.poll(0))  # nothing but POLLRDHUP, POLLHUP, POLLERR and POLLNVAL is reported
 
     def peer_pid(self) -> int:
         """Returns the pid of the process that was at a Unix socket's other end when it connected."""
@@ -224,6 +223,17 @@ class Connection:
             known = self._short[count] = data, vectors((address_of(data), count))
         self.receive_vectors(known[1])
         return known[0]
+
+    def serve_copies(self, route: CopyRoute, reply: bytes, stall_s: float) -> bool:
+        """Serves requests along the route until one is left to the caller. Its header is in the route, and its rows if
+        True is returned. Raises PeerLost."""
+        fd, stall_ns = self._sock.fileno(), int(stall_s * 1e9)
+        end = self._plane.serve_copies(fd, self._flow, route, reply, stall_ns=stall_ns, spin_ns=_SPIN_NS)
+        if end is PumpEnd.TIMEOUT:
+            raise PeerLost("the peer did not answer in time")
+        if end not in (PumpEnd.IN_DONE, PumpEnd.ROWS_DONE):
+            self._raise_ended(end)
+        return end is PumpEnd.ROWS_DONE
 
     def take_descriptor(self) -> int | None:
         """Returns a descriptor that was received since the last call and gives it to the caller to close."""

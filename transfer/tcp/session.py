@@ -9,7 +9,7 @@ import json
 import time
 from collections import deque
 
-from moonserve.protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
+from moonserve.protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from moonserve.transfer.memory import scatter
 from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.memory.scatter import LOCAL, Rows
@@ -27,7 +27,7 @@ from moonserve.transfer.tcp.frames import (
     error_of,
     request,
 )
-from moonserve.transfer.transport_interface import STEP_S, Dial, Op, Slice, SliceSource, Transfer, without_traceback
+from moonserve.transfer.transport_interface import STEP_S, Dial, Op, Slice, SliceSource, without_traceback
 
 _SILENCE_S = 2.0
 """Silence after which another rail is tried: a kernel has retransmitted a lost packet a few times by then."""
@@ -56,8 +56,11 @@ class StreamSession:
     def close(self) -> None:
         self._connection.close()
 
-    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
-        return False
+    def carry_inline(self, single: Slice) -> None:
+        source = _SingleSlice(single)
+        self.carry(source)
+        if source.error is not None:
+            raise source.error
 
     def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
         raise InvalidRequest("memory of another host cannot be viewed in place: READ it")
@@ -176,6 +179,31 @@ class StreamSession:
         self._connection.set_deadline(deadline_at)
         self._connection.send(encode(header))
         return self.reply()
+
+
+class _SingleSlice:
+    """A `SliceSource` with one slice."""
+
+    def __init__(self, single: Slice) -> None:
+        self._single = single
+        self._left: Slice | None = single
+        self.error: MoonserveError | None = None
+
+    def take(self) -> Slice | None:
+        single, self._left = self._left, None
+        return single
+
+    def settle(self, part: Slice, error: MoonserveError | None) -> None:
+        self.error = error
+
+    def deadline_at(self) -> float:
+        return self._single.deadline_at
+
+    def may_give_up(self) -> bool:
+        return False
+
+    def tick(self) -> None:
+        """Does nothing: the deadline is enforced anyway, and `abort` ends the wait."""
 
 
 class _SilenceWatch:

@@ -42,7 +42,7 @@ from moonserve.transfer.transport_interface import ServedState
 _log = logging.getLogger(__name__)
 
 OK = encode(Header(kind=Kind.REPLY))
-_STALL_S = 60.0
+STALL_S = 60.0
 """A peer that stops in the middle of a frame, or accepts no answer, for this long is given up."""
 _FENCE_S = 5.0
 """Time limit for ending another connection. Its thread notices after at most one step of a store."""
@@ -72,7 +72,7 @@ class StreamTarget:
         """Receives the beginning of a request without a deadline and sets the deadline of the rest."""
         self.connection.deadline = no_deadline
         data = self.connection.receive_short(count)
-        self.connection.set_deadline(time.monotonic() + _STALL_S)
+        self.connection.set_deadline(time.monotonic() + STALL_S)
         return data
 
     def dispatch(self, header: Header) -> None:

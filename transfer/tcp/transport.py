@@ -16,17 +16,14 @@ from typing import TypeVar
 from moonserve.protocol.errors import ConfigError, Incompatible, PeerLost
 from moonserve.protocol.process.machine import boot_id
 from moonserve.protocol.process.tls import Certificates, load_certificates
-from moonserve.transfer.memory import scatter
-from moonserve.transfer.memory.scatter import LOCAL
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.paths.hardware_discovery import local_tcp_rails
 from moonserve.transfer.paths.peer_address import Address, Rail
 from moonserve.transfer.tcp.connection import Connection
-from moonserve.transfer.tcp.frames import Header, Kind
 from moonserve.transfer.tcp.session import StreamSession, authenticate
 from moonserve.transfer.tcp.target import Acceptor, StreamTarget
 from moonserve.transfer.tcp.tls import TlsConnection
-from moonserve.transfer.transport_interface import Dial, ServedState, Transfer
+from moonserve.transfer.transport_interface import Dial, ServedState
 
 T = TypeVar("T")
 
@@ -40,18 +37,6 @@ _KEEPALIVE = {  # a vanished host is noticed within 20 s even on an idle connect
 
 _LOCAL_BUFFER_BYTES = 2 << 20
 """Socket buffers within a host. The kernel's automatic sizing ends up with buffers that exceed the cache (LOG.md)."""
-
-
-class TcpSession(StreamSession):
-    def read_inline(self, transfer: Transfer, deadline_at: float) -> bool:
-        """Executes a READ without a queue, a slice or another thread."""
-        rows = scatter.rows((transfer.remote_offset, transfer.local_offset, transfer.length))
-        scatter.require_inside(rows, LOCAL, transfer.local.nbytes)
-        header = Header(kind=Kind.READ, entries=1, segment_id=transfer.remote.segment_id)
-        self._connection.set_deadline(deadline_at)
-        self._connection.queue(self.request(header, rows))
-        self.receive_payload(transfer.local, rows, transfer.length, self.reply())
-        return True
 
 
 class TcpTransport:
@@ -78,10 +63,10 @@ class TcpTransport:
     def reachable(self, address: Address) -> bool:
         return self.name in address.rails
 
-    def connect(self, dial: Dial) -> TcpSession:
+    def connect(self, dial: Dial) -> StreamSession:
         _require_same_tls(dial)
         connection = open_connection(dial, self._encrypted)
-        return TcpSession(dial, connection, authenticate(connection, dial))
+        return StreamSession(dial, connection, authenticate(connection, dial))
 
     def _target(self, state: ServedState, sock: socket.socket) -> StreamTarget:
         tune_accepted(sock)

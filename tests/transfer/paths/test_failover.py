@@ -11,7 +11,8 @@ from moonserve.transfer import Op, TransferEngine
 from moonserve.transfer.memory.write_windows import Window
 from moonserve.transfer.paths.rail_health import CooldownRule, RailHealth, _ErrorRecord
 from moonserve.transfer.paths.traffic_stats import Incident
-from moonserve.transfer.tcp.transport import TcpSession, TcpTransport
+from moonserve.transfer.tcp.session import StreamSession
+from moonserve.transfer.tcp.transport import TcpTransport
 from moonserve.transfer.transport_interface import Dial
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import RAILS, Make
@@ -104,7 +105,7 @@ def test_a_failing_rail_cools_down_and_is_used_again_after_it_recovers(
     dialled: list[str] = []  # a rail whose connection failed is not used without a connection attempt
     connect = TcpTransport.connect
 
-    def noted(transport: TcpTransport, dial: Dial) -> TcpSession:
+    def noted(transport: TcpTransport, dial: Dial) -> StreamSession:
         dialled.append(dial.remote.endpoint)
         return connect(transport, dial)
 

@@ -204,9 +204,12 @@ def fail_and_leave_a_write_behind(bench: Pair, injector: FaultInjector) -> None:
         bench.run(write(bench))
 
 
-def test_a_retried_write_fences_its_first_copy(bench: Pair, injector: FaultInjector) -> None:
-    injector.orders["slice"] = [Outcome.LATE]
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_retried_write_fences_its_first_copy(bench: Pair, injector: FaultInjector, inline: bool) -> None:
     bench.run(write(bench))
+    injector.orders["slice"] = [Outcome.LATE]
+    (bench.run_inline if inline else bench.run)(write(bench))
+    assert injector.counts["fence", Outcome.ARRIVES] == 1
     bench.memory.buffer[:4096] = b"t" * 4096  # the owner reuses the memory
     assert injector.store_late_data() == 0
     assert bench.memory.buffer[:4096] == b"t" * 4096

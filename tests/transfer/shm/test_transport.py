@@ -1,15 +1,17 @@
 """Engines of one host: which path the bytes take, the fallback when it is not permitted, and peers that lie about the
 memory they offer."""
 
+import contextlib
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from moonserve.protocol.errors import IntegrityError, InvalidRequest, PeerLost
+from moonserve.protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
 from moonserve.transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 from moonserve.transfer.memory import scatter
 from moonserve.transfer.memory.data_plane import address_of, data_plane
@@ -103,6 +105,7 @@ def test_offers_do_not_deadlock_while_both_ends_send(make_engine: Make) -> None:
 
 def test_a_wrong_copy_is_an_integrity_error(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(3 * MIB)
+    monkeypatch.setattr(transport.ShmTarget, "_serve_natively", lambda *_: None)
     round_trip(pair)
 
     def wrong(self: PeerMemory, to: int, rows: Rows, *, to_column: int) -> bool:
@@ -241,6 +244,80 @@ def test_rows_outside_offered_memory_or_without_an_offer_are_refused(target: Tar
         target.write(scatter.rows((0, 0, 1)), source_id=77)
     assert not any(target.segment.buffer)
     target.write(scatter.rows((0, 0, 1)))
+
+
+OUTSIDE = [
+    *[(0, NBYTES, 1), (0, -1, 5), (0, 1, NBYTES), (0, 1 << 62, 1), (0, (1 << 63) - 1, 1)],
+    *[(NBYTES, 0, 1), (-1, 0, 2), (NBYTES - 1, 0, 2), ((1 << 63) - 1, 0, 1), (0, 0, -1), (1, 1, (1 << 63) - 1)],
+]
+
+
+@pytest.mark.parametrize("row", OUTSIDE)
+def test_native_code_refuses_what_python_refuses(target: Target, row: tuple[int, int, int]) -> None:
+    """The first request that succeeds leaves requests like it to native code."""
+    target.offer(target.source.fd)
+    target.write(scatter.rows((0, 0, 1)))
+    for rows in (scatter.rows(row), scatter.rows((5, 0, 1), row)):
+        with pytest.raises(InvalidRequest):
+            target.write(rows)
+    assert bytes(target.segment.buffer) == b"s" + bytes(NBYTES - 1)
+    target.write(scatter.rows((3, 0, 2), (9, 1, 0), (1, 7, 1)))
+    assert bytes(target.segment.buffer[:6]) == b"ss\0ss\0"
+
+
+def test_native_code_keeps_to_the_ranges_of_the_window(target: Target) -> None:
+    ranges = [(0, 3), (10, 4), (14, 2), (30, 1)]
+    target.window_id = target.engine.open_window(target.segment, ranges)
+    target.offer(target.source.fd)
+    target.write(scatter.rows((0, 0, 1)))
+    allowed = {at + i for at, length in ranges for i in range(length)}
+    for start in range(33):
+        for length in range(1, 8):
+            if allowed.issuperset(range(start, start + length)):
+                target.write(scatter.rows((start, 0, length)))
+            else:
+                with pytest.raises(InvalidRequest):
+                    target.write(scatter.rows((start, 0, length)))
+    assert {i for i, byte in enumerate(target.segment.buffer) if byte} == allowed
+
+
+def test_native_code_stores_nothing_for_a_closed_window_or_a_deregistered_source(target: Target) -> None:
+    target.offer(target.source.fd)
+    target.write(scatter.rows((0, 0, 1)))
+    other = target.engine.open_window(target.segment, [(0, 1)])
+    target.source.mark_dead()
+    with pytest.raises(InvalidRequest, match="no longer registered"):
+        target.write(scatter.rows((0, 0, 1)))
+    target.engine.close_window(target.window_id)
+    target.segment.buffer[0] = 0
+    with pytest.raises(StaleLease):
+        target.write(scatter.rows((0, 0, 1)))
+    target.window_id, second = other, OwnedMemory(NBYTES)
+    target.offer(second.fd, source_id=2)  # unmaps the first
+    with pytest.raises(InvalidRequest, match="never offered"):
+        target.write(scatter.rows((0, 0, 1)))
+    assert not any(target.segment.buffer)
+
+
+def test_no_native_store_follows_the_close_of_its_window(pair: Pair) -> None:
+    pair.local.buffer[:] = b"x" * pair.local.nbytes
+    for _ in range(20):
+        writing = threading.Event()
+
+        def write_until_refused(window_id: int, writing: threading.Event) -> None:
+            with contextlib.suppress(StaleLease):
+                while True:
+                    pair.run_inline(pair.write(0, 0, pair.memory.nbytes, window_id))
+                    writing.set()
+
+        window_id = pair.far.open_window(pair.memory, [(0, pair.memory.nbytes)])
+        writer = threading.Thread(target=write_until_refused, args=(window_id, writing))
+        writer.start()
+        assert writing.wait(PATIENCE_S)
+        pair.far.close_window(window_id)
+        pair.memory.buffer[:] = bytes(pair.memory.nbytes)
+        writer.join()
+        assert not any(pair.memory.buffer)
 
 
 def test_an_invalid_offer_ends_the_connection(target: Target) -> None:
