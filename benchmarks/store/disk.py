@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import mmap
 import random
 import shutil
 import subprocess
@@ -36,6 +35,7 @@ from benchmarks.harness.measure import median, table, write_json
 from moonserve.kvstore.disk.base import DiskObject, DiskRead, DiskWrite, Health, Place
 from moonserve.kvstore.disk.tier import DiskOptions, SsdTier
 from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.transfer.memory.memfd import OwnedMemory
 
 BAR = 0.8
 SIZES = (64 * 2**10, 2**20)
@@ -231,17 +231,16 @@ def _arguments() -> argparse.Namespace:
 
 async def _measured(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     fio = Fio(folder / "fio", arguments.bytes, flushing=arguments.flushing)
-    memory = memoryview(mmap.mmap(-1, 32 * 2**20 * 2))
+    memory = OwnedMemory(32 * 2**20 * 2).view
     memory[:] = random.Random(0).randbytes(len(memory))
     options = DiskOptions(
         num_threads=arguments.threads,
         segment_bytes=SEGMENT_BYTES,
-        memory=memory,
         sync_interval_s=0.0 if arguments.flushing else DiskOptions().sync_interval_s,
     )
     async with (
-        _opened(folder / "ring", arguments, options) as ring,
-        _opened(folder / "threads", arguments, replace(options, ring=False)) as threads,
+        _opened(folder / "ring", arguments, options, memory) as ring,
+        _opened(folder / "threads", arguments, replace(options, ring=False), memory) as threads,
     ):
         contestants: dict[str, Measure] = {
             "ring": ring.measure,
@@ -257,13 +256,14 @@ async def _measured(folder: Path, arguments: argparse.Namespace) -> list[dict[st
 
 
 @contextlib.asynccontextmanager
-async def _opened(folder: Path, arguments: argparse.Namespace, options: DiskOptions) -> AsyncIterator[Disk]:
+async def _opened(
+    folder: Path, arguments: argparse.Namespace, options: DiskOptions, memory: memoryview
+) -> AsyncIterator[Disk]:
     tier = await SsdTier.open(folder, NUM_SEGMENTS * SEGMENT_BYTES, options, _unmoved, _complain)
     async for _ in tier.recover(lambda share: None):
         pass
-    assert options.memory is not None
     try:
-        yield Disk(tier, options.memory, arguments.bytes, arguments.calls)
+        yield Disk(tier, memory, arguments.bytes, arguments.calls)
     finally:
         await tier.close()
 

@@ -1,4 +1,4 @@
-"""Page-aligned memory for I/O around the page cache, and lasting memory for the ring. Knows no files."""
+"""Page-aligned memory for I/O around the page cache, and single pages for the ring. Knows no files."""
 
 from __future__ import annotations
 
@@ -67,8 +67,6 @@ class BorrowedMemory:
         self._scratch.give_back(self._memory)
 
 
-MAX_VIEWS = 64 * 2**10
-"""Cached views, 25 MB. A node with more objects in memory than this copies the others through the ring's own pages."""
 MAX_PAGES = 8 * 2**10
 """The ring's own pages, 32 MiB: 64 operations of 128 pages."""
 _PAGES_AT_ONCE = 256
@@ -78,38 +76,6 @@ _MAX_COPIED_PAGES = 64
 
 class OutOfPages(Exception):
     """Raised if the ring has too few free pages. I/O threads have other memory."""
-
-
-class CachedViews:
-    """Cached views of the node's object memory, for the ring: one view per requested part."""
-
-    def __init__(self, memory: memoryview, max_views: int = MAX_VIEWS) -> None:
-        self._memory = memory
-        self._begin = address_of(memory) if memory else 0
-        self._max_views = max_views
-        self._views: dict[tuple[int, int], memoryview] = {}
-
-    def of(self, part: memoryview, nbytes: int) -> memoryview | None:
-        """Returns a lasting view of the first bytes of `part`. None if `part` does not begin on a page or belongs to
-        other memory, or there are too many views."""
-        address = address_of(part)
-        if address % PAGE:
-            return None
-        known = self._views.get((address, nbytes))
-        return self._new(address, nbytes) if known is None else known
-
-    def _new(self, address: int, nbytes: int) -> memoryview | None:
-        begin = address - self._begin
-        if not 0 <= begin <= len(self._memory) - nbytes or len(self._views) >= self._max_views:
-            return None
-        view = self._views[address, nbytes] = self._memory[begin : begin + nbytes]
-        return view
-
-    def validate(self) -> None:
-        """Asserts that every view lies at its address."""
-        assert len(self._views) <= self._max_views
-        for (address, nbytes), view in self._views.items():
-            assert (address_of(view), len(view)) == (address, nbytes)
 
 
 class PagePool:
@@ -147,13 +113,12 @@ class PagePool:
 
 
 class RingPages:
-    """`Pages` of operations in the ring; give them `back` once the kernel is done with them."""
+    """`PageSource` of operations in the ring; give its pages back once the kernel is done with them."""
 
-    __slots__ = ("_pool", "_taken", "_views")
+    __slots__ = ("_pool", "_taken")
 
-    def __init__(self, pool: PagePool, views: CachedViews) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._views = views
         self._taken: list[memoryview] = []
 
     def take(self, num_pages: int) -> list[memoryview]:
@@ -165,7 +130,7 @@ class RingPages:
         return pages
 
     def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
-        return self._views.of(memory, nbytes)
+        return memory[:nbytes] if is_aligned(memory) else None
 
     def give_back(self) -> None:
         self._pool.give_back(self._taken)
