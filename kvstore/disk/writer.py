@@ -117,7 +117,8 @@ class Writer:
             return
         group: list[LogItem] = []
         try:
-            self._append_queued_tombstones()
+            if self._owed:
+                self._append_queued_tombstones()
             while (self._urgent or self._waiting) and len(self._under_way) < _MAX_GROUPS_IN_FLIGHT:
                 group = self._gather()
                 if group:
@@ -135,7 +136,7 @@ class Writer:
 
     def _append_queued_tombstones(self) -> None:
         """Adds owed tombstones to the next group; no caller waits for them."""
-        if self._owed and (self._urgent or self._waiting):
+        if self._urgent or self._waiting:
             items = tombstone_items(self._owed)
             self._owed = []
             self._waiting.extendleft(items)
@@ -145,50 +146,45 @@ class Writer:
         group: list[LogItem] = []
         nbytes = 0
         may_write = self._segments.may_write()
+        may_append = self._log.may_append(urgent=False)
+        skipped = self._end_marks_in_flight()
         while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
             item = queue[0]
             if not (may_write and self._possible(item)):
                 self._refuse(queue.popleft())
                 continue
-            behind = not group and self._follows_one_under_way()
-            if not self._fits(item, urgent=queue is self._urgent, skipped=behind):
+            if not (may_append or queue is self._urgent) or not self._place(item, skipped):
                 break
             queue.popleft()
-            if behind:
-                self._log.skip_page()
-            self._place(item)
+            skipped = 0
             group.append(item)
             nbytes += item.num_pages * PAGE
         if group and self._log.is_nearly_full:
             self._segments.prepare()
         return group
 
-    def _follows_one_under_way(self) -> bool:
-        """True if the end mark before the next item is in flight. It may be overwritten only once it is on disk."""
-        return bool(self._under_way) and self._under_way[-1].segment is self._log.active
+    def _end_marks_in_flight(self) -> int:
+        """Returns 1 if the end mark before the next item is in flight. It may be overwritten once it is on disk."""
+        return int(bool(self._under_way) and self._under_way[-1].segment is self._log.active)
 
-    def _place(self, item: LogItem) -> None:
+    def _place(self, item: LogItem, skipped: int) -> bool:
+        """Appends an item to the active segment. Returns False if it does not fit."""
         active = self._log.active
-        assert active is not None
-        if item.write is not None:
+        if active is None:
+            return False
+        live = item.write is not None
+        page = active.append(item.num_pages, item.footer_bytes, live=live, skipped=skipped)
+        if not page:
+            return False
+        if live:
             item.call.hold_segment(active)
-        active.reserve_footer(*item.footer_bytes)
-        item.set_place(self._log.append(item.num_pages, live=item.write is not None))
-
-    def _fits(self, item: LogItem, *, urgent: bool, skipped: bool) -> bool:
-        active = self._log.active
-        return (
-            active is not None
-            and self._log.may_append(urgent=urgent)
-            and active.fits(item.num_pages + skipped, *item.footer_bytes)
-        )
+        item.set_place(active.number, page)
+        return True
 
     def _possible(self, item: LogItem) -> bool:
-        if item.write is None:
-            return True
-        record_bytes, _ = item.footer_bytes
-        return (
-            len(item.write.memory) == item.write.object.length
+        write, (record_bytes, _) = item.write, item.footer_bytes
+        return write is None or (
+            len(write.memory) == write.object.length
             and record_bytes <= MAX_RECORD_BYTES
             and self._log.fits_at_all(item.num_pages, record_bytes)
         )
@@ -229,7 +225,7 @@ class Writer:
     def _begin(self, items: Sequence[LogItem]) -> None:
         active = self._log.active
         assert active is not None
-        group = WriteGroup(items, active, items[0].page, active.tail)
+        group = WriteGroup(items, active, items[0].entry.page, active.tail)
         self._carrier.begin(group)
         self._under_way.append(group)
 
@@ -252,23 +248,19 @@ class Writer:
             return
         group.segment.written = group.end
         self._flusher.note_written(group.segment)
-        for item in group.items:
-            self._keep(group.segment, item)
+        lasting: list[LogItem] = []
+        for item in group.items:  # in log order
+            if item.write is not None:
+                group.segment.keep_record(item.entry.encoded)
+            else:
+                lasting.append(item)
+                group.segment.keep_tombstones(item.entry.encoded, max(each.segment for each in item.tombstones))
         if self._flusher.flushes_each_write:
             self._hardening.start(self._answer_once_durable(group, group.items))
             return
-        objects = [item for item in group.items if item.write is not None]
-        self._succeeded(group, objects)
-        if len(objects) < len(group.items):
-            lasting = [item for item in group.items if item.write is None]
+        self._succeeded(group, [item for item in group.items if item.write is not None])
+        if lasting:
             self._hardening.start(self._answer_once_durable(group, lasting))
-
-    def _keep(self, segment: Segment, item: LogItem) -> None:
-        """Adds an item to the footer, in log order."""
-        if item.write is not None:
-            segment.keep_record(item.encoded)
-        else:
-            segment.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
 
     async def _answer_once_durable(self, group: WriteGroup, items: Sequence[LogItem]) -> None:
         """Answers items once they are durable."""
@@ -282,12 +274,12 @@ class Writer:
             self._refuse_all(items)
 
     def _succeeded(self, group: WriteGroup, items: Sequence[LogItem]) -> None:
-        lengths = [item.write.object.length for item in items if item.write is not None]
         counters = self._segments.counters
-        counters["objects_written"] += len(lengths)
-        counters["bytes_written"] += sum(lengths)
         for item in items:
-            item.call.settle(item.index, place_of(group.segment.number, item.page))
+            if item.write is not None:
+                counters["objects_written"] += 1
+                counters["bytes_written"] += item.write.object.length
+            item.call.settle(item.index, place_of(group.segment.number, item.entry.page))
 
     def _failed(self, group: WriteGroup, items: Sequence[LogItem], error: OSError | None) -> None:
         """Fails items that may be partly on disk. Nothing may follow them there, and they must not come back."""
@@ -296,7 +288,7 @@ class Writer:
         self._give_up(group.segment)
         for item in items:
             if item.write is not None:
-                self._log.release(place_of(group.segment.number, item.page))
+                self._log.release(place_of(group.segment.number, item.entry.page))
                 if not item.source:  # a copy's source still counts
                     self._queue_tombstone(item.write.object, group.segment.number)
         for item in items:

@@ -69,8 +69,7 @@ class BorrowedMemory:
 
 MAX_PAGES = 8 * 2**10
 """The ring's own pages, 32 MiB: 64 operations of 128 pages."""
-_PAGES_AT_ONCE = 256
-_MAX_COPIED_PAGES = 64
+MAX_COPIED_PAGES = 64
 """Pages copied per object: 256 KiB take 15 µs, more would block the event loop too long."""
 
 
@@ -79,37 +78,29 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """Single pages, allocated on demand."""
+    """Single pages of memory that is not touched before it is used."""
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self.memory = memoryview(mmap.mmap(-1, max_pages * PAGE))
+        self.begin = address_of(self.memory)
         self._max_pages = max_pages
-        self._num_pages = 0
-        self._idle: list[memoryview] = []
+        self._idle = list(range(self.begin, self.begin + max_pages * PAGE, PAGE))
 
     @property
     def num_in_use(self) -> int:
-        return self._num_pages - len(self._idle)
+        return self._max_pages - len(self._idle)
 
-    def take(self, num_pages: int) -> list[memoryview]:
-        """Takes free pages. Raises OutOfPages."""
-        idle = self._idle
-        while len(idle) < num_pages:
-            self._grow()
-        if num_pages == 1:
-            return [idle.pop()]
-        taken = idle[-num_pages:]
-        del idle[-num_pages:]
+    def take(self, num_pages: int) -> list[int]:
+        """Returns the addresses of free pages. Raises OutOfPages."""
+        left = len(self._idle) - num_pages
+        if left < 0:
+            raise OutOfPages
+        taken = self._idle[left:]
+        del self._idle[left:]
         return taken
 
-    def give_back(self, pages: Sequence[memoryview]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
         self._idle += pages
-
-    def _grow(self) -> None:
-        if self._num_pages + _PAGES_AT_ONCE > self._max_pages:
-            raise OutOfPages
-        memory = memoryview(mmap.mmap(-1, _PAGES_AT_ONCE * PAGE))
-        self._idle += [memory[at : at + PAGE] for at in range(0, len(memory), PAGE)]
-        self._num_pages += _PAGES_AT_ONCE
 
 
 class RingPages:
@@ -119,15 +110,20 @@ class RingPages:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._taken: list[memoryview] = []
+        self._taken: list[int] = []
 
-    def take(self, num_pages: int) -> list[memoryview]:
+    def take_addresses(self, num_pages: int) -> list[int]:
         """Takes pages from the pool. Raises OutOfPages."""
-        if num_pages > _MAX_COPIED_PAGES:
-            raise OutOfPages
         pages = self._pool.take(num_pages)
         self._taken += pages
         return pages
+
+    def take(self, num_pages: int) -> list[memoryview]:
+        """Takes pages for one object from the pool. Raises OutOfPages."""
+        if num_pages > MAX_COPIED_PAGES:
+            raise OutOfPages
+        memory, begin = self._pool.memory, self._pool.begin
+        return [memory[page - begin : page - begin + PAGE] for page in self.take_addresses(num_pages)]
 
     def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
         return memory[:nbytes] if is_aligned(memory) else None

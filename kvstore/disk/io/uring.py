@@ -14,7 +14,6 @@ import ctypes
 import functools
 import logging
 import os
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 64
 """Operations in flight; further ones go to the threads."""
-MAX_BUFFERS = 1024
-"""Buffers per operation: IOV_MAX of Linux."""
+MAX_VECTORS = 1024
+"""Pieces of memory per operation: IOV_MAX of Linux."""
 IN_LOOP_BYTES = 5 * 2**20
 """Most bytes started in the event loop, which takes 40 µs per MB. Larger flights are started by kernel threads, which
 take a fifth more CPU time."""
@@ -43,12 +42,21 @@ _AGAIN_S = 0.01
 
 
 class IoRun(NamedTuple):
-    """Buffers for adjacent pages of a file, to write or to read."""
+    """Memory for adjacent pages of a file, to write or to read."""
 
     fd: int
     page: int
-    buffers: Sequence[memoryview]
+    vectors: ctypes.Array[ctypes.c_uint64]
+    """Address and length of each piece."""
+    num_vectors: int
     nbytes: int
+    memory: Sequence[object]
+    """Owners of the memory, kept alive until the kernel is done with it."""
+
+
+def run_of(fd: int, page: int, buffers: Sequence[memoryview], nbytes: int) -> IoRun:
+    numbers = [number for buffer in buffers for number in (address_of(buffer), len(buffer))]
+    return IoRun(fd, page, (ctypes.c_uint64 * len(numbers))(*numbers), len(buffers), nbytes, buffers)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,8 +151,7 @@ class Ring:
         """True if the runs can start now."""
         if len(runs) > len(self._free):
             return False
-        most = max([len(run.buffers) for run in runs])
-        return most <= MAX_BUFFERS
+        return max([run.num_vectors for run in runs]) <= MAX_VECTORS
 
     def submit(
         self,
@@ -160,12 +167,10 @@ class Ring:
         flight = Flight(runs, self._waits.now, on_done, on_released, waits_for_release, len(runs))
         writes = doing is DiskOperation.WRITE
         in_thread = sum([run.nbytes for run in runs]) > IN_LOOP_BYTES
-        for index, (fd, page, buffers, _) in enumerate(runs):
+        for index, (fd, page, vectors, num_vectors, _, _) in enumerate(runs):
             slot = self._free.pop()
             self._under_way[slot] = flight, index
-            vectors = [number for buffer in buffers for number in (address_of(buffer), len(buffer))]
-            packed = struct.pack(f"{len(vectors)}Q", *vectors)
-            self._library.ring_prepare(self._ring, slot, writes, fd, page, packed, len(buffers), in_thread)
+            self._library.ring_prepare(self._ring, slot, writes, fd, page, vectors, num_vectors, in_thread)
         self._submit()
         if self._typical_s < POLLED_S:
             self._polls_until = flight.begun_at + POLLED_S

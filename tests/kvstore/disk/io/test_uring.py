@@ -20,7 +20,7 @@ from moonserve.kvstore.disk.health import DiskOperation, HangTracker
 from moonserve.kvstore.disk.io import uring as rings
 from moonserve.kvstore.disk.io.buffers import MAX_PAGES, OutOfPages
 from moonserve.kvstore.disk.io.object_io import ObjectIo
-from moonserve.kvstore.disk.io.uring import MAX_BUFFERS, NUM_SLOTS, Flight, IoRun, Ring
+from moonserve.kvstore.disk.io.uring import MAX_VECTORS, NUM_SLOTS, Flight, IoRun, Ring
 from tests.kvstore.disk.tiers import NO_RING, SMALL, opened, written
 from tests.thoroughness import examples
 
@@ -57,7 +57,7 @@ async def ring() -> AsyncIterator[Ring]:
 
 
 def run_of(fd: int, page: int, buffers: Sequence[bytearray]) -> IoRun:
-    return IoRun(fd, page, [memoryview(each) for each in buffers], sum(map(len, buffers)))
+    return rings.run_of(fd, page, [memoryview(each) for each in buffers], sum(map(len, buffers)))
 
 
 async def ended(ring: Ring, doing: DiskOperation, runs: Sequence[IoRun]) -> Flight:
@@ -102,7 +102,7 @@ def test_the_ring_reads_the_same_bytes_as_system_calls(file: int, batches: list[
 
 async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(ring: Ring, file: int) -> None:
     one = run_of(file, 0, [bytearray(PAGE)])
-    assert not ring.takes([run_of(file, 0, [bytearray(PAGE)] * (MAX_BUFFERS + 1))])
+    assert not ring.takes([run_of(file, 0, [bytearray(PAGE)] * (MAX_VECTORS + 1))])
     assert not ring.takes([one] * (NUM_SLOTS + 1))
     task = asyncio.create_task(ended(ring, DiskOperation.READ, [one] * NUM_SLOTS))
     await asyncio.sleep(0)
@@ -163,6 +163,13 @@ async def test_the_ring_moves_aligned_data_without_a_copy(tmp_path: Path, monkey
         ring._pool.give_back(held)
 
 
+note = Ring._note
+
+
+def note_as_failed(ring: Ring, slot: int, nbytes: int) -> None:
+    note(ring, slot, -errno.EIO)
+
+
 @pytest.mark.usefixtures("ring")
 async def test_threads_do_what_the_ring_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread reads and writes unaligned objects that are too long for the loop to copy, or that come while all of the
@@ -182,6 +189,6 @@ async def test_threads_do_what_the_ring_cannot(tmp_path: Path, monkeypatch: pyte
             ring._pool.take(1)
         await comes_back(written(2))
         ring._pool.give_back(held)
-        monkeypatch.setattr(Flight, "is_whole", lambda flight, index: False)
+        monkeypatch.setattr(Ring, "_note", note_as_failed)
         await comes_back(written(3))
         assert stand.tier.counters["objects_read"] == 3
