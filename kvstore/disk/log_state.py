@@ -80,7 +80,8 @@ class Segment:
         self.tail = page + num_pages
         if live:
             self.live_pages += num_pages
-            self.largest_extent = max(self.largest_extent, num_pages)
+            if num_pages > self.largest_extent:
+                self.largest_extent = num_pages
         else:
             self.dead_pages += num_pages
 

@@ -34,6 +34,8 @@ from moonserve.protocol.process.event_loop import BackgroundTasks
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 4 * 2**20
+_SMALL_CALL_BYTES = 256 * 2**10
+"""While the disk is busy, calls of fewer bytes wait for others: a group costs as much time as four blocks of 64 KiB."""
 _MAX_GROUPS_IN_FLIGHT = 4
 """Keeps the disk busy while answers to one group lead to the next one."""
 
@@ -52,6 +54,8 @@ class Writer:
         self._under_way: deque[WriteGroup] = deque()
         self._owed: list[Tombstone] = []
         self._changed = asyncio.Event()
+        self._is_due = False
+        """True if a pump is scheduled in the event loop."""
         self._making_room: asyncio.Task[None] | None = None
         self._hardening = BackgroundTasks()
         self.space_is_coming: Callable[[], bool] = lambda: False
@@ -64,7 +68,10 @@ class Writer:
             return []
         call = WriteCall(len(writes))
         (self._urgent if source else self._waiting).extend(object_items(writes, call, source))
-        self._pump()
+        if self._under_way and sum([write.object.length for write in writes]) < _SMALL_CALL_BYTES:
+            self._pump_with_others()
+        else:
+            self._pump()
         try:
             return await call.answer.wait()
         except asyncio.CancelledError:
@@ -110,8 +117,15 @@ class Writer:
                 self._log.release(place)
                 self._queue_tombstone(write.object, segment_of(place))
 
+    def _pump_with_others(self) -> None:
+        """Pumps once the event loop has run: writes of callers that were answered together then make one group."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
     def _pump(self) -> None:
         """Starts all groups that may start. The rest is retried when a group has landed or there is room."""
+        self._is_due = False
         self._changed.set()
         if self._making_room is not None:
             return
@@ -150,11 +164,14 @@ class Writer:
         skipped = self._end_marks_in_flight()
         while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
             item = queue[0]
-            if not (may_write and self._possible(item)):
+            if not (may_write and self._is_valid(item)):
                 self._refuse(queue.popleft())
                 continue
             if not (may_append or queue is self._urgent) or not self._place(item, skipped):
-                break
+                if self._log.fits_at_all(item.num_pages, item.footer_bytes[0]):
+                    break
+                self._refuse(queue.popleft())
+                continue
             queue.popleft()
             skipped = 0
             group.append(item)
@@ -181,13 +198,11 @@ class Writer:
         item.set_place(active.number, page)
         return True
 
-    def _possible(self, item: LogItem) -> bool:
-        write, (record_bytes, _) = item.write, item.footer_bytes
-        return write is None or (
-            len(write.memory) == write.object.length
-            and record_bytes <= MAX_RECORD_BYTES
-            and self._log.fits_at_all(item.num_pages, record_bytes)
-        )
+    def _is_valid(self, item: LogItem) -> bool:
+        write = item.write
+        if write is None:
+            return True
+        return len(write.memory) == write.object.length and item.footer_bytes[0] <= MAX_RECORD_BYTES
 
     async def _make_room(self) -> None:
         """Makes room for the first waiting item, or refuses it if there is none."""
@@ -274,12 +289,13 @@ class Writer:
             self._refuse_all(items)
 
     def _succeeded(self, group: WriteGroup, items: Sequence[LogItem]) -> None:
+        lengths = [item.write.object.length for item in items if item.write is not None]
         counters = self._segments.counters
+        counters["objects_written"] += len(lengths)
+        counters["bytes_written"] += sum(lengths)
+        number = group.segment.number
         for item in items:
-            if item.write is not None:
-                counters["objects_written"] += 1
-                counters["bytes_written"] += item.write.object.length
-            item.call.settle(item.index, place_of(group.segment.number, item.entry.page))
+            item.call.settle(item.index, place_of(number, item.entry.page))
 
     def _failed(self, group: WriteGroup, items: Sequence[LogItem], error: OSError | None) -> None:
         """Fails items that may be partly on disk. Nothing may follow them there, and they must not come back."""
