@@ -15,6 +15,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { PAGE = 4096, MAX_VECTORS = 1024 /* IOV_MAX of Linux */ };
@@ -115,11 +116,19 @@ PUBLIC void ring_prepare(Ring *ring, int32_t slot, int32_t writes, int32_t fd, i
     ring->num_prepared++;
 }
 
-/* Collects what has ended as pairs of slot and result: bytes, or a negative error number. Returns how many, at most one
- * per slot. */
-PUBLIC int32_t ring_collect(Ring *ring, int32_t *ended) {
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Collects what has ended as pairs of slot and result: bytes, or a negative error number. If that is nothing, tries again
+ * for `spin_ns`. Returns how many, at most one per slot. */
+PUBLIC int32_t ring_collect(Ring *ring, int32_t *ended, int32_t spin_ns) {
     uint32_t head = *ring->cq_head, tail = __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE);
+    int64_t until = head == tail && spin_ns ? now_ns() + spin_ns : 0;
     int32_t count = 0;
+    while (head == tail && until && now_ns() < until) tail = __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE);
     for (; head != tail; head++, count++) {
         const struct io_uring_cqe *entry = &ring->ended[head & ring->cq_mask];
         ended[2 * count] = (int32_t)entry->user_data;

@@ -55,7 +55,7 @@ class LogEntry(NamedTuple):
 def _lay_out() -> Callable[..., int]:
     """Returns `lay_out` of disk_layout.c, without declared types: they would double the time of a call."""
     library = load_library(Path(__file__).parents[2] / "native" / "disk_layout.c", C_FLAGS, shared_cache())
-    return library.lay_out  # type: ignore[no-any-return]
+    return library.lay_out
 
 
 class PageSource(Protocol):

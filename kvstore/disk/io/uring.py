@@ -36,6 +36,8 @@ take a fifth more CPU time."""
 POLLED_S = 0.00015
 """Seconds for which the event loop does not sleep after a submission, if recent flights took no longer: to wake it
 takes 20 µs."""
+_SPIN_NS = 5_000
+"""Longest time without other events while the loop does not sleep."""
 _RECENT = 8  # flights
 _AGAIN_S = 0.01
 """Seconds before retrying when the kernel had no memory for an operation."""
@@ -210,15 +212,15 @@ class Ring:
     def _poll(self) -> None:
         """Collects what has ended, and comes again at once: other events are handled in between."""
         if self._under_way and self._waits.now < self._polls_until:
-            self._collect()
+            self._collect(_SPIN_NS)
             self._loop.call_soon(self._poll)
         else:
             self._polls = False
 
-    def _collect(self) -> None:
-        """Handles all completed operations."""
+    def _collect(self, spin_ns: int = 0) -> None:
+        """Handles all completed operations; waits for `spin_ns` if there is none."""
         ended = self._ended
-        for index in range(self._library.ring_collect(self._ring, ended)):
+        for index in range(self._library.ring_collect(self._ring, ended, spin_ns)):
             self._note(ended[2 * index], ended[2 * index + 1])
 
     def _note(self, slot: int, nbytes: int) -> None:
