@@ -161,7 +161,8 @@ class Writer:
         nbytes = 0
         may_write = self._segments.may_write()
         may_append = self._log.may_append(urgent=False)
-        skipped = self._end_marks_in_flight()
+        # The end mark before the next item may be overwritten only once it is on disk.
+        skipped = int(bool(self._under_way) and self._under_way[-1].segment is self._log.active)
         while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
             item = queue[0]
             if not (may_write and self._is_valid(item)):
@@ -179,10 +180,6 @@ class Writer:
         if group and self._log.is_nearly_full:
             self._segments.prepare()
         return group
-
-    def _end_marks_in_flight(self) -> int:
-        """Returns 1 if the end mark before the next item is in flight. It may be overwritten once it is on disk."""
-        return int(bool(self._under_way) and self._under_way[-1].segment is self._log.active)
 
     def _place(self, item: LogItem, skipped: int) -> bool:
         """Appends an item to the active segment. Returns False if it does not fit."""
