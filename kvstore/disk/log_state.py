@@ -20,7 +20,6 @@ from moonserve.kvstore.disk.io.format import (
     TOMBSTONES_PER_PAGE,
     footer_pages,
     page_of,
-    place_of,
     segment_of,
 )
 
@@ -81,7 +80,8 @@ class Segment:
         self.tail = page + num_pages
         if live:
             self.live_pages += num_pages
-            self.largest_extent = max(self.largest_extent, num_pages)
+            if num_pages > self.largest_extent:
+                self.largest_extent = num_pages
         else:
             self.dead_pages += num_pages
 
@@ -108,15 +108,17 @@ class Segment:
         alive = index < len(self._starts) and self._starts[index] == page << 1
         return index if alive else None
 
-    def fits(self, num_pages: int, records_bytes: int, tombstones_bytes: int) -> bool:
-        """True if the pages fit together with the footer they would then need."""
-        footer = footer_pages(self.reserved_records + records_bytes, self.reserved_tombstones + tombstones_bytes)
-        return self.tail + num_pages + footer <= self.num_pages
-
-    def reserve_footer(self, records_bytes: int, tombstones_bytes: int) -> None:
-        """Reserves room in the footer."""
-        self.reserved_records += records_bytes
-        self.reserved_tombstones += tombstones_bytes
+    def append(self, num_pages: int, footer_bytes: tuple[int, int], *, live: bool, skipped: int = 0) -> int:
+        """Allocates the pages behind the next `skipped` ones, and room in the footer (bytes of records, of tombstones).
+        Returns the first page; 0 if they do not fit."""
+        records_bytes = self.reserved_records + footer_bytes[0]
+        tombstones_bytes = self.reserved_tombstones + footer_bytes[1]
+        page = self.tail + skipped
+        if page + num_pages + footer_pages(records_bytes, tombstones_bytes) > self.num_pages:
+            return 0
+        self.reserved_records, self.reserved_tombstones = records_bytes, tombstones_bytes
+        self.add(page, num_pages, live=live)
+        return page
 
     @property
     def room(self) -> int:
@@ -240,18 +242,6 @@ class SegmentLog:
         self.active = self.segments[number] = Segment(number, self.segment_pages)
         self._held_pages += self.segment_pages
         return self.active
-
-    def append(self, num_pages: int, *, live: bool) -> Place:
-        """Allocates the active segment's next pages."""
-        assert self.active is not None
-        place = place_of(self.active.number, self.active.tail)
-        self.active.add(self.active.tail, num_pages, live=live)
-        return place
-
-    def skip_page(self) -> None:
-        """Skips the active segment's next page, which holds an end mark that is being written."""
-        assert self.active is not None
-        self.active.add(self.active.tail, 1, live=False)
 
     def seal(self) -> Segment:
         """Seals the active segment, which then takes no more appends."""

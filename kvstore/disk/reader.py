@@ -16,7 +16,7 @@ from moonserve.kvstore.disk.io.format import extent_pages, segment_of
 from moonserve.kvstore.disk.io.object_io import ObjectIo, PageSource, RunBuffers
 from moonserve.kvstore.disk.io.segment_file import SegmentFile
 from moonserve.kvstore.disk.io.threads import OwnedResult
-from moonserve.kvstore.disk.io.uring import Flight, IoRun, Ring
+from moonserve.kvstore.disk.io.uring import Flight, Ring, run_of
 from moonserve.kvstore.disk.segment_lifecycle import OpenSegments
 from moonserve.kvstore.disk.write_group import run_limit
 
@@ -78,7 +78,7 @@ class Reader:
         pages = ring.pages()
         landings = self._aimed(reads, runs, pages)
         asked = [
-            IoRun(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
+            run_of(file.fileno(), landing.page, landing.buffers, landing.num_pages * PAGE)
             for file, landing in zip(files, landings, strict=False)  # no landings if there are too few pages
         ]
         if not asked or not ring.takes(asked):

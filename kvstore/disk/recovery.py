@@ -371,7 +371,7 @@ class Recovery:
             )
         if survey.trailer is None:
             for record in records:
-                segment.keep_record(encode_record(record))
+                segment.keep_record(encode_record(record.object, record.page, record.source))
             segment.footer = footer_pages(len(segment.records), len(segment.tombstones))
         else:
             segment.footer = footer_pages(survey.trailer.records_bytes, survey.trailer.tombstones_bytes)

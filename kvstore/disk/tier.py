@@ -60,8 +60,6 @@ class DiskOptions:
     num_threads: int = 16
     key_file: Path | None = None  # None = not encrypted
     ring: bool = True  # use io_uring if available
-    memory: memoryview | None = None
-    """Memory that holds the node's objects; it must outlast the tier. The ring copies data that lies elsewhere."""
     sync_interval_s: float = 1.0  # 0 = writes are durable on return
     check_every_s: float = 10.0
     time_limit_s: float = 30.0  # for one system call; longer than a disk's own retries
@@ -125,7 +123,7 @@ class SsdTier:
         self._scanner = SegmentScanner(folder, io, scratch)
         # Decryption takes too long for the event loop, so encrypted folders use threads.
         by_ring = options.ring and folder.cipher is None
-        self._ring = Ring.opened(waits, options.memory or memoryview(b"")) if by_ring else None
+        self._ring = Ring.opened(waits) if by_ring else None
         self._reader = Reader(self._segments, io, self._ring)
         self._flusher = Flusher(self._segments, options.sync_interval_s, options.sleep)
         self._writer = Writer(self._segments, self._flusher, io, self._ring)

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from moonserve.kvstore.disk.base import PAGE, DiskWrite, Place
 from moonserve.kvstore.disk.health import DiskOperation
-from moonserve.kvstore.disk.io.buffers import OutOfPages
+from moonserve.kvstore.disk.io.buffers import OutOfPages, RingPages
 from moonserve.kvstore.disk.io.format import (
     TOMBSTONE_BYTES,
     TOMBSTONES_PER_PAGE,
     PageKind,
-    Record,
     Tombstone,
     encode_record,
     extent_pages,
     pack_tombstones,
-    page_of,
     record_bytes,
-    segment_of,
 )
-from moonserve.kvstore.disk.io.object_io import LogEntry, ObjectIo, PageSource
+from moonserve.kvstore.disk.io.object_io import LogEntry, ObjectIo
 from moonserve.kvstore.disk.io.segment_file import SegmentFile
 from moonserve.kvstore.disk.io.threads import OwnedResult
 from moonserve.kvstore.disk.io.uring import Flight, IoRun, Ring
@@ -39,6 +36,7 @@ from moonserve.protocol.process.event_loop import BackgroundTasks
 _LARGEST_RUN_BYTES = 4 * 2**20
 _SMALLEST_RUN_BYTES = 256 * 2**10
 """Smaller runs cost more in system calls than parallelism gains."""
+_NOT_PLACED = LogEntry(0, 0, PageKind.END)
 
 
 class WriteCall:
@@ -80,24 +78,17 @@ class LogItem:
     write: DiskWrite | None = None
     tombstones: Sequence[Tombstone] = ()
     source: int = 0
-    page: int = 0  # set by `set_place`
-    encoded: bytes = b""
+    entry: LogEntry = _NOT_PLACED
 
-    @property
-    def entry(self) -> LogEntry:
-        if self.write is not None:
-            return LogEntry(self.page, self.num_pages, PageKind.OBJECT, self.encoded, self.write.memory)
-        return LogEntry(self.page, 1, PageKind.TOMBSTONES, self.encoded)
-
-    def set_place(self, place: Place) -> None:
+    def set_place(self, segment: int, page: int) -> None:
         """Sets the item's place and encodes it: the encoding contains the place."""
-        self.page = page_of(place)
-        if self.write is not None:
-            self.encoded = encode_record(Record(self.write.object, self.page, self.source))
+        write = self.write
+        if write is not None:
+            encoded = encode_record(write.object, page, self.source)
+            self.entry = LogEntry(page, self.num_pages, PageKind.OBJECT, encoded, write.memory)
         else:
-            here = segment_of(place)
-            self.tombstones = [replace(each, segment=each.segment or here) for each in self.tombstones]
-            self.encoded = pack_tombstones(self.tombstones)
+            self.tombstones = [replace(each, segment=each.segment or segment) for each in self.tombstones]
+            self.entry = LogEntry(page, 1, PageKind.TOMBSTONES, pack_tombstones(self.tombstones))
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +109,7 @@ class WriteGroup:
 
     @property
     def entries(self) -> list[LogEntry]:
-        return [*(item.entry for item in self.items), LogEntry(self.end, 1, PageKind.END)]
+        return [*[item.entry for item in self.items], LogEntry(self.end, 1, PageKind.END)]
 
 
 def object_items(writes: Sequence[DiskWrite], call: WriteCall, source: int) -> list[LogItem]:
@@ -151,21 +142,21 @@ def run_limit(nbytes: int, num_threads: int) -> int:
     return min(max(nbytes // num_threads, _SMALLEST_RUN_BYTES), _LARGEST_RUN_BYTES)
 
 
-def split_into_runs(group: WriteGroup, limit: int) -> Iterator[tuple[Sequence[LogEntry], int]]:
-    """Yields adjacent entries and their bytes, one write each: `limit` or more, in whole entries; end mark last."""
+def split_into_runs(group: WriteGroup, limit: int) -> list[Sequence[LogEntry]]:
+    """Returns adjacent entries, one write each: `limit` bytes or more, in whole entries; end mark last."""
     if group.nbytes <= limit:
-        yield group.entries, group.nbytes
-        return
+        return [group.entries]
     *entries, end = group.entries
-    run: list[LogEntry] = []
+    runs: list[list[LogEntry]] = [[]]
     run_bytes = 0
     for entry in entries:
         if run_bytes >= limit:
-            yield run, run_bytes
-            run, run_bytes = [], 0
-        run.append(entry)
+            runs.append([])
+            run_bytes = 0
+        runs[-1].append(entry)
         run_bytes += entry.num_pages * PAGE
-    yield [*run, end], run_bytes + end.num_pages * PAGE
+    runs[-1].append(end)
+    return [*runs]
 
 
 RUN_BYTES = 2 * 2**20
@@ -212,21 +203,17 @@ class GroupWriter:
         ring.submit(DiskOperation.WRITE, asked, on_done=partial(self._ended, group), on_released=on_released)
         return True
 
-    def _laid_out(self, file: SegmentFile, group: WriteGroup, pages: PageSource) -> list[IoRun] | None:
+    def _laid_out(self, file: SegmentFile, group: WriteGroup, pages: RingPages) -> list[IoRun] | None:
         """Returns the group as ring operations, or None if there are too few pages."""
-        fd = file.fileno()
         try:
-            return [
-                IoRun(fd, entries[0].page, self._io.encode_run(file.number, entries, pages), nbytes)
-                for entries, nbytes in split_into_runs(group, RUN_BYTES)
-            ]
+            return [self._io.lay_out(file, entries, pages) for entries in split_into_runs(group, RUN_BYTES)]
         except OutOfPages:
             return None
 
     def _ended(self, group: WriteGroup, flight: Flight) -> None:
         if flight.given_up:
             group.error = OSError(errno.ETIMEDOUT, "the disk does not answer")
-        elif not all(map(flight.is_whole, range(len(flight.runs)))):
+        elif flight.failed:
             self._begin_in_threads(group)  # a thread writes the same bytes again, and reports why they fail
             return
         self._on_written(group)
@@ -246,7 +233,7 @@ class GroupWriter:
         file = self._segments.files[group.segment.number]
         threads = self._segments.threads
         limit = run_limit(group.nbytes, threads.num_threads)
-        jobs = [partial(self._io.write, file, entries) for entries, _ in split_into_runs(group, limit)]
+        jobs = [partial(self._io.write, file, entries) for entries in split_into_runs(group, limit)]
         file.hold()
         outcomes = await threads.run(jobs, on_released=file.release)
         return next((outcome for outcome in outcomes if outcome is not None), None)

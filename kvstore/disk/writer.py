@@ -34,6 +34,8 @@ from moonserve.protocol.process.event_loop import BackgroundTasks
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 4 * 2**20
+_SMALL_CALL_BYTES = 256 * 2**10
+"""While the disk is busy, calls of fewer bytes wait for others: a group costs as much time as four blocks of 64 KiB."""
 _MAX_GROUPS_IN_FLIGHT = 4
 """Keeps the disk busy while answers to one group lead to the next one."""
 
@@ -52,6 +54,8 @@ class Writer:
         self._under_way: deque[WriteGroup] = deque()
         self._owed: list[Tombstone] = []
         self._changed = asyncio.Event()
+        self._is_due = False
+        """True if a pump is scheduled in the event loop."""
         self._making_room: asyncio.Task[None] | None = None
         self._hardening = BackgroundTasks()
         self.space_is_coming: Callable[[], bool] = lambda: False
@@ -64,7 +68,10 @@ class Writer:
             return []
         call = WriteCall(len(writes))
         (self._urgent if source else self._waiting).extend(object_items(writes, call, source))
-        self._pump()
+        if self._under_way and sum([write.object.length for write in writes]) < _SMALL_CALL_BYTES:
+            self._pump_with_others()
+        else:
+            self._pump()
         try:
             return await call.answer.wait()
         except asyncio.CancelledError:
@@ -110,14 +117,22 @@ class Writer:
                 self._log.release(place)
                 self._queue_tombstone(write.object, segment_of(place))
 
+    def _pump_with_others(self) -> None:
+        """Pumps once the event loop has run: writes of callers that were answered together then make one group."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
     def _pump(self) -> None:
         """Starts all groups that may start. The rest is retried when a group has landed or there is room."""
+        self._is_due = False
         self._changed.set()
         if self._making_room is not None:
             return
         group: list[LogItem] = []
         try:
-            self._append_queued_tombstones()
+            if self._owed:
+                self._append_queued_tombstones()
             while (self._urgent or self._waiting) and len(self._under_way) < _MAX_GROUPS_IN_FLIGHT:
                 group = self._gather()
                 if group:
@@ -135,7 +150,7 @@ class Writer:
 
     def _append_queued_tombstones(self) -> None:
         """Adds owed tombstones to the next group; no caller waits for them."""
-        if self._owed and (self._urgent or self._waiting):
+        if self._urgent or self._waiting:
             items = tombstone_items(self._owed)
             self._owed = []
             self._waiting.extendleft(items)
@@ -145,53 +160,46 @@ class Writer:
         group: list[LogItem] = []
         nbytes = 0
         may_write = self._segments.may_write()
+        may_append = self._log.may_append(urgent=False)
+        # The end mark before the next item may be overwritten only once it is on disk.
+        skipped = int(bool(self._under_way) and self._under_way[-1].segment is self._log.active)
         while nbytes < _GROUP_BYTES and (queue := self._urgent or self._waiting):
             item = queue[0]
-            if not (may_write and self._possible(item)):
+            if not (may_write and self._is_valid(item)):
                 self._refuse(queue.popleft())
                 continue
-            behind = not group and self._follows_one_under_way()
-            if not self._fits(item, urgent=queue is self._urgent, skipped=behind):
-                break
+            if not (may_append or queue is self._urgent) or not self._place(item, skipped):
+                if self._log.fits_at_all(item.num_pages, item.footer_bytes[0]):
+                    break
+                self._refuse(queue.popleft())
+                continue
             queue.popleft()
-            if behind:
-                self._log.skip_page()
-            self._place(item)
+            skipped = 0
             group.append(item)
             nbytes += item.num_pages * PAGE
         if group and self._log.is_nearly_full:
             self._segments.prepare()
         return group
 
-    def _follows_one_under_way(self) -> bool:
-        """True if the end mark before the next item is in flight. It may be overwritten only once it is on disk."""
-        return bool(self._under_way) and self._under_way[-1].segment is self._log.active
-
-    def _place(self, item: LogItem) -> None:
+    def _place(self, item: LogItem, skipped: int) -> bool:
+        """Appends an item to the active segment. Returns False if it does not fit."""
         active = self._log.active
-        assert active is not None
-        if item.write is not None:
+        if active is None:
+            return False
+        live = item.write is not None
+        page = active.append(item.num_pages, item.footer_bytes, live=live, skipped=skipped)
+        if not page:
+            return False
+        if live:
             item.call.hold_segment(active)
-        active.reserve_footer(*item.footer_bytes)
-        item.set_place(self._log.append(item.num_pages, live=item.write is not None))
+        item.set_place(active.number, page)
+        return True
 
-    def _fits(self, item: LogItem, *, urgent: bool, skipped: bool) -> bool:
-        active = self._log.active
-        return (
-            active is not None
-            and self._log.may_append(urgent=urgent)
-            and active.fits(item.num_pages + skipped, *item.footer_bytes)
-        )
-
-    def _possible(self, item: LogItem) -> bool:
-        if item.write is None:
+    def _is_valid(self, item: LogItem) -> bool:
+        write = item.write
+        if write is None:
             return True
-        record_bytes, _ = item.footer_bytes
-        return (
-            len(item.write.memory) == item.write.object.length
-            and record_bytes <= MAX_RECORD_BYTES
-            and self._log.fits_at_all(item.num_pages, record_bytes)
-        )
+        return len(write.memory) == write.object.length and item.footer_bytes[0] <= MAX_RECORD_BYTES
 
     async def _make_room(self) -> None:
         """Makes room for the first waiting item, or refuses it if there is none."""
@@ -229,7 +237,7 @@ class Writer:
     def _begin(self, items: Sequence[LogItem]) -> None:
         active = self._log.active
         assert active is not None
-        group = WriteGroup(items, active, items[0].page, active.tail)
+        group = WriteGroup(items, active, items[0].entry.page, active.tail)
         self._carrier.begin(group)
         self._under_way.append(group)
 
@@ -252,23 +260,19 @@ class Writer:
             return
         group.segment.written = group.end
         self._flusher.note_written(group.segment)
-        for item in group.items:
-            self._keep(group.segment, item)
+        lasting: list[LogItem] = []
+        for item in group.items:  # in log order
+            if item.write is not None:
+                group.segment.keep_record(item.entry.encoded)
+            else:
+                lasting.append(item)
+                group.segment.keep_tombstones(item.entry.encoded, max(each.segment for each in item.tombstones))
         if self._flusher.flushes_each_write:
             self._hardening.start(self._answer_once_durable(group, group.items))
             return
-        objects = [item for item in group.items if item.write is not None]
-        self._succeeded(group, objects)
-        if len(objects) < len(group.items):
-            lasting = [item for item in group.items if item.write is None]
+        self._succeeded(group, [item for item in group.items if item.write is not None])
+        if lasting:
             self._hardening.start(self._answer_once_durable(group, lasting))
-
-    def _keep(self, segment: Segment, item: LogItem) -> None:
-        """Adds an item to the footer, in log order."""
-        if item.write is not None:
-            segment.keep_record(item.encoded)
-        else:
-            segment.keep_tombstones(item.encoded, max(each.segment for each in item.tombstones))
 
     async def _answer_once_durable(self, group: WriteGroup, items: Sequence[LogItem]) -> None:
         """Answers items once they are durable."""
@@ -286,8 +290,9 @@ class Writer:
         counters = self._segments.counters
         counters["objects_written"] += len(lengths)
         counters["bytes_written"] += sum(lengths)
+        number = group.segment.number
         for item in items:
-            item.call.settle(item.index, place_of(group.segment.number, item.page))
+            item.call.settle(item.index, place_of(number, item.entry.page))
 
     def _failed(self, group: WriteGroup, items: Sequence[LogItem], error: OSError | None) -> None:
         """Fails items that may be partly on disk. Nothing may follow them there, and they must not come back."""
@@ -296,7 +301,7 @@ class Writer:
         self._give_up(group.segment)
         for item in items:
             if item.write is not None:
-                self._log.release(place_of(group.segment.number, item.page))
+                self._log.release(place_of(group.segment.number, item.entry.page))
                 if not item.source:  # a copy's source still counts
                     self._queue_tombstone(item.write.object, group.segment.number)
         for item in items:

@@ -172,7 +172,6 @@ class NodeProcess:
             DiskOptions(
                 key_file=Path(key_file) if key_file else None,
                 sync_interval_s=self._config.ssd_sync_interval_s,
-                memory=self._segment.buffer,
             ),
             moved=self._state.tier_moves.relocated,
             health_changed=mover.health_changed,

@@ -31,10 +31,16 @@ _PAGE = mmap.PAGESIZE
 _LIVE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux ≥ 5.14
-_HUGE_BYTES = 4 << 20
-"""Size from which rounding up to 2 MiB is affordable. Where the kernel gives huge pages to shared memory, they fill ten
-times as fast and copy a tenth faster (LOG.md)."""
+_MADV_COLLAPSE = 25  # Linux ≥ 6.1
+_MAP_FIXED = 0x10  # linux/mman.h
+_HUGE_PAGE = 2 << 20
+_HUGE_BYTES = 2 * _HUGE_PAGE
+"""Size from which rounding up to 2 MiB is affordable. Huge pages fill ten times as fast and copy a tenth faster, and a
+disk reads 1 MiB into them in half the time (LOG.md)."""
 
 
 def _marker(nbytes: int) -> int:
@@ -56,6 +62,7 @@ class OwnedMemory:
             os.ftruncate(self.fd, _marker(nbytes) + _PAGE)
             self._map = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED)
             if not elastic:
+                _use_huge_pages(self.fd, nbytes)
                 _populate(self._map)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if elastic else _SEALS)
             self.shared_fd = self._for_reading() if elastic else self.fd
@@ -135,6 +142,28 @@ class PeerMemory:
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
+
+
+def _use_huge_pages(fd: int, nbytes: int) -> None:
+    """Fills the file with huge pages as far as the kernel has them (from 6.1).
+
+    Unlike MADV_HUGEPAGE, MADV_COLLAPSE works where shared memory gets none on its own, which is the default of Linux.
+    It needs a mapping that begins on a huge page, and one page where a huge page is to be.
+    """
+    nbytes = nbytes // _HUGE_PAGE * _HUGE_PAGE
+    if nbytes < _HUGE_BYTES:
+        return
+    room = nbytes + _HUGE_PAGE
+    mapped = _libc.mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    begin = -(-mapped // _HUGE_PAGE) * _HUGE_PAGE
+    try:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if _libc.mmap(begin, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != begin:
+            return
+        if all(not _libc.madvise(at, _PAGE, _MADV_POPULATE_WRITE) for at in range(begin, begin + nbytes, _HUGE_PAGE)):
+            _libc.madvise(begin, nbytes, _MADV_COLLAPSE)
+    finally:
+        _libc.munmap(mapped, room)
 
 
 def _populate(memory: mmap.mmap) -> None:

@@ -1,4 +1,5 @@
-/* XXH3-64 (seed 0) of values of more than 240 bytes that arrive in parts; shorter ones have other rules.
+/* XXH3-64 (seed 0) of values of more than 240 bytes that arrive in parts, and of values of 17 to 240 bytes, which have
+ * other rules.
  *
  * After github.com/Cyan4973/xxHash, doc/xxhash_spec.md: eight lanes take in stripes of 64 bytes, are scrambled after
  * every 16 stripes, and last take in the value's last 64 bytes again. Assumes a little-endian processor. Without AVX2, or
@@ -96,6 +97,34 @@ static void take_in_stripes(uint64_t *lanes, const uint8_t *stripe, uint64_t fir
     }
 }
 
+static uint64_t mixed(const uint8_t *bytes, const uint8_t *secret) {
+    __uint128_t product = (__uint128_t)(word(bytes) ^ word(secret)) * (word(bytes + 8) ^ word(secret + 8));
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static uint64_t avalanche(uint64_t hash) {
+    hash = (hash ^ hash >> 37) * 0x165667919E3779F9;
+    return hash ^ hash >> 32;
+}
+
+/* Returns the hash of a value of 17 to 240 bytes. */
+static inline uint64_t xxh3_short(const uint8_t *bytes, uint64_t length) {
+    enum { MIDDLE = 128, LATER_AT = 3, LAST_AT = 119 }; /* bytes of the value; within the secret */
+    uint64_t hash = length * PRIME64_1;
+    if (length <= MIDDLE) { /* pairs from both ends towards the middle */
+        for (uint64_t i = (length - 1) / 32 + 1; i--;) {
+            hash += mixed(bytes + 16 * i, secret_at(32 * i));
+            hash += mixed(bytes + length - 16 * (i + 1), secret_at(32 * i + 16));
+        }
+        return avalanche(hash);
+    }
+    for (uint64_t i = 0; i < MIDDLE / 16; i++) hash += mixed(bytes + 16 * i, secret_at(16 * i));
+    hash = avalanche(hash);
+    for (uint64_t i = MIDDLE / 16; i < length / 16; i++)
+        hash += mixed(bytes + 16 * i, secret_at(16 * i - MIDDLE + LATER_AT));
+    return avalanche(hash + mixed(bytes + length - 16, secret_at(LAST_AT)));
+}
+
 /* Adds the next bytes of a value of `length` bytes in all, which they must not exceed. */
 static void xxh3_add(Xxh3 *hash, const uint8_t *bytes, uint64_t count, uint64_t length) {
     static const uint64_t START[LANES] = {0xC2B2AE3D,         PRIME64_1,  0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
@@ -123,12 +152,8 @@ static void xxh3_add(Xxh3 *hash, const uint8_t *bytes, uint64_t count, uint64_t 
 static uint64_t xxh3_end(Xxh3 *hash) {
     uint64_t merged = hash->position * PRIME64_1;
     take_in(hash->lanes, hash->last, secret_at(LAST_STRIPE_AT));
-    for (int i = 0; i < LANES; i += 2) {
-        const uint8_t *secret = secret_at(MERGE_AT + 8 * (uint64_t)i);
-        __uint128_t product = (__uint128_t)(hash->lanes[i] ^ word(secret)) * (hash->lanes[i + 1] ^ word(secret + 8));
-        merged += (uint64_t)product ^ (uint64_t)(product >> 64);
-    }
+    for (int i = 0; i < LANES; i += 2)
+        merged += mixed((const uint8_t *)(hash->lanes + i), secret_at(MERGE_AT + 8 * (uint64_t)i));
     hash->position = 0;
-    merged = (merged ^ merged >> 37) * 0x165667919E3779F9;
-    return merged ^ merged >> 32;
+    return avalanche(merged);
 }

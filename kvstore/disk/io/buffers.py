@@ -1,4 +1,4 @@
-"""Page-aligned memory for I/O around the page cache, and lasting memory for the ring. Knows no files."""
+"""Page-aligned memory for I/O around the page cache, and single pages for the ring. Knows no files."""
 
 from __future__ import annotations
 
@@ -67,12 +67,9 @@ class BorrowedMemory:
         self._scratch.give_back(self._memory)
 
 
-MAX_VIEWS = 64 * 2**10
-"""Cached views, 25 MB. A node with more objects in memory than this copies the others through the ring's own pages."""
 MAX_PAGES = 8 * 2**10
 """The ring's own pages, 32 MiB: 64 operations of 128 pages."""
-_PAGES_AT_ONCE = 256
-_MAX_COPIED_PAGES = 64
+MAX_COPIED_PAGES = 64
 """Pages copied per object: 256 KiB take 15 µs, more would block the event loop too long."""
 
 
@@ -80,92 +77,56 @@ class OutOfPages(Exception):
     """Raised if the ring has too few free pages. I/O threads have other memory."""
 
 
-class CachedViews:
-    """Cached views of the node's object memory, for the ring: one view per requested part."""
-
-    def __init__(self, memory: memoryview, max_views: int = MAX_VIEWS) -> None:
-        self._memory = memory
-        self._begin = address_of(memory) if memory else 0
-        self._max_views = max_views
-        self._views: dict[tuple[int, int], memoryview] = {}
-
-    def of(self, part: memoryview, nbytes: int) -> memoryview | None:
-        """Returns a lasting view of the first bytes of `part`. None if `part` does not begin on a page or belongs to
-        other memory, or there are too many views."""
-        address = address_of(part)
-        if address % PAGE:
-            return None
-        known = self._views.get((address, nbytes))
-        return self._new(address, nbytes) if known is None else known
-
-    def _new(self, address: int, nbytes: int) -> memoryview | None:
-        begin = address - self._begin
-        if not 0 <= begin <= len(self._memory) - nbytes or len(self._views) >= self._max_views:
-            return None
-        view = self._views[address, nbytes] = self._memory[begin : begin + nbytes]
-        return view
-
-    def validate(self) -> None:
-        """Asserts that every view lies at its address."""
-        assert len(self._views) <= self._max_views
-        for (address, nbytes), view in self._views.items():
-            assert (address_of(view), len(view)) == (address, nbytes)
-
-
 class PagePool:
-    """Single pages, allocated on demand."""
+    """Single pages of memory that is not touched before it is used."""
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self.memory = memoryview(mmap.mmap(-1, max_pages * PAGE))
+        self.begin = address_of(self.memory)
         self._max_pages = max_pages
-        self._num_pages = 0
-        self._idle: list[memoryview] = []
+        self._idle = list(range(self.begin, self.begin + max_pages * PAGE, PAGE))
 
     @property
     def num_in_use(self) -> int:
-        return self._num_pages - len(self._idle)
+        return self._max_pages - len(self._idle)
 
-    def take(self, num_pages: int) -> list[memoryview]:
-        """Takes free pages. Raises OutOfPages."""
-        idle = self._idle
-        while len(idle) < num_pages:
-            self._grow()
-        if num_pages == 1:
-            return [idle.pop()]
-        taken = idle[-num_pages:]
-        del idle[-num_pages:]
+    def take(self, num_pages: int) -> list[int]:
+        """Returns the addresses of free pages. Raises OutOfPages."""
+        left = len(self._idle) - num_pages
+        if left < 0:
+            raise OutOfPages
+        taken = self._idle[left:]
+        del self._idle[left:]
         return taken
 
-    def give_back(self, pages: Sequence[memoryview]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
         self._idle += pages
-
-    def _grow(self) -> None:
-        if self._num_pages + _PAGES_AT_ONCE > self._max_pages:
-            raise OutOfPages
-        memory = memoryview(mmap.mmap(-1, _PAGES_AT_ONCE * PAGE))
-        self._idle += [memory[at : at + PAGE] for at in range(0, len(memory), PAGE)]
-        self._num_pages += _PAGES_AT_ONCE
 
 
 class RingPages:
-    """`Pages` of operations in the ring; give them `back` once the kernel is done with them."""
+    """`PageSource` of operations in the ring; give its pages back once the kernel is done with them."""
 
-    __slots__ = ("_pool", "_taken", "_views")
+    __slots__ = ("_pool", "_taken")
 
-    def __init__(self, pool: PagePool, views: CachedViews) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._views = views
-        self._taken: list[memoryview] = []
+        self._taken: list[int] = []
 
-    def take(self, num_pages: int) -> list[memoryview]:
+    def take_addresses(self, num_pages: int) -> list[int]:
         """Takes pages from the pool. Raises OutOfPages."""
-        if num_pages > _MAX_COPIED_PAGES:
-            raise OutOfPages
         pages = self._pool.take(num_pages)
         self._taken += pages
         return pages
 
+    def take(self, num_pages: int) -> list[memoryview]:
+        """Takes pages for one object from the pool. Raises OutOfPages."""
+        if num_pages > MAX_COPIED_PAGES:
+            raise OutOfPages
+        memory, begin = self._pool.memory, self._pool.begin
+        return [memory[page - begin : page - begin + PAGE] for page in self.take_addresses(num_pages)]
+
     def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
-        return self._views.of(memory, nbytes)
+        return memory[:nbytes] if is_aligned(memory) else None
 
     def give_back(self) -> None:
         self._pool.give_back(self._taken)

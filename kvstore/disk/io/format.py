@@ -168,6 +168,11 @@ def frame_page(page: memoryview, kind: PageKind, context: PageContext, *body: by
     _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[_CHECKED_FROM:end]))
 
 
+def frame_head(folder_id: bytes, segment: int) -> bytes:
+    """Returns the frame of a segment's pages, without what differs between them."""
+    return _FRAME_IN_PLACE.pack(_MAGIC, 0, 0, 0, folder_id, segment, 0)
+
+
 def unframe(page: memoryview, context: PageContext) -> tuple[PageKind, bytes] | None:
     """Returns kind and body of a valid page that belongs at `context`, else None."""
     found = _unframe_any(page)
@@ -215,15 +220,15 @@ def record_bytes(about: DiskObject) -> int:
     return _RECORD.size + (len(about.tenant.encode()) if about.tenant else 0)
 
 
-def encode_record(record: Record) -> bytes:
-    """Returns the encoded record. Raises ValueError for a tenant name that is too long."""
-    about, tenant = record.object, record.object.tenant.encode()
+def encode_record(about: DiskObject, page: int, source: int = 0) -> bytes:
+    """Returns the encoded `Record`. Raises ValueError for a tenant name that is too long."""
+    tenant = about.tenant.encode()
     if len(tenant) > MAX_TENANT_BYTES or len(about.key) != KEY_BYTES:
         raise ValueError(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes, a key {KEY_BYTES}")
     fixed = _RECORD.pack(
-        record.page,
+        page,
         about.length,
-        record.source,
+        source,
         _PIN_CODES[about.pin],
         about.parent is not None,
         len(tenant),

@@ -6,13 +6,17 @@ neither which objects are live nor who reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
 from moonserve.kvstore.disk.base import PAGE, DiskRead
-from moonserve.kvstore.disk.io.buffers import AlignedScratch, is_aligned
+from moonserve.kvstore.disk.io.buffers import MAX_COPIED_PAGES, AlignedScratch, OutOfPages, RingPages, is_aligned
 from moonserve.kvstore.disk.io.encryption import AesGcm
 from moonserve.kvstore.disk.io.folder import Folder
 from moonserve.kvstore.disk.io.format import (
@@ -29,6 +33,12 @@ from moonserve.kvstore.disk.io.format import (
     segment_of,
 )
 from moonserve.kvstore.disk.io.segment_file import SegmentFile
+from moonserve.kvstore.disk.io.uring import IoRun
+from moonserve.protocol.process.native_libraries import C_FLAGS, load_library, shared_cache
+from moonserve.transfer.memory.data_plane import address_of
+
+_ENTRY = struct.Struct("<QQIHH")
+"""`Entry` of disk_layout.c."""
 
 
 class LogEntry(NamedTuple):
@@ -39,6 +49,13 @@ class LogEntry(NamedTuple):
     kind: PageKind  # OBJECT, TOMBSTONES or END
     encoded: bytes = b""  # the record, or the tombstones
     memory: memoryview = memoryview(b"")  # data of an object
+
+
+@functools.cache
+def _lay_out() -> Callable[..., int]:
+    """Returns `lay_out` of disk_layout.c, without declared types: they would double the time of a call."""
+    library = load_library(Path(__file__).parents[2] / "native" / "disk_layout.c", C_FLAGS, shared_cache())
+    return library.lay_out
 
 
 class PageSource(Protocol):
@@ -94,6 +111,7 @@ class ObjectIo:
         self._folder = folder
         self._cipher: AesGcm | None = folder.cipher
         self._scratch = scratch
+        self._lay_out = _lay_out()
 
     def write(self, file: SegmentFile, entries: Sequence[LogEntry]) -> None:
         """Writes adjacent entries, in order. Raises OSError."""
@@ -115,6 +133,25 @@ class ObjectIo:
                 fill_header(header, context, entry.encoded)
                 _add_data(entry.memory, pages, buffers)
         return buffers
+
+    def lay_out(self, file: SegmentFile, entries: Sequence[LogEntry], pages: RingPages) -> IoRun:
+        """Returns adjacent, unencrypted entries for the ring: as `encode_run`, ten times as fast. Raises OutOfPages."""
+        packed: list[bytes] = []
+        num_pages = num_taken = 0
+        for page, extent, kind, encoded, memory in entries:
+            length = len(memory)
+            address = address_of(memory) if length else 0
+            copied = -(-(length % PAGE if address % PAGE == 0 else length) // PAGE)
+            if copied > MAX_COPIED_PAGES:
+                raise OutOfPages
+            packed += _ENTRY.pack(address, length, page, kind, len(encoded)), encoded
+            num_pages += extent
+            num_taken += 1 + copied
+        taken = pages.take_addresses(num_taken)
+        vectors = (ctypes.c_uint64 * (2 * (num_taken + len(entries))))()
+        head = self._folder.head_of(file.number)
+        count = self._lay_out(b"".join(packed), len(entries), head, struct.pack(f"{num_taken}Q", *taken), vectors)
+        return IoRun(file.fileno(), entries[0].page, vectors, count, num_pages * PAGE, entries)
 
     def _sealed(
         self, cipher: AesGcm, entry: LogEntry, context: PageContext, pages: PageSource, header: memoryview

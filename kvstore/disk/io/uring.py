@@ -1,8 +1,8 @@
 """Reads and writes through io_uring, submitted from the event loop, which the kernel wakes on completion.
 
 A thread costs two wake-ups per operation and waits for the interpreter's lock: more than reading 64 KiB from a good
-disk. Needs the package `liburing` (extra `uring`) and a kernel that allows io_uring; otherwise `opened` returns None.
-Memory is kept until the kernel is done with it, even if the caller has given up; direct transfers use `CachedViews`.
+disk. Needs a kernel that allows io_uring; otherwise `opened` returns None. Memory is kept until the kernel is done with
+it, even if the caller has given up. While operations are short, the event loop is kept from sleeping.
 An unexpected outcome is not an error here: a thread repeats the operation and reports the reason. Does not know what it
 moves.
 """
@@ -10,41 +10,55 @@ moves.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
-import importlib
-import importlib.util
 import logging
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from moonserve.kvstore.disk.base import PAGE
 from moonserve.kvstore.disk.health import DiskOperation, HangTracker
-from moonserve.kvstore.disk.io.buffers import CachedViews, PagePool, RingPages
+from moonserve.kvstore.disk.io.buffers import PagePool, RingPages
+from moonserve.kvstore.published_index import load_with_and_without_gil
+from moonserve.transfer.memory.data_plane import address_of
 
 logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 64
 """Operations in flight; further ones go to the threads."""
-MAX_BUFFERS = 1024
-"""Buffers per operation: IOV_MAX of Linux."""
+MAX_VECTORS = 1024
+"""Pieces of memory per operation: IOV_MAX of Linux."""
 IN_LOOP_BYTES = 5 * 2**20
 """Most bytes started in the event loop, which takes 40 µs per MB. Larger flights are started by kernel threads, which
 take a fifth more CPU time."""
+POLLED_S = 0.00015
+"""Seconds for which the event loop does not sleep after a submission, if recent flights took no longer: to wake it
+takes 20 µs."""
+_SPIN_NS = 5_000
+"""Longest time without other events while the loop does not sleep."""
+_RECENT = 8  # flights
 _AGAIN_S = 0.01
 """Seconds before retrying when the kernel had no memory for an operation."""
 
 
 class IoRun(NamedTuple):
-    """Buffers for adjacent pages of a file, to write or to read."""
+    """Memory for adjacent pages of a file, to write or to read."""
 
     fd: int
     page: int
-    buffers: Sequence[memoryview]
+    vectors: ctypes.Array[ctypes.c_uint64]
+    """Address and length of each piece."""
+    num_vectors: int
     nbytes: int
+    memory: Sequence[object]
+    """Owners of the memory, kept alive until the kernel is done with it."""
+
+
+def run_of(fd: int, page: int, buffers: Sequence[memoryview], nbytes: int) -> IoRun:
+    numbers = [number for buffer in buffers for number in (address_of(buffer), len(buffer))]
+    return IoRun(fd, page, (ctypes.c_uint64 * len(numbers))(*numbers), len(buffers), nbytes, buffers)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,77 +94,52 @@ class Flight:
         on_done(self)
 
 
-_PROBE = """
-import sys
-sys.path[:0] = sys.argv[1:]
-import liburing
-ring = liburing.Ring()
-try:
-    liburing.io_uring_queue_init(1, ring)
-except OSError:
-    pass
-"""
+class RingLibrary:
+    """The functions of disk_ring.c. Their argument types are not declared, which would double the time of a call."""
+
+    def __init__(self) -> None:
+        long, short = load_with_and_without_gil(Path(__file__).parents[2] / "native" / "disk_ring.c")
+        self.ring_open = long.ring_open
+        self.ring_close = long.ring_close
+        self.ring_fd = long.ring_fd
+        self.ring_submit = long.ring_submit
+        self.ring_prepare = short.ring_prepare
+        self.ring_collect = short.ring_collect
 
 
-@functools.cache
-def _runs_here(folder: str) -> bool:
-    """True if liburing in `folder` runs on this CPU. Its published wheel is built for newer CPUs, where any call can
-    end the process by SIGILL, so a child process tries it first (about 25 ms)."""
-    command = [sys.executable, "-I", "-S", "-c", _PROBE, folder]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except OSError as error:
-        logger.warning("liburing cannot be tried: %s", error)
-        return False
-
-
-def _liburing() -> Any:
-    """Returns the module, or None if it is missing or does not run here."""
-    if (loaded := sys.modules.get("liburing")) is not None:
-        return loaded
-    spec = importlib.util.find_spec("liburing")
-    if spec is None or not spec.submodule_search_locations:
-        logger.info("no liburing here (extra `uring`): threads access the disk")
-        return None
-    if not _runs_here(str(Path(spec.submodule_search_locations[0]).parent)):
-        logger.warning("liburing does not run on this processor: threads access the disk")
-        return None
-    return importlib.import_module("liburing")
+ring_library = functools.cache(RingLibrary)  # one per process
 
 
 class Ring:
     """An io_uring. Belongs to the event loop in which it was opened."""
 
     @classmethod
-    def opened(cls, waits: HangTracker, memory: memoryview) -> Ring | None:
-        """Opens a ring; None if io_uring is not available. `memory` must outlast the ring; data in it is not copied."""
-        uring = _liburing()
-        if uring is None:
+    def opened(cls, waits: HangTracker) -> Ring | None:
+        """Opens a ring; None if io_uring is not available. Raises CompilerError."""
+        ring = ctypes.c_void_p()
+        if error := ring_library().ring_open(NUM_SLOTS, ctypes.byref(ring)):  # many containers forbid it
+            logger.info("no io_uring here (%s): threads access the disk", os.strerror(error))
             return None
-        ring = uring.Ring()
-        try:
-            uring.io_uring_queue_init(NUM_SLOTS, ring)
-        except OSError as error:  # many containers forbid it
-            logger.info("no io_uring here (%s): threads access the disk", error)
-            return None
-        return cls(uring, ring, waits, CachedViews(memory))
+        return cls(ring, waits)
 
-    def __init__(self, uring: Any, ring: Any, waits: HangTracker, views: CachedViews) -> None:
+    def __init__(self, ring: ctypes.c_void_p, waits: HangTracker) -> None:
         """Use `opened`."""
-        self._uring = uring
+        self._library = ring_library()
         self._ring = ring
         self._waits = waits
-        self._views = views
         self._pool = PagePool()
-        self._entry = uring.Cqe()
-        self._free = list(range(1, NUM_SLOTS + 1))  # liburing refuses zero
+        self._free = list(range(NUM_SLOTS))
         self._under_way: dict[int, tuple[Flight, int]] = {}
         """Flight and index of the run, by slot."""
-        self._vectors: dict[int, Any] = {}
-        """I/O vectors by slot. The kernel may read them later than they are submitted."""
+        self._ended = (ctypes.c_int32 * (2 * NUM_SLOTS))()
         self._again: asyncio.TimerHandle | None = None
+        self._typical_s = 0.0
+        """Moving average of the durations of flights."""
+        self._polls_until = 0.0
+        self._polls = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(ring.ring_fd, self._ended)
+        self._fd = self._library.ring_fd(ring)
+        self._loop.add_reader(self._fd, self._collect)
 
     @property
     def num_in_flight(self) -> int:
@@ -158,14 +147,13 @@ class Ring:
 
     def pages(self) -> RingPages:
         """Returns memory for operations."""
-        return RingPages(self._pool, self._views)
+        return RingPages(self._pool)
 
     def takes(self, runs: Sequence[IoRun]) -> bool:
         """True if the runs can start now."""
         if len(runs) > len(self._free):
             return False
-        most = max([len(run.buffers) for run in runs])
-        return most <= MAX_BUFFERS
+        return max([run.num_vectors for run in runs]) <= MAX_VECTORS
 
     def submit(
         self,
@@ -179,19 +167,18 @@ class Ring:
         """Starts runs accepted by `takes`. `on_done` and `on_released` are called later from the event loop, in this
         order if the disk answers in time."""
         flight = Flight(runs, self._waits.now, on_done, on_released, waits_for_release, len(runs))
-        uring, ring = self._uring, self._ring
-        prepare = uring.io_uring_prep_readv if doing is DiskOperation.READ else uring.io_uring_prep_writev
-        in_loop = sum([run.nbytes for run in runs]) <= IN_LOOP_BYTES
-        for index, run in enumerate(runs):
+        writes = doing is DiskOperation.WRITE
+        in_thread = sum([run.nbytes for run in runs]) > IN_LOOP_BYTES
+        for index, (fd, page, vectors, num_vectors, _, _) in enumerate(runs):
             slot = self._free.pop()
             self._under_way[slot] = flight, index
-            vector = self._vectors[slot] = uring.Iovec(run.buffers)
-            entry = uring.io_uring_get_sqe(ring)
-            prepare(entry, run.fd, vector, run.page * PAGE)
-            entry.user_data = slot
-            if not in_loop:
-                entry.flags = uring.IOSQE_ASYNC
+            self._library.ring_prepare(self._ring, slot, writes, fd, page, vectors, num_vectors, in_thread)
         self._submit()
+        if self._typical_s < POLLED_S:
+            self._polls_until = flight.begun_at + POLLED_S
+            if not self._polls:
+                self._polls = True
+                self._loop.call_soon(self._poll)
 
     def longest_s(self) -> float:
         """Returns the age of the oldest operation in flight."""
@@ -208,45 +195,42 @@ class Ring:
         """Closes the ring. Operations in flight are not reported."""
         if self._again is not None:
             self._again.cancel()
-        self._loop.remove_reader(self._ring.ring_fd)
-        self._uring.io_uring_queue_exit(self._ring)
+        self._polls_until = float("-inf")
+        self._loop.remove_reader(self._fd)
+        self._library.ring_close(self._ring)
 
     def validate(self) -> None:
         """Asserts that every slot is free or in flight, and that only operations in flight hold pages."""
-        assert sorted([*self._free, *self._under_way]) == list(range(1, NUM_SLOTS + 1))
-        assert self._vectors.keys() == self._under_way.keys()
+        assert sorted([*self._free, *self._under_way]) == list(range(NUM_SLOTS))
         assert self._under_way or not self._pool.num_in_use
-        self._views.validate()
 
     def _submit(self) -> None:
-        try:
-            self._uring.io_uring_submit(self._ring)
-        except OSError as error:  # operations not started go with the next submission or after a pause
-            logger.debug("io_uring accepts no operations for now: %s", error)
+        if error := self._library.ring_submit(self._ring):  # the rest goes with the next submission or after a pause
+            logger.debug("io_uring accepts no operations for now: %s", os.strerror(error))
             self._again = self._loop.call_later(_AGAIN_S, self._submit)
 
-    def _ended(self) -> None:
-        """Handles all completed operations; there is at least one."""
-        uring, ring = self._uring, self._ring
-        for _ in range(uring.io_uring_cq_ready(ring)):
-            uring.io_uring_peek_cqe(ring, self._entry)
-            done = self._entry[0]
-            try:
-                nbytes = done.res
-            except OSError:
-                nbytes = 0
-            slot = done.user_data
-            uring.io_uring_cqe_seen(ring, done)
-            self._note(slot, nbytes)
+    def _poll(self) -> None:
+        """Collects what has ended, and comes again at once: other events are handled in between."""
+        if self._under_way and self._waits.now < self._polls_until:
+            self._collect(_SPIN_NS)
+            self._loop.call_soon(self._poll)
+        else:
+            self._polls = False
+
+    def _collect(self, spin_ns: int = 0) -> None:
+        """Handles all completed operations; waits for `spin_ns` if there is none."""
+        ended = self._ended
+        for index in range(self._library.ring_collect(self._ring, ended, spin_ns)):
+            self._note(ended[2 * index], ended[2 * index + 1])
 
     def _note(self, slot: int, nbytes: int) -> None:
         flight, index = self._under_way.pop(slot)
-        del self._vectors[slot]
         self._free.append(slot)
         flight.left -= 1
         if nbytes != flight.runs[index].nbytes:
             flight.failed += (index,)
         if not flight.left:
+            self._typical_s += (self._waits.now - flight.begun_at - self._typical_s) / _RECENT
             if not flight.given_up:
                 flight.report()
             flight.on_released()

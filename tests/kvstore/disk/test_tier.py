@@ -24,7 +24,7 @@ from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, Stand, found_in, ope
 def small_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs every test with io_uring and with threads."""
     if request.param == "threads":
-        monkeypatch.setattr(Ring, "opened", lambda waits, memory: None)
+        monkeypatch.setattr(Ring, "opened", lambda waits: None)
 
 
 async def test_compaction_always_reclaims_the_space_of_released_objects(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from moonserve.protocol.kv_blocks import BlockKey
 SEGMENT = 64 * 2**10
 CAPACITY = 8 * SEGMENT
 SMALL = DiskOptions(segment_bytes=SEGMENT, num_threads=2, sync_interval_s=0.0)
-NO_RING = "needs a kernel that permits io_uring, and pip install 'moonserve[uring]'"
+NO_RING = "needs a kernel that permits io_uring"
 
 
 def written(number: int, length: int = 5000, *, generation: int = 1, tenant: str = "") -> DiskWrite:
