@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -62,12 +62,6 @@ def test_a_day_has_its_quiet_and_its_busy_hours() -> None:
     assert counts.sum() == pytest.approx(20_000, abs=2)
     assert counts[0] == pytest.approx(2 * 100 * 0.2, rel=0.1)
     assert counts[50] == pytest.approx(2 * 100 * 1.8, rel=0.02)
-
-
-@given(st.floats(0.01, 1e4), st.floats(0, 1), st.floats(1, 1e6))
-def test_time_never_runs_back(rate: float, amplitude: float, period_s: float) -> None:
-    spec = generator.ArrivalSpec(rate=rate, diurnal_amplitude=amplitude, diurnal_period_s=period_s)
-    assert all(early <= late for early, late in pairwise(times(spec, 50)))
 
 
 def made(spec: generator.WorkloadSpec, count: int, seed: int = 0) -> list[TraceRecord]:
