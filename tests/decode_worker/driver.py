@@ -147,9 +147,10 @@ class Driver:
         policy: AdmissionPolicy | None = None,
         keeping: OffloadCosts | None = None,
         free_list: FreeList | None = None,
+        caches: bool = True,
         **changes: Any,
     ) -> None:
-        self.pool = pool(num_blocks, free_list)
+        self.pool = pool(num_blocks, free_list, enable_prefix_caching=caches)
         bounds = limits(**changes)
         self.limits = bounds
         self.most_ahead = int(bounds.runs_ahead)
@@ -210,8 +211,7 @@ class Driver:
             first, last = piece.start // BLOCK_SIZE, (piece.end - 1) // BLOCK_SIZE
             written += piece.block_table[first : last + 1]
             assert not piece.num_draft or not piece.token_from_previous_step, "drafts behind an unknown token"
-        if any(piece.num_draft for piece in step.slices):
-            assert sum(piece.num_tokens for piece in step.slices) <= self.limits.max_num_batched_tokens
+        assert sum(piece.num_tokens for piece in step.slices) <= self.limits.max_num_batched_tokens
         assert len(written) == len(set(written)), "two slices write one block"
         assert all(self.pool.references_of(block) == 1 for block in written), "writes a shared one"
 
@@ -352,5 +352,4 @@ class Driver:
 
     def step_of(self) -> list[tuple[str, int, int]]:
         """Returns (request, start, end) of each slice of the oldest step in flight."""
-        assert self.step is not None
         return [(piece.request_id, piece.start, piece.end) for piece in self.step.slices]

@@ -119,19 +119,6 @@ def test_the_newest_of_the_least_urgent_is_preempted_when_no_block_is_left(prior
     assert driver.state.num_waiting == driver.state.counters.num_preemptions == 1
 
 
-def test_a_preempted_sequence_is_recomputed_within_the_token_budget_and_repeats_no_token() -> None:
-    driver = Driver(num_blocks=8, max_num_seqs=3, max_num_batched_tokens=5)
-    for name in ("a", "b", "c"):
-        driver.start([1, 2, 3, 4, 5, 6, 7], name, max_tokens=10)
-    while driver.step is not None:
-        assert sum(piece.num_tokens for piece in driver.step.slices) <= 5
-        driver.compute()
-    assert driver.state.counters.recomputed_tokens > 0
-    driver.drain()
-    for name in ("a", "b", "c"):
-        assert [t.token_id for t in driver.tokens[name]] == [next_token(8 + i) for i in range(9)]
-
-
 def test_a_restored_sequence_re_uses_its_prompts_blocks_while_they_are_cached() -> None:
     driver = Driver(num_blocks=5)
     driver.start([1, 2, 3, 4, 5], "old", max_tokens=10)
