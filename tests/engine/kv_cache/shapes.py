@@ -1,7 +1,10 @@
 """Small layouts and pages for these tests, and the resident memory of an address range."""
 
+from typing import Any
+
 import psutil
 
+from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.kv_cache.elastic_pages import Paging
 from moonserve.protocol.kv_blocks import KvLayout
 
@@ -14,6 +17,11 @@ LAYOUT = KvLayout(num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtyp
 def paging(num_pages: int, blocks_per_page: int = 2) -> Paging:
     """Builds pages of that many blocks. Their place in memory does not matter."""
     return Paging(num_pages=num_pages, num_slabs=1, blocks_per_page=blocks_per_page, span_bytes=PAGE)
+
+
+def quiet_pool(num_blocks: int, **options: Any) -> BlockPool:
+    """Returns a pool whose changes nobody is told."""
+    return BlockPool(num_blocks, **{"on_added": lambda *_: None, "on_removed": lambda _: None, **options})
 
 
 def resident_bytes(address: int, nbytes: int) -> int:

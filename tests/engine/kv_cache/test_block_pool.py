@@ -68,15 +68,17 @@ class Told:
         assert all(pool.key_of(b) is None and pool.references_of(b) == 1 for b in blocks)
         return blocks
 
-    def publish(self, blocks: list[BlockId], path: str) -> list[BlockKey]:
+    def publish(self, blocks: list[BlockId], path: str, order: list[int] | None = None) -> list[BlockKey]:
+        """Publishes all blocks of a prompt, or those at the indices in `order`, in this order."""
         keys = chain(path)
-        for block, key, parent in zip(blocks, keys, [NO_PARENT, *keys], strict=False):
-            self.pool.publish(block, key, parent, int.from_bytes(key[-12:], "big"))
+        for index in range(len(keys)) if order is None else order:
+            if index < len(keys):
+                key, parent = keys[index], keys[index - 1] if index else NO_PARENT
+                self.pool.publish(blocks[index], key, parent, int.from_bytes(key[-12:], "big"))
         return keys
 
     def come(self, path: str, order: list[int]) -> int | None:
-        """Lets a prompt use the pool. Returns how many of its blocks were found, or None if it does not fit. `order`:
-        indices of the blocks to publish, in this order."""
+        """Lets a prompt use the pool. Returns how many of its blocks were found, or None if it does not fit."""
         pool, keys = self.pool, chain(path)
         found = pool.match_prefix(keys)
         pool.retain(found)
@@ -86,10 +88,7 @@ class Told:
             return None
         pool.count_hits(found)
         blocks = found + fresh
-        for index in order:
-            if index < len(keys):
-                key, parent = keys[index], keys[index - 1] if index else NO_PARENT
-                pool.publish(blocks[index], key, parent, int.from_bytes(key[-12:], "big"))
+        self.publish(blocks, path, order)
         self.held.append(blocks)
         return len(found)
 
