@@ -12,13 +12,14 @@ from moonserve.decode_worker.decisions.offloading import OffloadCosts
 from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.decode_worker.state import DecodeState
 from moonserve.engine.admission_policy import AdmissionPolicy
-from moonserve.engine.kv_cache.block_pool import BlockPool, FreeList
+from moonserve.engine.kv_cache.block_pool import FreeList
 from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.protocol.errors import MoonserveError, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
 from moonserve.protocol.request import BlockId, Endpoint, LeaseId, Request, RequestId, Token
 from moonserve.protocol.step_time import PrefillProfile
 from moonserve.worker.events import Action, Event
+from tests.engine.kv_cache.shapes import quiet_pool
 from tests.prefill_worker.builders import all_of, make_request
 from tests.scores import pretend
 
@@ -42,11 +43,6 @@ def limits(**changes: Any) -> Limits:
         "max_model_len": 1_000,
     }
     return Limits(**{**usual, **changes})
-
-
-def pool(num_blocks: int, free_list: FreeList | None = None, **options: float) -> BlockPool:
-    quiet: Any = {"on_added": lambda key, parent: None, "on_removed": lambda key: None, **options}
-    return BlockPool(num_blocks, free_list=free_list, **quiet)
 
 
 def next_token(position: int) -> int:
@@ -150,7 +146,7 @@ class Driver:
         caches: bool = True,
         **changes: Any,
     ) -> None:
-        self.pool = pool(num_blocks, free_list, enable_prefix_caching=caches)
+        self.pool = quiet_pool(num_blocks, free_list=free_list, enable_prefix_caching=caches)
         bounds = limits(**changes)
         self.limits = bounds
         self.most_ahead = int(bounds.runs_ahead)

@@ -70,21 +70,11 @@ def test_a_cancelled_sequence_frees_its_blocks_when_its_steps_end(num_steps: int
     assert "r" not in driver.tokens
 
 
-def lose_gateway(driver: Driver) -> None:
-    driver.handle(events.GatewayLost(gateway_id=GatewayId("gone")))
-    driver.compute()
-
-
-def run_out_of_time(driver: Driver) -> None:
-    driver.now = 3.0
-    driver.compute()
-
-
 @pytest.mark.parametrize(
     ("end", "told"),
     [
-        (lose_gateway, {}),
-        (run_out_of_time, {"a": DeadlineExceeded}),
+        (lambda driver: driver.handle(events.GatewayLost(gateway_id=GatewayId("gone"))), {}),
+        (lambda driver: driver.wait(3.0), {"a": DeadlineExceeded}),
         (lambda driver: driver.fail_step(PeerError("no memory")), {"a": PeerError}),
     ],
 )
@@ -95,6 +85,8 @@ def test_one_sequence_ends_and_the_other_continues(
     driver.start([1], "a", gateway="gone", timeout_s=3.0)
     driver.start([1], "b", gateway="here")
     end(driver)
+    if "a" in names(driver):
+        driver.compute()
     assert names(driver) == ["b"]
     assert {name: type(fails[0].error) for name, fails in driver.failures.items()} == told
 
