@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import Sampled
 from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.decisions import sequence
 from moonserve.prefill_worker.decisions.shared_state import Limits
 from moonserve.prefill_worker.state import PrefillState
 from moonserve.protocol.kv_blocks import block_keys, root_key
@@ -83,6 +84,17 @@ def make_placement(
             PrefixSource(store=store, first_block=first, num_blocks=count) for store, first, count in sources
         ),
         rank=rank,
+    )
+
+
+def make_sequence(name: str, *, rank: float = 0.0, number: int = 1, now: float = 0.0) -> sequence.Sequence:
+    request = make_request(name, range(6))
+    return sequence.Sequence(
+        request=request,
+        placement=make_placement(request, rank=rank),
+        rank=(0, now + rank, number),
+        lease_id=LeaseId(f"lease-{number}"),
+        submitted_at=now,
     )
 
 

@@ -7,7 +7,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from moonserve.prefill_worker import kv_writes as landing_module
 from moonserve.prefill_worker.decisions.events import SlicePlan
 from moonserve.prefill_worker.kv_writes import KvSender, StepWriter, block_runs, token_runs
 from moonserve.protocol.errors import InvalidRequest
@@ -43,14 +42,11 @@ def test_a_chunk_writes_exactly_its_own_tokens(table: list[int], target: list[in
         assert length > 0
         moved.update(zip(range(own, own + length), range(there, there + length), strict=True))
     size, token_bytes = LAYOUT.block_size, LAYOUT.token_bytes
-    expected = {
-        table[token // size] * LAYOUT.piece_bytes + token % size * token_bytes + byte: target[token // size]
-        * LAYOUT.piece_bytes
-        + token % size * token_bytes
-        + byte
-        for token in range(start, end)
-        for byte in range(token_bytes)
-    }
+    expected: dict[int, int] = {}
+    for token in range(start, end):
+        offset = token % size * token_bytes
+        own, there = (blocks[token // size] * LAYOUT.piece_bytes + offset for blocks in (table, target))
+        expected.update(zip(range(own, own + token_bytes), range(there, there + token_bytes), strict=True))
     assert moved == expected
 
 
@@ -62,7 +58,7 @@ def test_a_chunk_writes_exactly_its_own_tokens(table: list[int], target: list[in
 def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
     monkeypatch: pytest.MonkeyPatch, min_batch_bytes: int, batches: list[int]
 ) -> None:
-    monkeypatch.setattr(landing_module, "MIN_BATCH_BYTES", min_batch_bytes)
+    monkeypatch.setattr("moonserve.prefill_worker.kv_writes.MIN_BATCH_BYTES", min_batch_bytes)
     table = [7, 2, 3]
     with TransferEngine(cluster_token="secret", options=TransferOptions(transports=("tcp",))) as transfer:
         segment = transfer.allocate(LAYOUT.pool_bytes(OWN_BLOCKS))
@@ -168,7 +164,7 @@ def test_a_later_incarnation_means_that_the_earlier_one_is_dead(engine: FakeEngi
 def test_number_of_known_peers_is_bounded(
     engine: FakeEngine, sender: KvSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(landing_module, "MAX_KNOWN_PEERS", 2)
+    monkeypatch.setattr("moonserve.prefill_worker.kv_writes.MAX_KNOWN_PEERS", 2)
     for name in ("a", "b", "c"):
         sender.note_peer(endpoint(name))
     for name in ("a", "c"):
