@@ -88,21 +88,16 @@ def specs() -> st.SearchStrategy[generator.WorkloadSpec]:
     return st.builds(
         generator.WorkloadSpec,
         arrivals=arrivals,
-        input_tokens=lengths(),
-        output_tokens=lengths(),
         max_input_tokens=st.integers(1, 20_000),
         system_share=st.floats(0, 1),
         system_prompts=st.integers(1, 5),
         system_zipf=st.floats(0, 3),
-        system_tokens=lengths(),
         session_share=st.floats(0, 0.5),
         turns=st.floats(1, 5),
-        turn_tokens=lengths(),
-        think_s=lengths(),
         document_share=st.floats(0, 0.5),
         questions=st.floats(1, 5),
-        document_tokens=lengths(),
-        question_tokens=lengths(),
+        **{f"{name}_tokens": lengths() for name in ("input", "output", "system", "turn", "document", "question")},
+        think_s=lengths(),
     )
 
 
