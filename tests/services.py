@@ -12,11 +12,15 @@ C = TypeVar("C")
 
 
 class ReportedLifecycle(Lifecycle):
-    """Lifecycle that reports to the test when and where a part is ready."""
+    """Lifecycle that reports to the test its stages, and when and where a part is ready."""
 
     def __init__(self) -> None:
         super().__init__(None)
         self.facts: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+        self.stages: list[str] = []
+
+    def progress(self, stage: str, fraction: float | None = None) -> None:
+        self.stages.append(stage)
 
     def ready(self, **facts: str) -> None:
         self.facts.set_result(facts)

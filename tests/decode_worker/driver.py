@@ -12,13 +12,14 @@ from moonserve.decode_worker.decisions.offloading import OffloadCosts
 from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.decode_worker.state import DecodeState
 from moonserve.engine.admission_policy import AdmissionPolicy
-from moonserve.engine.kv_cache.block_pool import BlockPool, FreeList
+from moonserve.engine.kv_cache.block_pool import FreeList
 from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.protocol.errors import MoonserveError, PeerLost
 from moonserve.protocol.kv_blocks import BlockKey, block_keys, root_key
 from moonserve.protocol.request import BlockId, Endpoint, LeaseId, Request, RequestId, Token
 from moonserve.protocol.step_time import PrefillProfile
 from moonserve.worker.events import Action, Event
+from tests.engine.kv_cache.shapes import quiet_pool
 from tests.prefill_worker.builders import all_of, make_request
 from tests.scores import pretend
 
@@ -42,11 +43,6 @@ def limits(**changes: Any) -> Limits:
         "max_model_len": 1_000,
     }
     return Limits(**{**usual, **changes})
-
-
-def pool(num_blocks: int, free_list: FreeList | None = None, **options: float) -> BlockPool:
-    quiet: Any = {"on_added": lambda key, parent: None, "on_removed": lambda key: None, **options}
-    return BlockPool(num_blocks, free_list=free_list, **quiet)
 
 
 def next_token(position: int) -> int:
@@ -147,9 +143,10 @@ class Driver:
         policy: AdmissionPolicy | None = None,
         keeping: OffloadCosts | None = None,
         free_list: FreeList | None = None,
+        caches: bool = True,
         **changes: Any,
     ) -> None:
-        self.pool = pool(num_blocks, free_list)
+        self.pool = quiet_pool(num_blocks, free_list=free_list, enable_prefix_caching=caches)
         bounds = limits(**changes)
         self.limits = bounds
         self.most_ahead = int(bounds.runs_ahead)
@@ -210,8 +207,7 @@ class Driver:
             first, last = piece.start // BLOCK_SIZE, (piece.end - 1) // BLOCK_SIZE
             written += piece.block_table[first : last + 1]
             assert not piece.num_draft or not piece.token_from_previous_step, "drafts behind an unknown token"
-        if any(piece.num_draft for piece in step.slices):
-            assert sum(piece.num_tokens for piece in step.slices) <= self.limits.max_num_batched_tokens
+        assert sum(piece.num_tokens for piece in step.slices) <= self.limits.max_num_batched_tokens
         assert len(written) == len(set(written)), "two slices write one block"
         assert all(self.pool.references_of(block) == 1 for block in written), "writes a shared one"
 
@@ -352,5 +348,4 @@ class Driver:
 
     def step_of(self) -> list[tuple[str, int, int]]:
         """Returns (request, start, end) of each slice of the oldest step in flight."""
-        assert self.step is not None
         return [(piece.request_id, piece.start, piece.end) for piece in self.step.slices]

@@ -4,12 +4,13 @@ import dataclasses
 
 from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.admission_and_preemption import Admission, Prospect
-from moonserve.engine.admission_policy import BlockHolder, OnDemandPolicy, PoolSnapshot, SequenceView
+from moonserve.engine.admission_policy import BlockHolder, OnDemandPolicy, PoolSnapshot
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.lookahead_policy import LookaheadPolicy
 from moonserve.protocol.kv_blocks import NO_PARENT
 from moonserve.protocol.request import RequestId
-from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, pool
+from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of
+from tests.engine.kv_cache.shapes import quiet_pool
 from tests.prefill_worker.builders import all_of
 
 PROMPT = list(range(12))  # 3 blocks
@@ -27,24 +28,12 @@ def asking(name: str, num_tokens: int = 13, *, max_tokens: int = 8) -> Prospect:
 
 def with_prompt_of(owner: str, num_blocks: int = 16) -> tuple[BlockPool, BlockHolder]:
     """Returns a pool and a holder of four of its blocks: the published blocks of PROMPT and one more."""
-    blocks = pool(num_blocks)
+    blocks = quiet_pool(num_blocks)
     held = blocks.allocate(4) or []
     keys = keys_of(PROMPT)
     for index, key in enumerate(keys):
         blocks.publish(held[index], key, keys[index - 1] if index else NO_PARENT, 0)
     return blocks, BlockHolder(asking(owner), held)
-
-
-class Recording(OnDemandPolicy):
-    """Policy that refuses every request and records their ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def admits(self, request: SequenceView, books: PoolSnapshot) -> bool:
-        self.asked.append(request.request_id)
-        return False
 
 
 def test_blocks_that_several_hold_count_once() -> None:
@@ -76,31 +65,31 @@ def test_sequence_that_shares_a_long_prompt_is_admitted() -> None:
         allotment = Admission(blocks, BLOCK_SIZE, policy)
         allotment.claims = lambda first=first: [first]  # type: ignore[misc]
         taken = allotment.admit(asking("b", max_tokens=4), keys_of(PROMPT), 4)
-        assert taken is not None
         assert (len(taken[0]), len(taken[1])) == (3, 1)
         blocks.validate()
 
 
 def test_refused_sequence_is_not_examined_again_before_a_change() -> None:
-    policy = Recording()
+    policy, asked = OnDemandPolicy(), list[str]()
+    policy.admits = lambda request, books: asked.append(request.request_id)  # which refuses it
     blocks, first = with_prompt_of("a")
     allotment = Admission(blocks, BLOCK_SIZE, policy)
     assert allotment.admit(asking("a"), (), 1) is not None, "nobody else holds any"
     allotment.claims = lambda: [first]
     for _ in range(3):
         assert allotment.admit(asking("b"), (), 1) is None
-    assert policy.asked == ["b"]
+    assert asked == ["b"]
     for _ in range(BLOCK_SIZE):
         allotment.on_step()
     allotment.admit(asking("b"), (), 1)
     allotment.forget_refusals()
     allotment.admit(asking("b"), (), 1)
-    assert policy.asked == ["b"] * 3
+    assert asked == ["b"] * 3
     assert blocks.num_held == 4 + 1
 
 
 def test_only_urgent_requests_take_the_reserve_while_others_hold_blocks() -> None:
-    blocks = pool(8, reserved_share=0.25)
+    blocks = quiet_pool(8, reserved_share=0.25)
     allotment = Admission(blocks, BLOCK_SIZE, OnDemandPolicy(per_holder=0))
     first = asking("a", 21)
     assert allotment.admit(first, (), 6) is not None
@@ -143,5 +132,4 @@ def test_lengths_are_learned_from_ended_sequences() -> None:
         driver.start([number, 1], f"r{number}", max_tokens=3 + number % 2)
         driver.drain()
     known = policy.predictor.curve(asking("next"))
-    assert known is not None
     assert known.num_observed == 12

@@ -1,21 +1,21 @@
 """Any interleaving of events at a decode worker gives right tokens and exactly one end per request."""
 
-import pytest
-from hypothesis import settings
+from dataclasses import replace
+
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonserve.decode_worker.decisions import events
-from moonserve.decode_worker.decisions.admission_and_preemption import Prospect
 from moonserve.decode_worker.decisions.offloading import OffloadCosts
 from moonserve.decode_worker.decisions.speculation import Speculation
 from moonserve.engine.admission_policy import AdmissionPolicy, OnDemandPolicy
 from moonserve.engine.kv_cache.paged_free_list import PagedFreeList
 from moonserve.engine.lookahead_policy import LengthPredictor, LookaheadPolicy
 from moonserve.protocol.errors import PeerError
-from moonserve.protocol.request import GatewayId, LeaseId, RequestId
+from moonserve.protocol.request import GatewayId, LeaseId
 from tests.decode_worker.driver import ALWAYS, CHEAP_STORE, Driver, foretelling, next_token, request_of
-from tests.thoroughness import examples
+from tests.decode_worker.test_admission_and_preemption import asking
+from tests.thoroughness import any_order
 
 prompts = st.one_of(
     st.tuples(st.sampled_from([0, 50]), st.integers(1, 14)).map(lambda wish: [wish[0] + i for i in range(wish[1])]),
@@ -190,13 +190,7 @@ class ForeseeingDecodeWorker(DecodeWorker):
     def policy(self) -> AdmissionPolicy:
         predictor = LengthPredictor()
         for number in range(20):
-            answered = Prospect(
-                request_id=RequestId(str(number)),
-                tenant="",
-                num_prompt_tokens=5,
-                max_tokens=100,
-                num_tokens=5 + 2 + number % 3,
-            )
+            answered = replace(asking(str(number), 6, max_tokens=100), num_tokens=5 + 2 + number % 3)
             predictor.ended(answered, hit_limit=False)
         return LookaheadPolicy(margin=0.0, predictor=predictor)
 
@@ -248,17 +242,9 @@ class AheadAndDraftingDecodeWorker(AheadDecodeWorker):
     speculation = ALWAYS
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [
-        DecodeWorker,
-        ForeseeingDecodeWorker,
-        KeepingDecodeWorker,
-        AheadDecodeWorker,
-        DraftingDecodeWorker,
-        AheadAndDraftingDecodeWorker,
-    ],
-)
-def test_tokens_are_right_in_any_order_of_events(machine: type[DecodeWorker]) -> None:
-    limits = settings(max_examples=examples(75), stateful_step_count=40, deadline=None, derandomize=True)
-    run_state_machine_as_test(machine, settings=limits)
+TestDecodeWorker = any_order(DecodeWorker, 75, derandomize=True)
+TestForeseeingDecodeWorker = any_order(ForeseeingDecodeWorker, 75, derandomize=True)
+TestKeepingDecodeWorker = any_order(KeepingDecodeWorker, 75, derandomize=True)
+TestAheadDecodeWorker = any_order(AheadDecodeWorker, 75, derandomize=True)
+TestDraftingDecodeWorker = any_order(DraftingDecodeWorker, 75, derandomize=True)
+TestAheadAndDraftingDecodeWorker = any_order(AheadAndDraftingDecodeWorker, 75, derandomize=True)

@@ -70,21 +70,11 @@ def test_a_cancelled_sequence_frees_its_blocks_when_its_steps_end(num_steps: int
     assert "r" not in driver.tokens
 
 
-def lose_gateway(driver: Driver) -> None:
-    driver.handle(events.GatewayLost(gateway_id=GatewayId("gone")))
-    driver.compute()
-
-
-def run_out_of_time(driver: Driver) -> None:
-    driver.now = 3.0
-    driver.compute()
-
-
 @pytest.mark.parametrize(
     ("end", "told"),
     [
-        (lose_gateway, {}),
-        (run_out_of_time, {"a": DeadlineExceeded}),
+        (lambda driver: driver.handle(events.GatewayLost(gateway_id=GatewayId("gone"))), {}),
+        (lambda driver: driver.wait(3.0), {"a": DeadlineExceeded}),
         (lambda driver: driver.fail_step(PeerError("no memory")), {"a": PeerError}),
     ],
 )
@@ -95,6 +85,8 @@ def test_one_sequence_ends_and_the_other_continues(
     driver.start([1], "a", gateway="gone", timeout_s=3.0)
     driver.start([1], "b", gateway="here")
     end(driver)
+    if "a" in names(driver):
+        driver.compute()
     assert names(driver) == ["b"]
     assert {name: type(fails[0].error) for name, fails in driver.failures.items()} == told
 
@@ -117,19 +109,6 @@ def test_the_newest_of_the_least_urgent_is_preempted_when_no_block_is_left(prior
     driver.drain_to_preemption()
     assert names(driver) == [goes_on]
     assert driver.state.num_waiting == driver.state.counters.num_preemptions == 1
-
-
-def test_a_preempted_sequence_is_recomputed_within_the_token_budget_and_repeats_no_token() -> None:
-    driver = Driver(num_blocks=8, max_num_seqs=3, max_num_batched_tokens=5)
-    for name in ("a", "b", "c"):
-        driver.start([1, 2, 3, 4, 5, 6, 7], name, max_tokens=10)
-    while driver.step is not None:
-        assert sum(piece.num_tokens for piece in driver.step.slices) <= 5
-        driver.compute()
-    assert driver.state.counters.recomputed_tokens > 0
-    driver.drain()
-    for name in ("a", "b", "c"):
-        assert [t.token_id for t in driver.tokens[name]] == [next_token(8 + i) for i in range(9)]
 
 
 def test_a_restored_sequence_re_uses_its_prompts_blocks_while_they_are_cached() -> None:

@@ -118,7 +118,6 @@ def test_right_drafts_give_the_same_tokens_in_fewer_steps() -> None:
 def test_a_stop_token_within_a_draft_ends_the_sequence_there() -> None:
     driver = Driver(speculation=ALWAYS)
     driver.start(foretelling(13), stops_after=3)
-    assert driver.step is not None
     assert driver.step.slices[0].num_draft == 2, "as many as the sequence's blocks have room for"
     driver.drain()
     assert [token.token_id for token in driver.tokens["r"]] == [next_token(14), next_token(15)]
@@ -160,7 +159,6 @@ def test_requests_whose_rows_depend_on_a_step_draft_nothing() -> None:
         driver.commit(request)
         driver.drain_landing()
     driver.compute()
-    assert driver.step is not None
     assert {piece.request_id: piece.num_draft > 0 for piece in driver.step.slices} == {"grammar": False, "plain": True}
 
 

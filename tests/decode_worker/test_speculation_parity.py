@@ -50,7 +50,6 @@ class EngineDriver(Driver):
             assert self.advance()
         whole = make_slice(prompt, grant.num_cached * BLOCK_SIZE, len(prompt), grant.blocks, sampling=sampling)
         [first] = self.engine.execute([whole])
-        assert first is not None
         request = replace(make_request(name, prompt), token_ids=(*prompt, first.token_id), sampling=sampling)
         self.commit(replace(request, timeout_s=1e9))
         self.drain_landing()
@@ -110,7 +109,6 @@ def test_rows_of_a_draft_sample_what_single_tokens_sample(engine: Engine) -> Non
     ]
     drafted = replace(make_slice(tokens, 4, 8, blocks, sampling=sampling, num_prompt_tokens=2), num_draft=3)
     alone, found = engine.execute([other])[0], engine.execute([drafted, other])
-    assert found[0] is not None
     assert [replace(found[0], after_draft=()), *found[0].after_draft] == singly
     assert found[1] == alone
     assert {each.request_id for each in found[0].after_draft} == {RequestId("request")}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from moonserve.decode_worker import store_io
 from moonserve.decode_worker.decisions.offloading import OffloadCosts
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client.blocks import BlockStores
@@ -32,7 +31,7 @@ def costs_of(path: Path) -> OffloadCosts:
 async def test_preempted_sequence_is_read_from_the_store_with_the_same_tokens(
     model_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_io, "STORE_TIMEOUTS", TransferTimeout(base_s=PATIENCE_S))
+    monkeypatch.setattr("moonserve.decode_worker.store_io.STORE_TIMEOUTS", TransferTimeout(base_s=PATIENCE_S))
     costs = costs_of(model_path)
     config = StoreConfig(instance_id="store-0", cluster_token=TOKEN, dram=4 * 2**20)
     async with (

@@ -132,7 +132,6 @@ class PrefillClient:
         request = replace(request, **wishes)
         own = {"request_id": request.request_id, "sampling": request.sampling}
         (first,) = self.engine.execute([make_slice(token_ids, 0, len(token_ids), range(NUM_BLOCKS), **own)])
-        assert first is not None
         return Prompt(request, LeaseId(new_id("lease")), first.token_id)
 
     async def reserve(self, prompt: Prompt, *, fingerprint: str = "") -> Landing:

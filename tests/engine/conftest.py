@@ -76,8 +76,7 @@ class Pair:
         output = self.reference.generate(
             torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
         )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
+        return output[0, len(prompt) :].tolist()
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """Returns the reference's log-probabilities after each token: [tokens, vocab]."""
@@ -92,7 +91,6 @@ class Pair:
         for prompt, result in zip(prompts, results, strict=True):
             rows = self.logprobs(prompt + result.token_ids)[len(prompt) - 1 : -1]
             for row, token_id, found in zip(rows, result.token_ids, result.logprobs, strict=True):
-                assert found is not None
                 assert found.sampled == pytest.approx(float(row[token_id]), abs=1e-4)
                 top = row.topk(num_top).values.tolist()
                 assert [value for _, value in found.top] == pytest.approx(top, abs=1e-4)

@@ -32,8 +32,7 @@ def tokens_of(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int,
 
 
 def random_prompt(length: int, seed: int = 0, vocab_size: int = 256) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(0, vocab_size, length).tolist()
-    return tokens
+    return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()
 
 
 def make_slice(
@@ -80,7 +79,6 @@ def decode_ahead(
 
     def end(step: PendingStep) -> None:
         for history, sampled in zip(histories, step.end(), strict=True):
-            assert sampled is not None
             history.append(sampled.token_id)
 
     under_way = engine.begin(slices(0))

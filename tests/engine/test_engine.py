@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.harness.generate import generate
 from moonserve.engine.engine import Engine, EngineThread
-from moonserve.engine.model.batch import Sampled
 from moonserve.engine.model.config import load_model_config
 from moonserve.protocol.errors import ConfigError, InvalidRequest
 from moonserve.protocol.request import SamplingParams
@@ -20,7 +19,6 @@ from tests.engine.steps import make_slice, random_prompt
 from tests.patience import PATIENCE_S
 
 LAST = 1  # index of the last of two layers
-WITH_LOGPROBS = SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=5)
 
 
 def test_kv_is_at_the_offsets_of_the_layout(llama: Pair) -> None:
@@ -112,36 +110,6 @@ def test_chunk_without_sampling_stops_after_the_last_keys_and_values(
     assert [call.args[0] for call in attend.call_args_list] == [0]
     assert reported == [0, LAST]  # all K and V are in the pool and can be sent
     assert engine.execute([]) == []
-
-
-def test_sampled_rows_do_not_depend_on_other_rows(engine: Engine) -> None:
-    """One prompt ends in the step, one does not, and one sequence decodes. Each alone gives the same token and nearly
-    the same log-probabilities (torch's matrix products depend on the number of rows)."""
-    ends, goes_on, decodes = (random_prompt(50, seed) for seed in (1, 2, 3))
-    engine.execute([make_slice(decodes, 0, 49, range(8, 12))])
-    slices = [
-        make_slice(goes_on, 0, 33, range(4, 8)),
-        make_slice(ends, 0, 50, range(4), sampling=WITH_LOGPROBS),
-        make_slice(decodes, 49, 50, range(8, 12), sampling=WITH_LOGPROBS),
-    ]
-    together = engine.execute(slices)
-    assert together[0] is None
-    alone = [engine.execute([one])[0] for one in slices[1:]]
-    for found, expected in zip(together[1:], alone, strict=True):
-        assert_same(found, expected)
-    [rest] = engine.execute([make_slice(goes_on, 33, 50, range(4, 8), sampling=WITH_LOGPROBS)])
-    [whole] = engine.execute([make_slice(goes_on, 0, 50, range(12, 16), sampling=WITH_LOGPROBS)])
-    assert_same(rest, whole)
-
-
-def assert_same(found: Sampled | None, expected: Sampled | None) -> None:
-    assert found is not None
-    assert expected is not None
-    assert found.token_id == expected.token_id
-    assert found.logprobs is not None
-    assert expected.logprobs is not None
-    own, others = ([log for _, log in each.top] for each in (found.logprobs, expected.logprobs))
-    assert own == pytest.approx(others, abs=1e-4)
 
 
 def test_seeded_sampling_does_not_depend_on_batch_or_start(llama: Pair) -> None:

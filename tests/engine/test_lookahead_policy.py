@@ -173,8 +173,8 @@ def test_cancelled_request_is_not_observed() -> None:
 FAR = 100_000
 
 
-def learned(lengths: list[int], **of: object) -> LengthPredictor:
-    predictor = LengthPredictor()
+def learned(lengths: list[int], earlier: LengthPredictor | None = None, **of: object) -> LengthPredictor:
+    predictor = earlier or LengthPredictor()
     for number, length in enumerate(lengths):
         request = Asking(number, max_tokens=FAR, generated=length, **of)  # type: ignore[arg-type]
         predictor.ended(request, hit_limit=False)
@@ -199,11 +199,7 @@ def test_running_request_is_predicted_from_requests_of_at_least_its_length() -> 
     ids=["tenant", "prompt"],
 )
 def test_predictions_differ_by_tenant_and_prompt_length(short: dict[str, Any], long: dict[str, Any]) -> None:
-    predictor = LengthPredictor()
-    for number in range(200):
-        for of, length in ((short, 8), (long, 2000)):
-            request = Asking(number, max_tokens=FAR, generated=length, **of)
-            predictor.ended(request, hit_limit=False)
+    predictor = learned([2000] * 200, learned([8] * 200, **short), **long)
     assert alive(predictor, Asking(0, max_tokens=FAR, **short), 20) < 0.1
     assert alive(predictor, Asking(0, max_tokens=FAR, **long), 1500) > 0.9
 
@@ -215,17 +211,16 @@ def test_too_few_ended_requests_give_no_prediction() -> None:
     assert alive(enough, Asking(0, max_tokens=300), 298) < 0.1
 
 
+LENGTHS = st.lists(st.integers(1, 3000), max_size=60)
+
+
+def askings(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Asking]]:
+    one = st.builds(Asking, st.integers(0, 9), st.integers(1, 9000), st.integers(1, 4000), **more)
+    return st.lists(one, min_size=1, max_size=8)
+
+
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    st.lists(st.integers(1, 3000), max_size=60),
-    st.lists(
-        st.builds(
-            Asking, st.integers(0, 9), st.integers(1, 9000), st.integers(1, 4000), st.integers(1, 4000),
-            tenant=st.sampled_from(["", "a"]),
-        ),
-        min_size=1, max_size=8,
-    ),
-)  # fmt: skip
+@given(LENGTHS, askings(generated=st.integers(1, 4000), tenant=st.sampled_from(["", "a"])))
 def test_probabilities_fall_with_time_and_are_zero_at_the_limit(lengths: list[int], requests: list[Asking]) -> None:
     alive = learned(lengths).alive(requests, HORIZONS)
     assert ((alive >= 0.0) & (alive <= 1.0 + 1e-9)).all()
@@ -235,14 +230,7 @@ def test_probabilities_fall_with_time_and_are_zero_at_the_limit(lengths: list[in
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(
-    st.lists(st.integers(1, 3000), max_size=60),
-    st.lists(
-        st.builds(Asking, st.integers(0, 9), st.integers(1, 9000), st.integers(1, 4000)),
-        min_size=1, max_size=8,
-    ),
-    st.floats(0.0, 4.0),
-)  # fmt: skip
+@given(LENGTHS, askings(), st.floats(0.0, 4.0))
 def test_peak_is_between_current_and_maximal_blocks(
     lengths: list[int], requests: list[Asking], deviations: float
 ) -> None:

@@ -78,47 +78,41 @@ def test_workers_read_their_options_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-@pytest.fixture
-def own_model(tmp_path: Path) -> Path:
-    make_model("llama", tmp_path)
-    return tmp_path
-
-
 def ranks_of(path: Path, size: int) -> ReplicaConfig:
     shared = {"kernels": "torch", "kv_cache_memory": 1 << 20}
     return config_of(model=str(path), num_threads=size, tensor_parallel_size=size, **shared)
 
 
-async def test_model_that_ranks_cannot_divide_is_refused(own_model: Path) -> None:
+async def test_model_that_ranks_cannot_divide_is_refused(model_path: Path) -> None:
     """The model is refused before any process starts."""
-    config = ranks_of(own_model, 3)
+    config = ranks_of(model_path, 3)
     refused = pytest.raises(ConfigError, match="does not divide")
     with TransferEngine(cluster_token="x") as transfer, refused:
         async with running_replica(config, transfer.allocate, Lifecycle(None)):
             pass
 
 
-async def test_error_of_a_rank_that_cannot_start_is_reported(own_model: Path) -> None:
-    """The error of the rank is reported, and the worker leaves nothing behind."""
+async def test_error_of_a_rank_that_cannot_start_is_reported(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
 
     class Spoiling(Lifecycle):
         def progress(self, stage: str, fraction: float | None = None) -> None:
             if stage == "allocating memory":  # before rank 1 reads the file
-                (own_model / "config.json").unlink()
+                (tmp_path / "config.json").unlink()
 
     refused = pytest.raises(ConfigError, match=r"rank 1: .*config\.json")
     with TransferEngine(cluster_token="x") as transfer, refused:
-        async with running_replica(ranks_of(own_model, 2), transfer.allocate, Spoiling(None)):
+        async with running_replica(ranks_of(tmp_path, 2), transfer.allocate, Spoiling(None)):
             pass
 
 
-async def test_lost_rank_ends_the_worker(own_model: Path) -> None:
+async def test_lost_rank_ends_the_worker(model_path: Path) -> None:
     """Without one of its ranks a worker can complete no step: it leaves, and its launcher starts another."""
     lifecycle = Lifecycle(None)
     others = set(psutil.Process().children())
     lost = pytest.raises(PeerLost, match=r"rank 1 \(exit code -9\) ended")
     with TransferEngine(cluster_token="x") as transfer, lost:
-        async with running_replica(ranks_of(own_model, 2), transfer.allocate, lifecycle) as (replica, _):
+        async with running_replica(ranks_of(model_path, 2), transfer.allocate, lifecycle) as (replica, _):
             ranks = set(psutil.Process().children()) - others
             for rank in ranks:
                 rank.kill()

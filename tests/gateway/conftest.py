@@ -56,6 +56,14 @@ async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **h
         return await reply.json()
 
 
+async def get(http: aiohttp.ClientSession, path: str, status: int = 200, **headers: str) -> str:
+    """Returns the text of a reply. Fails on any other status."""
+    async with http.get(path, headers=headers) as reply:
+        text = await reply.text()
+        assert reply.status == status, text
+        return text
+
+
 async def refused(http: aiohttp.ClientSession, path: str, status: int, **request: Any) -> dict[str, Any]:
     """Returns the error of a refused request, after checking the status and OpenAI's error form."""
     if "json" in request:  # aiohttp warns about large bodies that are not files

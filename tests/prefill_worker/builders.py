@@ -1,11 +1,13 @@
 """Builders of requests, placements and answers for tests of the prefill worker."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import Sampled
 from moonserve.prefill_worker.decisions import events as ev
+from moonserve.prefill_worker.decisions import sequence
 from moonserve.prefill_worker.decisions.shared_state import Limits
 from moonserve.prefill_worker.state import PrefillState
 from moonserve.protocol.kv_blocks import block_keys, root_key
@@ -34,6 +36,16 @@ def endpoint(name: str, *, epoch: int = 1) -> Endpoint:
 
 
 HOME = endpoint("store-0")
+LANDING = ev.Landing(
+    lease_id=LeaseId("lease"),
+    block_ids=(),
+    num_cached_blocks=0,
+    transfer_address="decode-0",
+    segment_id=1,
+    window_id=7,
+    num_blocks=200,
+    ttl_s=30.0,
+)
 
 
 def make_request(
@@ -75,6 +87,17 @@ def make_placement(
     )
 
 
+def make_sequence(name: str, *, rank: float = 0.0, number: int = 1, now: float = 0.0) -> sequence.Sequence:
+    request = make_request(name, range(6))
+    return sequence.Sequence(
+        request=request,
+        placement=make_placement(request, rank=rank),
+        rank=(0, now + rank, number),
+        lease_id=LeaseId(f"lease-{number}"),
+        submitted_at=now,
+    )
+
+
 def submitted(request: Request, **placed: Any) -> ev.Submitted:
     return ev.Submitted(request=request, placement=make_placement(request, **placed))
 
@@ -96,20 +119,9 @@ def make_state(
 
 def granted(action: ev.ReserveLanding, *, num_cached: int = 0) -> ev.LandingGranted:
     """Returns the decode worker's grant of a reservation: block i lands in its block 100 + i."""
-    num_blocks = -(-action.num_tokens // BLOCK_SIZE)
-    return ev.LandingGranted(
-        request_id=action.request_id,
-        landing=ev.Landing(
-            lease_id=LeaseId(action.lease_id),
-            block_ids=tuple(range(100, 100 + num_blocks)),
-            num_cached_blocks=num_cached,
-            transfer_address="decode-0",
-            segment_id=1,
-            window_id=7,
-            num_blocks=200,
-            ttl_s=30.0,
-        ),
-    )
+    blocks = tuple(range(100, 100 - (-action.num_tokens // BLOCK_SIZE)))
+    landing = replace(LANDING, lease_id=LeaseId(action.lease_id), block_ids=blocks, num_cached_blocks=num_cached)
+    return ev.LandingGranted(request_id=action.request_id, landing=landing)
 
 
 def step_done(step: ev.RunStep, *, token_id: int = 42) -> ev.StepDone:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from moonserve.engine.engine import Engine, EngineThread, staging_of
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import Sampled, Slice
 from moonserve.kvstore.client.blocks import BlockStores
-from moonserve.kvstore.client.node_access.buffers import BufferSlots
-from moonserve.kvstore.client.node_access.objects import PutObject, PutResult, ReadLease
+from moonserve.kvstore.client.node_access.objects import PutResult, ReadLease
 from moonserve.kvstore.config import StoreConfig
 from moonserve.kvstore.node.process import serve as serve_store
 from moonserve.prefill_worker.decisions.events import CommitHandoff, Landing, ReserveLanding
@@ -24,9 +24,8 @@ from moonserve.prefill_worker.decisions.shared_state import Limits
 from moonserve.prefill_worker.decode_client import DecodeClient
 from moonserve.prefill_worker.service import PrefillService
 from moonserve.prefill_worker.state import PrefillState
-from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
-from moonserve.protocol.request import NO_HINTS, CacheHints, Endpoint, LeaseId, PrefixSource, Request
+from moonserve.protocol.request import Endpoint, LeaseId, PrefixSource, Request
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
 from moonserve.protocol.step_time import PrefillProfile
 from moonserve.transfer import FaultPlan, ScatterTransfer, TransferEngine
@@ -91,10 +90,6 @@ class Cluster(Placed):
             stub = worker_pb2_grpc.WorkerStub(self.channels.to(endpoint.rpc_address))
             request = worker_pb2.CancelRequest(request_id=name)
             await self.channels.call(stub.Cancel, request, timeout_s=PATIENCE_S)
-
-    async def until_stored(self, store: Endpoint, keys: Sequence[BlockKey]) -> None:
-        """Waits until the store has all of the given blocks."""
-        await answered(lambda: exists(self.stores, store, keys), all)
 
     async def assert_drained(self) -> None:
         """Waits until both workers are drained and checks that no block is held on either side."""
@@ -220,28 +215,16 @@ class GatedStores(BlockStores):
         if turn in self.damaged_turns:
             transfer.local.buffer[transfer.rows[-1, LOCAL]] ^= 0xFF
 
-    async def read(
-        self, store: Endpoint, keys: Sequence[BlockKey], spots: BufferSlots, *, deadline_s: float
-    ) -> list[int]:
+    async def read(self, *arguments: Any, **options: Any) -> list[int]:
         await self.gate.pass_through()
-        return await super().read(store, keys, spots, deadline_s=PATIENCE_S)
+        return await super().read(*arguments, **options | {"deadline_s": PATIENCE_S})
 
-    async def lease(
-        self, store: Endpoint, keys: Sequence[BlockKey], *, ttl_s: float = 10.0, timeout_s: float = 2.0
-    ) -> ReadLease:
+    async def lease(self, *arguments: Any, **options: Any) -> ReadLease:
         await self.gate.pass_through()
-        return await super().lease(store, keys, ttl_s=PATIENCE_S, timeout_s=PATIENCE_S)
+        return await super().lease(*arguments, **options | {"ttl_s": PATIENCE_S, "timeout_s": PATIENCE_S})
 
-    async def put(
-        self,
-        store: Endpoint,
-        objects: Sequence[PutObject],
-        slots: BufferSlots,
-        *,
-        deadline_s: float | None = None,
-        hints: CacheHints = NO_HINTS,
-    ) -> PutResult:
-        return await super().put(store, objects, slots, deadline_s=PATIENCE_S, hints=hints)
+    async def put(self, *arguments: Any, **options: Any) -> PutResult:
+        return await super().put(*arguments, **options | {"deadline_s": PATIENCE_S})
 
 
 class GatedLandings(DecodeClient):
@@ -288,7 +271,7 @@ async def put_into(c: Cluster, store: Endpoint, prompts: Sequence[Sequence[int]]
     for number, prompt in enumerate(prompts):
         await c.submit(f"w{number}", prompt, max_tokens=1)
         await c.ears.all_tokens(f"w{number}")
-        await c.until_stored(store, c.request(f"w{number}", prompt).block_keys)
+        await answered(partial(exists, c.stores, store, c.request(f"w{number}", prompt).block_keys), all)
 
 
 @asynccontextmanager

@@ -1,47 +1,25 @@
 """Byte ranges, checksums and deadlines of a prefill worker's writes, and peers whose writes are withdrawn."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from moonserve.prefill_worker import kv_writes as landing_module
-from moonserve.prefill_worker.decisions.events import Landing, SlicePlan
+from moonserve.prefill_worker.decisions.events import SlicePlan
 from moonserve.prefill_worker.kv_writes import KvSender, StepWriter, block_runs, token_runs
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.kv_blocks import KvLayout, checksum
-from moonserve.protocol.request import LeaseId
 from moonserve.transfer import Batch, Op, RemoteSegment, ScatterTransfer, TransferEngine, TransferOptions
 from moonserve.transfer.config import TransferTimeout
 from moonserve.transfer.memory import scatter
 from moonserve.worker.process import KvMemory
 from tests.engine.steps import make_slice
-from tests.prefill_worker.builders import endpoint
+from tests.prefill_worker.builders import LANDING, endpoint
 
 LAYOUT = KvLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32")
 OWN_BLOCKS, TARGET_BLOCKS = 10, 16
-
-
-def plan_of(table: Sequence[int], target: Sequence[int], start: int, end: int, complete: Sequence[int]) -> SlicePlan:
-    landing = Landing(
-        lease_id=LeaseId("l"),
-        block_ids=tuple(target),
-        num_cached_blocks=0,
-        transfer_address="somewhere",
-        segment_id=1,
-        window_id=3,
-        num_blocks=TARGET_BLOCKS,
-        ttl_s=30.0,
-    )
-    return SlicePlan(
-        slice=make_slice(range(end), start, end, table, request_id="r"),
-        landing=landing,
-        send_from=start,
-        complete=tuple(complete),
-    )
 
 
 def test_neighbours_on_both_sides_become_one_range() -> None:
@@ -64,14 +42,11 @@ def test_a_chunk_writes_exactly_its_own_tokens(table: list[int], target: list[in
         assert length > 0
         moved.update(zip(range(own, own + length), range(there, there + length), strict=True))
     size, token_bytes = LAYOUT.block_size, LAYOUT.token_bytes
-    expected = {
-        table[token // size] * LAYOUT.piece_bytes + token % size * token_bytes + byte: target[token // size]
-        * LAYOUT.piece_bytes
-        + token % size * token_bytes
-        + byte
-        for token in range(start, end)
-        for byte in range(token_bytes)
-    }
+    expected: dict[int, int] = {}
+    for token in range(start, end):
+        offset = token % size * token_bytes
+        own, there = (blocks[token // size] * LAYOUT.piece_bytes + offset for blocks in (table, target))
+        expected.update(zip(range(own, own + token_bytes), range(there, there + token_bytes), strict=True))
     assert moved == expected
 
 
@@ -83,8 +58,8 @@ def test_a_chunk_writes_exactly_its_own_tokens(table: list[int], target: list[in
 def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
     monkeypatch: pytest.MonkeyPatch, min_batch_bytes: int, batches: list[int]
 ) -> None:
-    monkeypatch.setattr(landing_module, "MIN_BATCH_BYTES", min_batch_bytes)
-    table, target = [7, 2, 3], [4, 9, 10]
+    monkeypatch.setattr("moonserve.prefill_worker.kv_writes.MIN_BATCH_BYTES", min_batch_bytes)
+    table = [7, 2, 3]
     with TransferEngine(cluster_token="secret", options=TransferOptions(transports=("tcp",))) as transfer:
         segment = transfer.allocate(LAYOUT.pool_bytes(OWN_BLOCKS))
         segment.buffer[:] = bytes(i % 251 for i in range(segment.nbytes))
@@ -96,7 +71,10 @@ def test_layers_send_k_and_v_and_the_checksums_are_those_of_the_blocks(
             writes.append(write.rows.tolist())
             return Batch(0, 0, lambda: None)
 
-        writer = StepWriter(memory, [plan_of(table, target, 6, 11, [1, 2])], submit)
+        piece = make_slice(range(11), 6, 11, table, request_id="r")
+        landing = replace(LANDING, block_ids=(4, 9, 10), num_blocks=TARGET_BLOCKS)
+        plan = SlicePlan(slice=piece, landing=landing, send_from=6, complete=(1, 2))
+        writer = StepWriter(memory, [plan], submit)
         for layer in range(LAYOUT.num_layers):
             writer.on_layer(layer)
             counts.append(len(writes))
@@ -186,7 +164,7 @@ def test_a_later_incarnation_means_that_the_earlier_one_is_dead(engine: FakeEngi
 def test_number_of_known_peers_is_bounded(
     engine: FakeEngine, sender: KvSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(landing_module, "MAX_KNOWN_PEERS", 2)
+    monkeypatch.setattr("moonserve.prefill_worker.kv_writes.MAX_KNOWN_PEERS", 2)
     for name in ("a", "b", "c"):
         sender.note_peer(endpoint(name))
     for name in ("a", "c"):

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from moonserve.engine.engine import Engine
-from moonserve.engine.model.config import load_model_config
 from moonserve.prefill_worker.pipeline_stage import HiddenInbox, HiddenOutbox
 from moonserve.protocol.errors import IntegrityError, PeerLost, error_classes
 from moonserve.protocol.rpc.grpc_transport import Channels
@@ -24,7 +22,7 @@ from tests.patience import PATIENCE_S, answered
 from tests.prefill_worker.cluster import Placed
 from tests.processes import running
 from tests.stopping import stop
-from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, decoding, endpoint_of, listening
+from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, decoding, endpoint_of, listening, load_engine
 
 MODEL = {"num_hidden_layers": 4}
 CHUNK = 24
@@ -45,8 +43,6 @@ class Group(Placed):
 
 @asynccontextmanager
 async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
-    config = load_model_config(path)
-    layout = config.kv_layout(BLOCK_SIZE, "float32")
     ears = Ears()
     own = (
         *("--instance-id", "prefill-0", "--model", str(path), "--dtype", "float32", "--kernels", "torch"),
@@ -57,8 +53,7 @@ async def group(path: Path, *flags: str, size: int) -> AsyncIterator[Group]:
         with running("worker", "--role", "prefill", *own, *flags, token=TOKEN) as (leader, facts):
             endpoint = endpoint_of("prefill-0", facts["rpc"])
             async with listening(ears, channels, endpoint), listening(ears, channels, decode):
-                reference = Engine.load(path, config=config, layout=layout, num_blocks=64)
-                yield Group(endpoint, decode, decoder, channels, ears, reference, leader)
+                yield Group(endpoint, decode, decoder, channels, ears, load_engine(path), leader)
 
 
 PROMPTS = {"long": random_prompt(150, 1), "other": random_prompt(61, 2), "short": random_prompt(9, 3)}

@@ -116,7 +116,6 @@ async def test_a_block_that_arrives_corrupt_at_the_store_is_computed_and_put_aga
 
 
 async def test_corrupt_cached_block_keeps_its_writers_checksum(model_path: Path) -> None:
-    """A cached block is handed off with its writer's checksum, not with a new one."""
     async with cluster(model_path) as c:
         prompt = prompt_of(3 * BLOCK_SIZE + 2)
         await c.submit("first", prompt, max_tokens=1)

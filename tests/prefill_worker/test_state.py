@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from moonserve.prefill_worker.decisions import events as ev
-from moonserve.prefill_worker.decisions.sequence import IllegalTransition, Phase, Sequence
+from moonserve.prefill_worker.decisions.sequence import IllegalTransition, Phase
 from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.request import NO_HINTS, CacheHints, FinishReason, LeaseId, RequestId
+from moonserve.protocol.request import NO_HINTS, CacheHints, FinishReason, RequestId
 from moonserve.protocol.step_time import PrefillProfile
-from tests.prefill_worker.builders import HOME, Walk, all_of, endpoint, kinds, make_placement, make_request, only, spans
+from tests.prefill_worker.builders import HOME, Walk, all_of, endpoint, kinds, make_request, make_sequence, only, spans
 
 # c0 equals the time of five tokens.
 PROFILE = PrefillProfile(c0=0.005, c1=0.001, c2=0.0)
@@ -303,10 +303,7 @@ def put_behind(walk: Walk, name: str, tokens: abc.Sequence[int]) -> list[BlockKe
 
 
 def test_an_illegal_step_raises_with_the_history_and_changes_nothing() -> None:
-    request = make_request("r", range(6))
-    sequence = Sequence(
-        request=request, placement=make_placement(request), rank=(0, 0.0, 1), lease_id=LeaseId("l"), submitted_at=0.0
-    )
+    sequence = make_sequence("r")
     sequence.enter(Phase.RESERVING, 1.0)
     with pytest.raises(IllegalTransition, match=r"r: reserving → committing.*reserving@1\.000"):
         sequence.enter(Phase.COMMITTING, 2.0)

@@ -1,6 +1,7 @@
 """Prefill worker's state machine with failures, corrupt blocks, cancellations and repeated requests in each phase."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from moonserve.prefill_worker.decisions import events as ev
 from moonserve.protocol.errors import Cancelled, Incompatible, PeerLost, StaleLease
 from moonserve.protocol.request import GatewayId, LeaseId, RequestId
 from moonserve.worker.events import Action, Event
-from tests.prefill_worker.builders import HOME, Walk, granted, kinds, only, spans
+from tests.prefill_worker.builders import HOME, LANDING, Walk, kinds, only, spans
 
 R = RequestId("r")
 LOST = PeerLost("gone")
@@ -132,67 +133,59 @@ def test_a_lost_gateway_ends_its_requests_and_no_others() -> None:
     assert (walk.state.num_waiting, walk.state.num_running) == (1, 0)
 
 
-def queued(walk: Walk) -> list[Event]:
+def queued(walk: Walk) -> None:
     walk.start("a", 64)
     walk.submit()
-    return []
 
 
-def reserving(walk: Walk) -> list[Event]:
-    walk.submit()
-    return [ev.LandingRefused(request_id=R, error=LOST)]
-
-
-def reserving_after_all(walk: Walk) -> list[Event]:
-    return [granted(only(walk.submit(), ev.ReserveLanding))]
-
-
-def loading(walk: Walk) -> list[Event]:
+def loading(walk: Walk) -> None:
     walk.grant(walk.submit("r", 8, sources=[(HOME, 0, 1)]))
-    return [ev.PrefixLoaded(request_id=R, checksums=(5,))]
 
 
-def running(walk: Walk) -> list[Event]:
-    walk.start(num_tokens=10)
-    failed = ev.StepFailed(error=LOST)
-    return [failed, ev.WritesDone(request_id=R)]
-
-
-def sending(walk: Walk) -> list[Event]:
-    walk.done(walk.start())
-    return [ev.WritesFailed(request_id=R, error=LOST)]
-
-
-def committing(answer: Event) -> Callable[[Walk], list[Event]]:
-    def commit(walk: Walk) -> list[Event]:
-        walk.commit()
-        return [answer]
-
-    return commit
+GRANT = ev.LandingGranted(request_id=R, landing=replace(LANDING, lease_id=LeaseId("lease-1"), block_ids=(100, 101)))
+CORRUPT = ev.HandoffCorrupt(request_id=R, indexes=(0,))
 
 
 @pytest.mark.parametrize(
-    ("phase", "reach", "told", "released"),
+    ("phase", "reach", "ends", "told", "released"),
     [
-        ("queued", queued, [ev.Fail], []),
-        ("reserving", reserving, [ev.Fail, ev.WithdrawReservation], [ev.ReleaseLanding]),
-        ("reserving", reserving_after_all, [ev.Fail, ev.WithdrawReservation], [ev.ReleaseLanding]),
-        ("loading", loading, [ev.Fail], [ev.ReleaseLanding]),
-        ("running", running, [ev.Fail], [ev.ReleaseLanding]),
-        ("sending", sending, [ev.Fail], [ev.ReleaseLanding]),
-        ("committing", committing(ev.HandoffAccepted(request_id=R)), [ev.Fail], []),
+        ("queued", queued, [], [ev.Fail], []),
         *(
-            ("committing", committing(answer), [ev.Fail], [ev.ReleaseLanding])
-            for answer in (ev.HandoffCorrupt(request_id=R, indexes=(0,)), ev.HandoffFailed(request_id=R, error=LOST))
+            ("reserving", Walk.submit, [answer], [ev.Fail, ev.WithdrawReservation], [ev.ReleaseLanding])
+            for answer in (ev.LandingRefused(request_id=R, error=LOST), GRANT)
+        ),
+        ("loading", loading, [ev.PrefixLoaded(request_id=R, checksums=(5,))], [ev.Fail], [ev.ReleaseLanding]),
+        (
+            "running",
+            lambda walk: walk.start(num_tokens=10),
+            [ev.StepFailed(error=LOST), ev.WritesDone(request_id=R)],
+            [ev.Fail],
+            [ev.ReleaseLanding],
+        ),
+        (
+            "sending",
+            lambda walk: walk.done(walk.start()),
+            [ev.WritesFailed(request_id=R, error=LOST)],
+            [ev.Fail],
+            [ev.ReleaseLanding],
+        ),
+        ("committing", Walk.commit, [ev.HandoffAccepted(request_id=R)], [ev.Fail], []),
+        *(
+            ("committing", Walk.commit, [answer], [ev.Fail], [ev.ReleaseLanding])
+            for answer in (CORRUPT, ev.HandoffFailed(request_id=R, error=LOST))
         ),
     ],
 )
 def test_a_cancelled_request_lets_go_when_the_last_operation_has_ended(
-    phase: str, reach: Callable[[Walk], list[Event]], told: list[type[Action]], released: list[type[Action]]
+    phase: str,
+    reach: Callable[[Walk], object],
+    ends: list[Event],
+    told: list[type[Action]],
+    released: list[type[Action]],
 ) -> None:
     """No further step runs, whatever the results of the operations in flight."""
     walk = Walk(home=None, num_blocks=16, budget=16)
-    ends = reach(walk)
+    reach(walk)
     assert kinds(walk.cancel()) == told
     assert walk.state.counters[f"cancelled_{phase}"] == 1
     for event in ends:

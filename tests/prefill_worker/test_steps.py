@@ -7,19 +7,18 @@ from hypothesis import strategies as st
 
 from moonserve.engine.model.batch import MAX_SCORED_TOKENS, Sampled
 from moonserve.prefill_worker.decisions import events as ev
-from moonserve.prefill_worker.decisions.sequence import Sequence
 from moonserve.prefill_worker.decisions.shared_state import RequestQueue
 from moonserve.prefill_worker.pipeline_stage import done_to_wire, plan_from_wire, plan_to_wire, sampled_from_wire
 from moonserve.protocol.errors import PeerLost
-from moonserve.protocol.request import LeaseId, Request
+from moonserve.protocol.request import Request
 from tests.prefill_worker.builders import (
     BLOCK_SIZE,
     HOME,
     Walk,
     all_of,
     kinds,
-    make_placement,
     make_request,
+    make_sequence,
     only,
     spans,
 )
@@ -104,16 +103,8 @@ def test_later_arrivals_beyond_the_rank_do_not_overtake(arrivals: list[tuple[flo
     came: dict[str, tuple[float, float]] = {}
     for number, (gap_s, rank) in enumerate(arrivals):
         now += gap_s
-        request = make_request(f"r{number}", range(4))
-        sequence = Sequence(
-            request=request,
-            placement=make_placement(request, rank=rank),
-            rank=(0, now + rank, number),
-            lease_id=LeaseId(f"l{number}"),
-            submitted_at=now,
-        )
-        came[request.request_id] = (now, rank)
-        queue.push(sequence)
+        came[f"r{number}"] = (now, rank)
+        queue.push(make_sequence(f"r{number}", rank=rank, number=number, now=now))
     order = []
     while (head := queue.head()) is not None:
         queue.remove(head)
@@ -203,7 +194,6 @@ def test_corrupt_blocks_are_recomputed_without_scoring_again() -> None:
 
 
 def test_the_last_stage_of_a_pipeline_scores_for_its_leader() -> None:
-    """The last stage's scores are merged into the scores of the leader's slice."""
     walk = Walk(home=None, budget=6)
     step = first_step(walk, scored(10))
     while True:
@@ -216,7 +206,6 @@ def test_the_last_stage_of_a_pipeline_scores_for_its_leader() -> None:
         reply = done_to_wire(there, sampled, [()] * len(there), is_last=True)
         back = [sampled_from_wire(*both) for both in zip(reply.slices, step.plans, strict=True)]
         [plan] = step.plans
-        assert plan.slice.scores is not None
         assert is_whole(plan.slice.scores.result(), min(plan.slice.end + 1, 10))
         if back[0] is not None:
             break

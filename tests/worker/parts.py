@@ -11,7 +11,6 @@ from moonserve.decode_worker.decisions.offloading import OffloadCosts
 from moonserve.decode_worker.service import DecodeService, LandingServicer, LandingZone
 from moonserve.decode_worker.state import DecodeState
 from moonserve.engine.engine import Engine, EngineThread, staging_of
-from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.config import load_model_config
 from moonserve.kvstore.client.blocks import BlockStores
 from moonserve.protocol.kv_blocks import KvLayout
@@ -25,6 +24,7 @@ from moonserve.worker.process import KvMemory
 from moonserve.worker.service import WorkerServicer
 from tests.engine import steps
 from tests.engine.kernels.calls import kernels_folder
+from tests.engine.kv_cache.shapes import quiet_pool
 from tests.engine.tensor_parallel.threaded_ranks import threaded_ranks
 from tests.patience import PATIENCE_S
 
@@ -107,10 +107,7 @@ async def submit(
 
 async def status_of(channels: Channels, worker: Endpoint) -> worker_pb2.WorkerStatus:
     stub = worker_pb2_grpc.WorkerStub(channels.to(worker.rpc_address))
-    status: worker_pb2.WorkerStatus = await channels.call(
-        stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S
-    )
-    return status
+    return await channels.call(stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S)
 
 
 def endpoint_of(name: str, rpc_address: str, transfer_address: str = "") -> Endpoint:
@@ -165,7 +162,7 @@ async def decoding(
 ) -> AsyncIterator[tuple[Endpoint, DecodeService]]:
     """Starts a decode worker's service and server in the test's own process."""
     layout = layout_of(path, kv_dtype)
-    pool = BlockPool(num_blocks, on_added=lambda *_: None, on_removed=lambda _: None)
+    pool = quiet_pool(num_blocks)
     bounds = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 1000, **limits}
     state = DecodeState(pool, Limits(block_size=BLOCK_SIZE, **bounds), offload_costs=keeping)
     server = RpcServer(TOKEN)

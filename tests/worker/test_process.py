@@ -34,17 +34,6 @@ from tests.services import ReportedLifecycle, serving
 from tests.worker.parts import BLOCK_SIZE, TOKEN, Ears, listening, submit
 
 
-class RecordedLifecycle(ReportedLifecycle):
-    """Lifecycle that records the startup stages of a worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages: list[str] = []
-
-    def progress(self, stage: str, fraction: float | None = None) -> None:
-        self.stages.append(stage)
-
-
 @dataclass
 class Cluster:
     """A conductor, a store and a worker of each role, all in the test's own process."""
@@ -53,7 +42,7 @@ class Cluster:
     channels: Channels = field(default_factory=lambda: Channels(TOKEN))
     ears: Ears = field(default_factory=Ears)
     metrics_port: int = field(default_factory=free_port)
-    lifecycles: dict[str, RecordedLifecycle] = field(default_factory=dict)
+    lifecycles: dict[str, ReportedLifecycle] = field(default_factory=dict)
 
     async def member(self, name: str, num_blocks: int = 0) -> conductor_pb2.InstanceView:
         """Returns the conductor's view of an instance, once it has indexed at least `num_blocks` blocks."""
@@ -65,9 +54,7 @@ class Cluster:
 
     async def view(self) -> conductor_pb2.ClusterView:
         stub = conductor_pb2_grpc.ConductorStub(self.channels.to(self.conductor))
-        request = conductor_pb2.GetClusterRequest()
-        view: conductor_pb2.ClusterView = await self.channels.call(stub.GetCluster, request, timeout_s=PATIENCE_S)
-        return view
+        return await self.channels.call(stub.GetCluster, conductor_pb2.GetClusterRequest(), timeout_s=PATIENCE_S)
 
     async def submit(self, name: str, first: int, max_tokens: int) -> None:
         """Submits a prompt of 20 tokens, beginning with `first`."""
@@ -94,7 +81,7 @@ class Cluster:
         self, serve: Callable[[Any, Any], Awaitable[None]], config: DecodeConfig | PrefillConfig
     ) -> AsyncIterator[None]:
         """Runs a worker with a gateway's event listener. The worker stops when the block ends, or before."""
-        lifecycle = self.lifecycles[config.instance_id] = RecordedLifecycle()
+        lifecycle = self.lifecycles[config.instance_id] = ReportedLifecycle()
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(serve(config, lifecycle))  # type: ignore[arg-type]
             await asyncio.wait_for(lifecycle.facts, PATIENCE_S)

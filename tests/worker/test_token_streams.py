@@ -7,7 +7,6 @@ import pytest
 from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.pb import worker_pb2
 from moonserve.protocol.request import GatewayId, RequestId, Token
-from moonserve.worker import token_streams
 from moonserve.worker.token_streams import GatewayStreams
 from tests.patience import PATIENCE_S
 
@@ -49,7 +48,7 @@ async def test_stream_begins_with_number_of_batches_taken_before() -> None:
 
 
 async def test_idle_stream_sends_keepalives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_streams, "KEEPALIVE_S", 0.0)
+    monkeypatch.setattr("moonserve.worker.token_streams.KEEPALIVE_S", 0.0)
     streams = GatewayStreams(lambda gateway_id: None)
     events = streams.events(GATEWAY)
     await anext(events)

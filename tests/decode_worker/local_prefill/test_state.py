@@ -12,7 +12,6 @@ from moonserve.decode_worker.decisions import events
 from moonserve.decode_worker.decisions.events import SendTokens, StoreFound
 from moonserve.decode_worker.local_prefill.publishing import BlockPublisher, PutEnded, SealBlocks, Sealed
 from moonserve.decode_worker.local_prefill.state import LocalPrefillState
-from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.model.batch import MAX_SCORED_TOKENS
 from moonserve.prefill_worker.decisions import events as ev
 from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest, NoWorker, PeerLost
@@ -21,6 +20,7 @@ from moonserve.protocol.request import Endpoint, GatewayId, Placement, PrefillRe
 from moonserve.protocol.step_time import MIN_CHUNK_TOKENS, DecodeProfile, PrefillProfile, StepBudget
 from moonserve.worker.events import Submitted
 from tests.decode_worker.driver import BLOCK_SIZE, Driver, keys_of, limits, request_of
+from tests.engine.kv_cache.shapes import quiet_pool
 from tests.scores import is_whole
 from tests.thoroughness import any_order
 
@@ -35,8 +35,7 @@ class LocalPrefillDriver(Driver):
 
     def __init__(self, num_blocks: int = 16, budget: StepBudget | None = BUDGET, **changes: int) -> None:
         super().__init__(num_blocks, **changes)
-        ignore, removed = lambda key, parent: None, lambda key: self.publishing.on_evicted(key)
-        self.pool = BlockPool(num_blocks, on_added=ignore, on_removed=removed)
+        self.pool = quiet_pool(num_blocks, on_removed=lambda key: self.publishing.on_evicted(key))
         self.publishing = BlockPublisher(self.pool, max_in_flight=2, max_pending=4)
         self.state = LocalPrefillState(self.pool, replace(limits(**changes), budget=budget), self.publishing)
         self.loads: list[ev.LoadPrefix] = []
@@ -49,7 +48,6 @@ class LocalPrefillDriver(Driver):
 
     def handle(self, event: Any) -> list[Any]:
         done: list[Any] = super().handle(event)
-        assert isinstance(self.state, LocalPrefillState)
         for token in (token for action in done if isinstance(action, SendTokens) for token in action.tokens):
             report = self.state.report(token.request_id, self.now)
             if report is not None:
@@ -135,7 +133,6 @@ class LocalPrefillDriver(Driver):
     @property
     def step_s(self) -> float:
         """Duration of the running step by the budget's formulae: 1 ms per sequence and per token of a chunk."""
-        assert self.step is not None
         counts = [piece.num_tokens for piece in self.step.slices]
         return 0.004 * (1 in counts) + 0.001 * sum(counts)
 

@@ -133,9 +133,8 @@ def test_weight_bytes_are_close_to_the_size_of_the_checkpoint(family: str, tmp_p
     assert held <= found <= 1.1 * held
 
 
-def test_kv_budget_excludes_weights_steps_and_reserve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    make_model("llama", tmp_path)
-    model, config = load_model_config(tmp_path), HALF
+def test_kv_budget_excludes_weights_steps_and_reserve(monkeypatch: pytest.MonkeyPatch, model_path: Path) -> None:
+    model, config = load_model_config(model_path), HALF
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (75 * GIB, 80 * GIB))
     budget = gpu_kv_budget(config, model)
     taken = weight_bytes(model, 2) + step_bytes(config, model, 2)
@@ -152,9 +151,8 @@ def test_kv_budget_excludes_weights_steps_and_reserve(monkeypatch: pytest.Monkey
     ],
 )
 def test_too_little_gpu_memory_is_refused_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, total: int, words: str
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, free: int, total: int, words: str
 ) -> None:
-    make_model("llama", tmp_path)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, total))
     with pytest.raises(ConfigError, match=words):
-        gpu_kv_budget(HALF, load_model_config(tmp_path))
+        gpu_kv_budget(HALF, load_model_config(model_path))

@@ -82,12 +82,9 @@ def test_sequence_has_the_same_bits_in_any_batch(device: torch.device) -> None:
     case = AttentionCase(spans=((600, 601), (30, 31), (2000, 2001), (7, 29)), head_dim=16)
     inputs = case.build(device)
     together = attend(inputs)
-    row = 0
-    for span in inputs.spans:
-        rows = slice(row, row + span.end - span.start)
-        alone = AttentionInputs(case, [span], inputs.queries[rows], inputs.pool)
-        assert torch.equal(attend(alone), together[rows])
-        row = rows.stop
+    counts = [end - start for start, end in case.spans]
+    for span, queries, found in zip(inputs.spans, inputs.queries.split(counts), together.split(counts), strict=True):
+        assert torch.equal(attend(AttentionInputs(case, [span], queries, inputs.pool)), found)
 
 
 def test_too_large_heads_are_refused(device: torch.device) -> None:

@@ -31,14 +31,10 @@ def raw(piece: torch.Tensor) -> bytes:
     return piece.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def copier_between(pool: KvTensors, memory: memoryview) -> BlockCopier:
-    return BlockCopier(pool, KvTensors(LAYOUT, NUM_BLOCKS, memory, pool.device))
-
-
 def test_stored_blocks_are_at_the_offsets_of_the_layout_when_their_callback_runs(device: torch.device) -> None:
     pool = random_pool(device)
     memory = allocate_memory(LAYOUT.pool_bytes(NUM_BLOCKS))
-    staging = copier_between(pool, memory)
+    staging = BlockCopier(pool, KvTensors(LAYOUT, NUM_BLOCKS, memory, device))
     found: list[list[bytes]] = []
     blocks = [7, 0, 3, 4, 8]
     for layer in range(LAYOUT.num_layers):
@@ -81,7 +77,7 @@ def test_stores_and_loads_in_any_order(moves: list[tuple[bool, int, list[int]]])
     """Any order of stores and loads equals plain copies, if each is settled before the next."""
     pool, twin = random_pool(DEVICE), random_pool(DEVICE)
     host, twin_host = (random_pool(torch.device("cpu"), seed=1) for _ in range(2))
-    staging = copier_between(pool, host.memory)
+    staging = BlockCopier(pool, KvTensors(LAYOUT, NUM_BLOCKS, host.memory, DEVICE))
     stores = 0
     reported: list[int] = []
     for outward, layer, blocks in moves:

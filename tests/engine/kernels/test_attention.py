@@ -6,11 +6,10 @@ Every pool is NaN in all places that no token may read (`Case`), so each of thes
 import ctypes
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,12 +44,6 @@ class Case:
     has_sinks: bool = False
     num_shared: int = 0  # number of leading tokens that all sequences have in the same blocks
     seed: int = 0
-    shape: AttentionCase = field(init=False)
-    pool: KvTensors = field(init=False)
-    spans: list[Span] = field(init=False)
-    queries: torch.Tensor = field(init=False)
-    keys: torch.Tensor = field(init=False)
-    values: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         layout = KvLayout(
@@ -125,26 +118,23 @@ class Case:
 
     def attend_alone(self, backend: Attention) -> torch.Tensor:
         """Computes each sequence in a step of its own."""
-        rows = np.cumsum([0, *(end - start for start, end in self.lengths)])
         parts = []
-        for span, first, end in zip(self.spans, rows, rows[1:], strict=False):
-            own = slice(int(first), int(end))
+        for span, *own in zip(self.spans, *map(self._split, (self.queries, self.keys, self.values)), strict=True):
             plan = backend.plan([span], self.window)
-            tensors = (self.queries[own], self.keys[own], self.values[own])
-            parts.append(backend.attend(0, plan, *tensors))
+            parts.append(backend.attend(0, plan, *own))
         return torch.cat(parts)
+
+    def _split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns the rows of each sequence."""
+        return rows.split([end - start for start, end in self.lengths])
 
     def expected(self) -> torch.Tensor:
         """Returns dense attention: [tokens, heads · head_dim] float64."""
-        parts = []
-        row = 0
-        for span in self.spans:
-            end_row = row + span.end - span.start
+        parts, sinks = [], self.sinks if self.has_sinks else None
+        for span, own in zip(self.spans, self._split(self.queries), strict=True):
             oldest = self._oldest(span)
             seen = self._read(self._slots(span, oldest))
-            sinks = self.sinks if self.has_sinks else None
-            parts.append(dense_attention(self.queries[row:end_row], *seen, span.start, self.window, oldest, sinks))
-            row = end_row
+            parts.append(dense_attention(own, *seen, span.start, self.window, oldest, sinks))
         return torch.cat(parts)
 
     def _oldest(self, span: Span) -> int:

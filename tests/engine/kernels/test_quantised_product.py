@@ -28,7 +28,7 @@ from tests.thoroughness import examples
 
 FORMATS = [WeightFormat(bits, group, zeros) for bits in (4, 8) for group in GROUPS for zeros in (False, True)]
 FORMATS += [WeightFormat(4, 32, has_mins=True), WeightFormat(8, 16, has_mins=True), WeightFormat(4, 32, is_float=True)]
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]  # numbers of MXFP4
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # numbers of MXFP4
 
 
 def random_rows(seed: int, outputs: int, inputs: int, format: WeightFormat) -> QuantisedRows:
@@ -50,7 +50,7 @@ def exact_weights(rows: QuantisedRows) -> torch.Tensor:
     zeros = torch.full_like(rows.scales, implied) if rows.zeros is None else rows.zeros
     columns = torch.arange(rows.codes.shape[1]) // rows.format.group
     if rows.format.is_float:
-        return 2 * torch.tensor(E2M1).double()[rows.codes.long()] * rows.scales.double()[:, columns]
+        return 2 * E2M1.double()[rows.codes.long()] * rows.scales.double()[:, columns]
     return (rows.codes.double() - zeros.double()[:, columns]) * rows.scales.double()[:, columns] - exact_mins(rows)
 
 

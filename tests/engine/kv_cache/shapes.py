@@ -1,7 +1,10 @@
 """Small layouts and pages for these tests, and the resident memory of an address range."""
 
-from pathlib import Path
+from typing import Any
 
+import psutil
+
+from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.kv_cache.elastic_pages import Paging
 from moonserve.protocol.kv_blocks import KvLayout
 
@@ -16,19 +19,17 @@ def paging(num_pages: int, blocks_per_page: int = 2) -> Paging:
     return Paging(num_pages=num_pages, num_slabs=1, blocks_per_page=blocks_per_page, span_bytes=PAGE)
 
 
+def quiet_pool(num_blocks: int, **options: Any) -> BlockPool:
+    """Returns a pool whose changes nobody is told."""
+    return BlockPool(num_blocks, **{"on_added": lambda *_: None, "on_removed": lambda _: None, **options})
+
+
 def resident_bytes(address: int, nbytes: int) -> int:
-    """Returns the resident bytes of the range: the sum over its mappings in /proc/self/smaps. Raises ValueError if a
-    mapping lies only partly in the range, since its memory cannot be attributed."""
+    """Returns the resident bytes of the range. Fails if a mapping, whose bytes are one number, is only partly in it."""
     total = 0
-    is_inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split(" ", 1)[0]
-        if not first.endswith(":"):
-            begin, end = (int(bound, 16) for bound in first.split("-"))
-            overlaps = begin < address + nbytes and end > address
-            is_inside = address <= begin and end <= address + nbytes
-            if overlaps and not is_inside:
-                raise ValueError(f"{line} is only partly in the range")
-        elif is_inside and first == "Rss:":
-            total += int(line.split()[1]) * 1024
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        begin, end = (int(bound, 16) for bound in mapping.addr.split("-"))
+        if begin < address + nbytes and end > address:
+            assert address <= begin < end <= address + nbytes, f"{mapping} is only partly in the range"
+            total += mapping.rss
     return total

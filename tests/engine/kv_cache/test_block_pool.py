@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from benchmarks.engine.prefix import DictIndex
 from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.kv_cache.eviction import EVICTION_NAMES, make_eviction
-from moonserve.engine.kv_cache.radix_node import RadixNode
 from moonserve.engine.kv_cache.radix_tree import MAX_HITS, SLACK, RadixTree
 from moonserve.engine.kv_cache.tensors import BlockZeroer, consecutive_runs
 from moonserve.protocol.errors import ConfigError
@@ -69,15 +68,17 @@ class Told:
         assert all(pool.key_of(b) is None and pool.references_of(b) == 1 for b in blocks)
         return blocks
 
-    def publish(self, blocks: list[BlockId], path: str) -> list[BlockKey]:
+    def publish(self, blocks: list[BlockId], path: str, order: list[int] | None = None) -> list[BlockKey]:
+        """Publishes all blocks of a prompt, or those at the indices in `order`, in this order."""
         keys = chain(path)
-        for block, key, parent in zip(blocks, keys, [NO_PARENT, *keys], strict=False):
-            self.pool.publish(block, key, parent, int.from_bytes(key[-12:], "big"))
+        for index in range(len(keys)) if order is None else order:
+            if index < len(keys):
+                key, parent = keys[index], keys[index - 1] if index else NO_PARENT
+                self.pool.publish(blocks[index], key, parent, int.from_bytes(key[-12:], "big"))
         return keys
 
     def come(self, path: str, order: list[int]) -> int | None:
-        """Lets a prompt use the pool. Returns how many of its blocks were found, or None if it does not fit. `order`:
-        indices of the blocks to publish, in this order."""
+        """Lets a prompt use the pool. Returns how many of its blocks were found, or None if it does not fit."""
         pool, keys = self.pool, chain(path)
         found = pool.match_prefix(keys)
         pool.retain(found)
@@ -87,10 +88,7 @@ class Told:
             return None
         pool.count_hits(found)
         blocks = found + fresh
-        for index in order:
-            if index < len(keys):
-                key, parent = keys[index], keys[index - 1] if index else NO_PARENT
-                pool.publish(blocks[index], key, parent, int.from_bytes(key[-12:], "big"))
+        self.publish(blocks, path, order)
         self.held.append(blocks)
         return len(found)
 
@@ -237,18 +235,6 @@ def test_invalid_call_is_refused_and_changes_nothing() -> None:
     one.pool.validate()
 
 
-def test_new_pool_adopts_findable_blocks_and_ignores_old_references() -> None:
-    earlier, later = Told(4), Told(4)
-    blocks = earlier.allocate(3) or []
-    keys = earlier.publish(blocks, "ab")
-    later.pool.adopt_cache(earlier.pool)
-    assert later.pool.match_prefix(keys) == blocks[:2]
-    assert (later.pool.num_free, later.pool.num_held) == (4, 0)
-    later.said.clear()
-    assert later.allocate(4) is not None, "all can go"
-    assert {key for key, _ in later.said} == set(keys)
-
-
 def test_zeroing_clears_all_pieces_of_its_blocks_and_no_others() -> None:
     memory = memoryview(bytearray(b"\xff" * LAYOUT.pool_bytes(6)))
     one = Told(6, zero=BlockZeroer(memory, LAYOUT, 6))
@@ -329,16 +315,3 @@ def test_lfu_keeps_frequently_used_blocks_longer_but_not_for_ever(eviction: str,
         index.mark_idle(new)
         evicted += index.evict(1) if number else []
     assert evicted.index(popular) == survives
-
-
-@pytest.mark.parametrize("length", [1, 2, 7, 12])
-def test_common_length_of_two_runs_is_exact(length: int) -> None:
-    run = RadixNode(None, 0)
-    for number, key in enumerate(chain("a" * length)):
-        run.append(key, number)
-    for differs_at in range(length):
-        keys = chain("a" * differs_at + "b" * (length - differs_at))
-        assert run.common(0, b"".join(keys), 0) == differs_at
-    packed = b"".join(chain("a" * (length + 3)))
-    assert run.common(0, packed, 0) == length
-    assert run.common(length - 1, packed, length - 1) == 1

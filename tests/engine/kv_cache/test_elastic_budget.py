@@ -59,20 +59,18 @@ Ledger(Path(sys.argv[1]), budget=16 << 20)
 """
 
 
-def start(program: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", IMPORTS + program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+@contextlib.contextmanager
+def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command, pipe = [sys.executable, "-c", IMPORTS + program, *arguments], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def says(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
 
 
 @pytest.fixture
@@ -206,14 +204,11 @@ TestHost = any_order(Host, 100, 30)
 
 def test_concurrent_processes_never_exceed_the_budget_and_dead_ones_hold_nothing(path: Path, ledger: Ledger) -> None:
     row = ledger.claim("survivor", 0, BUDGET)
-    greedy = [start(GREEDY, str(path), f"worker-{i}") for i in range(3)]
-    try:
+    with contextlib.ExitStack() as stack:
+        greedy = [stack.enter_context(running(GREEDY, str(path), f"worker-{i}")) for i in range(3)]
         assert sum(int(says(process)) for process in greedy) == 16
         assert sum(each.held for each in ledger.rows()) == BUDGET
         assert ledger.take(row, 1, MIB) == 0
-    finally:
-        for process in greedy:
-            end(process)
     assert ledger.take(row, 99, MIB) == 16
     assert [each.name for each in ledger.rows()] == ["survivor"]
 
@@ -221,8 +216,7 @@ def test_concurrent_processes_never_exceed_the_budget_and_dead_ones_hold_nothing
 def test_process_stopped_inside_the_lock_does_not_block_others(path: Path, ledger: Ledger) -> None:
     row = ledger.claim("worker", 0, BUDGET)
     assert ledger.take(row, 2, MIB) == 2
-    stopped = start(STOPPED, str(path))
-    try:
+    with running(STOPPED, str(path)) as stopped:
         assert says(stopped) == "locked"
         os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)  # a SIGCONT sent before the stop would be lost
         assert ledger.take(row, 1, MIB) == 0  # does not block
@@ -230,8 +224,6 @@ def test_process_stopped_inside_the_lock_does_not_block_others(path: Path, ledge
         os.kill(stopped.pid, signal.SIGCONT)
         assert says(stopped) == "gone on"
         assert ledger.take(row, 1, MIB) == 1
-    finally:
-        end(stopped)
 
 
 def test_starting_process_waits_for_the_lock(path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,9 +314,8 @@ def test_file_of_another_format_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
 def test_half_initialised_file_is_initialised_by_the_next_process(path: Path, call: str) -> None:
-    killed = start(KILLED, str(path), call)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
+    with running(KILLED, str(path), call) as killed:
+        assert killed.wait() == -signal.SIGKILL
     ledger = Ledger(path, budget=BUDGET)
     assert ledger.budget == BUDGET
     ledger.close()

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from moonserve.engine.config import ElasticMemoryConfig
-from moonserve.engine.kv_cache.block_pool import BlockPool
 from moonserve.engine.kv_cache.elastic_pages import Paging
-from moonserve.engine.kv_cache.elastic_service import ElasticMemory
 from moonserve.engine.kv_cache.tensors import KvTensors
 from moonserve.protocol.errors import ConfigError, InvalidRequest
 from moonserve.protocol.process.event_loop import background_task
@@ -16,8 +14,8 @@ from moonserve.transfer import TransferEngine
 from moonserve.transfer.config import TransferOptions
 from moonserve.transfer.memory.data_plane import address_of
 from moonserve.transfer.memory.memfd import OwnedMemory
-from tests.engine.kv_cache.shapes import LAYOUT, PAGE, resident_bytes
-from tests.patience import PATIENCE_S, answered, until
+from tests.engine.kv_cache.shapes import LAYOUT, PAGE, quiet_pool, resident_bytes
+from tests.patience import PATIENCE_S, came_true, until
 
 MIB = 1 << 20
 
@@ -30,13 +28,8 @@ class Worker:
         self.memory = OwnedMemory(self.paging.range_bytes, "kv", elastic=True)
         self.memory.view[:] = b"x" * self.paging.range_bytes  # measuring leaves every page touched
         config = ElasticMemoryConfig(elastic_kv_memory=True, **options)  # type: ignore[arg-type]
-        self.elastic_memory: ElasticMemory = config.make_elastic_memory(name, self.paging, self.memory)
-        self.pool = BlockPool(
-            self.paging.num_blocks,
-            on_added=lambda *_: None,
-            on_removed=lambda _: None,
-            free_list=self.elastic_memory.free_list,
-        )
+        self.elastic_memory = config.make_elastic_memory(name, self.paging, self.memory)
+        self.pool = quiet_pool(self.paging.num_blocks, free_list=self.elastic_memory.free_list)
         self.elastic_memory.references = self.pool.references
         self.kv = KvTensors(LAYOUT, self.paging.num_blocks, self.memory.view)
         self.changed = asyncio.Event()
@@ -55,14 +48,6 @@ class Worker:
         self.pool.reclaim()
         self.changed.set()
 
-    async def until(self, most_pages: int) -> None:
-        """Waits until at most this many pages are held. Polls between the steps of the elastic_memory task."""
-
-        async def has_given_back() -> bool:
-            return self.elastic_memory.free_list.num_held_pages <= most_pages
-
-        await answered(has_given_back)
-
 
 async def test_resident_memory_follows_the_blocks() -> None:
     worker = Worker()
@@ -74,7 +59,7 @@ async def test_resident_memory_follows_the_blocks() -> None:
     async with background_task(worker.elastic_memory.run(worker.on_change)):
         worker.pool.release(blocks)
         worker.elastic_memory.limit(ceiling=page)
-        await worker.until(1)
+        await came_true(lambda: worker.elastic_memory.free_list.num_held_pages <= 1)
         assert worker.resident <= page
     assert worker.elastic_memory.num_given_back >= 2
     assert worker.memory.resident_bytes <= page + PAGE

@@ -14,7 +14,7 @@ from moonserve.engine.kv_cache.paged_free_list import DiscardPage, PagedFreeList
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
 from moonserve.protocol.request import BlockId
-from tests.engine.kv_cache.shapes import PAGE, paging
+from tests.engine.kv_cache.shapes import PAGE, paging, quiet_pool
 from tests.thoroughness import any_order
 
 NUM_PAGES, PER_PAGE = 6, 3
@@ -34,7 +34,7 @@ def make(reserve: Reserve | None = None, supply: PageSupply | None = None) -> tu
     shape = paging(NUM_PAGES, blocks_per_page=PER_PAGE)
     reserve = reserve or Reserve(low=0, high=0, idle_s=1.0)
     free_list = PagedFreeList(shape, supply or PageSupply(NUM_PAGES), reserve=reserve)
-    pool = BlockPool(NUM_BLOCKS, on_added=lambda *_: None, on_removed=lambda _: None, free_list=free_list)
+    pool = quiet_pool(NUM_BLOCKS, free_list=free_list)
     return pool, free_list
 
 
@@ -275,7 +275,7 @@ def test_new_pool_adopts_findable_blocks_and_only_their_memory() -> None:
     cached, _left_behind = pool.allocate(2) or [], pool.allocate(PER_PAGE)
     publish(pool, cached)
     pool.release(cached)
-    later = BlockPool(NUM_BLOCKS, on_added=lambda *_: None, on_removed=lambda _: None, free_list=free_list)
+    later = quiet_pool(NUM_BLOCKS, free_list=free_list)
     later.adopt_cache(pool)
     later.validate()
     settle(free_list, 100.0)

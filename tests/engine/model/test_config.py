@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,18 +151,12 @@ def test_folder_is_used_directly_and_hub_name_is_downloaded(monkeypatch: pytest.
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve_model(str(tmp_path / "model.safetensors"))
-    answers = iter([str(tmp_path), str(tmp_path), OSError("no route to host")])
-
-    def download(_name: str, *, allow_patterns: list[str]) -> str:
-        answer = next(answers)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
+    download = Mock(side_effect=[str(tmp_path), str(tmp_path), OSError("no route to host")])
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("someone/model") == tmp_path
     with pytest.raises(ConfigError, match=r"someone/model .*OSError: no route to host"):
         resolve_model("someone/model")
+    assert all(call.kwargs.keys() == {"allow_patterns"} for call in download.call_args_list)
 
 
 HEAD_DIM = 32

@@ -54,7 +54,6 @@ def text_of(token_ids: list[int]) -> str:
 
 def only(found: list[AllowedTokens | None]) -> Any:
     [allowed] = found
-    assert allowed is not None
     assert allowed.failure is None
     return allowed.mask
 
@@ -89,7 +88,6 @@ def test_requests_without_grammar_are_not_affected_by_neighbours_with_one(llama:
     beside, constrained = generate(engine, [random_prompt(20), random_prompt(20)], [plain, replace(DEFAULTS, seed=5)])
     assert beside.token_ids == alone.token_ids
     assert json.loads(text_of(constrained.token_ids))
-    assert engine.grammars is not None
     assert engine.grammars.begin([piece([], grammar="")]) is None
 
 
@@ -171,7 +169,6 @@ def test_step_begun_ahead_has_the_same_masks(llama: Pair) -> None:
     while tokens[-1] != EOS:
         ahead = engine.begin([replace(one, start=end, end=end + 1, token_from_previous_step=True)])
         [sampled] = step.end()
-        assert sampled is not None
         tokens.append(sampled.token_id)
         step, end = ahead, end + 1
     assert tokens[25:] == waited.token_ids

@@ -23,6 +23,7 @@ from moonserve.engine.model.weights import load_weights
 from moonserve.engine.model.weights.quantised_matrix import QuantisedMatrix
 from moonserve.protocol.errors import ConfigError
 from tests.engine.conftest import Pair
+from tests.engine.kernels.test_quantised_product import E2M1
 from tests.engine.steps import random_prompt, tokens_of
 from tests.random_models import make_model
 
@@ -239,9 +240,6 @@ def test_fp8_becomes_plain_weights(settings: dict[str, Any], make: Callable[...,
     config = load_model_config(model)
     rounded = load_weights(model, config, torch.float32, keeps_integers=True, quantise="int4")
     assert all(isinstance(matrix, QuantisedMatrix) for matrix in rounded.projections)
-
-
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def test_experts_in_mxfp4_give_the_tokens_of_the_model_that_they_stand_for(tmp_path: Path) -> None:

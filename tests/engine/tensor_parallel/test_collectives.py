@@ -3,7 +3,9 @@
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +24,9 @@ from tests.thoroughness import examples
 @contextmanager
 def team_of(size: int, timeout_s: float = 60.0) -> Iterator[list[Collectives]]:
     """Makes ranks of which rank 0 is connected to each other one."""
-    pairs = [step_messages.pair() for _ in range(1, size)]
-    try:
+    with ExitStack() as stack:
+        pairs = [tuple(map(stack.enter_context, step_messages.pair())) for _ in range(1, size)]
         yield make_collectives(size, pairs, timeout_s)
-    finally:
-        for own, other in pairs:
-            own.close()
-            other.close()
 
 
 def check(ranks: list[Collectives], rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
@@ -122,7 +120,6 @@ def test_step_message_round_trip(step: Step, dirty: torch.Tensor | None) -> None
     with own, other:
         step_messages.send([own], step_messages.encode(step, dirty))
         message = step_messages.receive(other)
-    assert message is not None
     found, found_dirty = step_messages.decode(message)
     assert plain(found, found_dirty) == plain(step, dirty)
 
@@ -139,17 +136,11 @@ def test_closed_socket_ends_the_receiver_and_fails_the_sender() -> None:
             step_messages.send([own], b"12345678")
 
 
-class Log:
-    """`FollowerRanks` that only record calls."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def send(self, step: Step, dirty: torch.Tensor | None) -> None:
-        self.said.append("told")
-
-    def abort(self, error: BaseException) -> None:
-        self.said.append(f"given up: {type(error).__name__}")
+def log() -> tuple[Any, list[str]]:
+    """Returns `FollowerRanks` that only record calls, and the record."""
+    said: list[str] = []
+    told, given_up = (lambda *_: said.append("told")), (lambda error: said.append(f"given up: {type(error).__name__}"))
+    return SimpleNamespace(send=told, abort=given_up), said
 
 
 def step() -> Step:
@@ -159,32 +150,31 @@ def step() -> Step:
 
 def test_error_of_a_layer_callback_is_raised_after_the_step() -> None:
     """If the error came earlier, the other ranks would wait in the middle of the step for ever."""
-    others, layers = Log(), []
+    (others, said), layers = log(), []
 
     def on_layer(layer: int) -> None:
         layers.append(layer)
         raise ValueError("the transfer engine is closed")
 
     def compute(_step: Step, _dirty: torch.Tensor | None, told: OnLayer | None) -> torch.Tensor:
-        assert told is not None
         for layer in range(3):
             told(layer)
-        others.said.append("computed")
+        said.append("computed")
         return torch.empty(0)
 
     with pytest.raises(ValueError, match="is closed"):
         StepLeader(others).run(compute, step(), None, on_layer)
     assert layers == [0]
-    assert others.said == ["told", "computed"]
+    assert said == ["told", "computed"]
 
 
 def test_failed_step_aborts_the_other_ranks() -> None:
     """The state of the other ranks is unknown then."""
-    others = Log()
+    others, said = log()
 
     def compute(_step: Step, _dirty: torch.Tensor | None, _told: OnLayer | None) -> torch.Tensor:
         raise MemoryError
 
     with pytest.raises(MemoryError):
         StepLeader(others).run(compute, step(), None, None)
-    assert others.said == ["told", "given up: MemoryError"]
+    assert said == ["told", "given up: MemoryError"]

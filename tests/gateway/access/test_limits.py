@@ -13,7 +13,7 @@ from moonserve.gateway.access.api_key import ApiKey, KeyLimits, digest_of
 from moonserve.gateway.access.key_file import KeyFile
 from moonserve.gateway.access.redis_stores import RedisRateLimits
 from moonserve.protocol.errors import ConfigError
-from tests.gateway.conftest import clients_of, running_gateway
+from tests.gateway.conftest import clients_of, get, running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster, begins
 from tests.patience import PATIENCE_S, answered
 from tests.redis_server import RedisServer
@@ -103,13 +103,8 @@ async def test_gateway_follows_a_key_file_and_ignores_a_broken_one(cluster: Scri
         await file.add(key("bob"))
         await answered(knows_bob)
         (tmp_path / "keys.json").write_text('{"keys": [')
-
-        async def has_seen_it() -> bool:
-            async with http.get("/metrics") as reply:
-                text = await reply.text()
-            return "moonserve_api_keys_reload_failures_total 0.0" not in text
-
-        await answered(has_seen_it)
+        no_failure = "moonserve_api_keys_reload_failures_total 0.0"
+        await answered(lambda: get(http, "/metrics"), lambda text: no_failure not in text)
         assert await knows_bob()
         (tmp_path / "keys.json").write_text(json.dumps({"keys": [key("bob").to_json()]}))
         await answered(lambda: ask(http, "alice"), lambda reply: reply.status == 401)
@@ -128,8 +123,7 @@ async def test_priority_of_a_key_bounds_its_requests(cluster: ScriptedCluster, t
 async def test_without_keys_all_clients_share_the_limits(cluster: ScriptedCluster) -> None:
     async with clients_of(cluster, requests_per_minute=2) as http:
         assert [(await ask(http, name)).status for name in "abc"] == [200, 200, 429]
-        async with http.get("/health") as reply:
-            assert reply.status == 200
+        await get(http, "/health")
 
 
 async def test_gateways_of_a_registry_share_limits(cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -157,23 +158,16 @@ async def test_gateway_counts_alone_while_redis_is_away() -> None:
 async def test_hanging_redis_delays_only_one_request() -> None:
     with RedisServer() as server:
         shared = RedisRateLimits(server.url, deadline_s=PATIENCE_S)
-        asked: list[str] = []
         limiter = RateLimiter(shared, CollectorRegistry(), clock=lambda: 0.0)
         assert (await limiter.admit("k", "0", MANY, 0)).refused_by is None
         server.stop()
         shared._deadline_s = 0.2
         with pytest.raises(PeerLost):
             await shared.admit("k", "x", MANY, 0)
-        original = shared.admit
-
-        async def counted(*arguments: object) -> object:
-            asked.append(str(arguments[1]))
-            return await original(*arguments)  # type: ignore[arg-type]
-
-        shared.admit = counted  # type: ignore[method-assign, assignment]
+        shared.admit = counted = AsyncMock(wraps=shared.admit)
         for number in range(1, 9):
             assert (await limiter.admit("k", str(number), MANY, 0)).refused_by is None
-        assert asked == ["1"]
+        assert [call.args[1] for call in counted.call_args_list] == ["1"]
         server.go_on()
         await limiter.close()
 

@@ -1,5 +1,7 @@
 """Tenants: whose request it is (by API key, or by the body's user), and which requests may share blocks."""
 
+import json
+
 import aiohttp
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from moonserve.gateway.access.tenant_isolation import salt_of
 from moonserve.gateway.config import parse_tenant_keys
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.kv_blocks import block_keys, root_key
-from tests.gateway.conftest import clients_of, post, refused
+from tests.gateway.conftest import clients_of, get, post, refused
 from tests.gateway.scripted_cluster import BLOCK_SIZE, ScriptedCluster
 
 names = st.none() | st.text(max_size=8)
@@ -53,9 +55,8 @@ async def test_tenant_comes_from_the_key_not_from_the_body(cluster: ScriptedClus
         for headers in ({}, *({"Authorization": each} for each in wrong)):
             error = await refused(http, PATH, 401, json=BODY, headers=headers)
             assert error["code"] == "invalid_api_key"
-        for path in ("/", "/health", "/ready", "/metrics", "/version", "/dashboard"):
-            async with http.get(path) as reply:
-                assert reply.status == 200, "open to all"
+        for path in ("/", "/health", "/ready", "/metrics", "/version", "/dashboard"):  # open to all
+            await get(http, path)
         for key, tenant in (("one", "alice"), ("t=wo==", "bob"), ("three", "")):
             await ask(http, key)
             assert cluster.places[-1].tenant == tenant
@@ -68,10 +69,8 @@ async def test_tenant_sees_only_its_own_decisions_and_operator_sees_all(cluster:
         request_id, latest_by_key = cluster.places[-1].request_id, {}
         for key, status in (("one", 200), ("two", 404), ("three", 200)):
             headers = {"Authorization": f"Bearer {key}"}
-            async with http.get(f"/v1/requests/{request_id}/explain", headers=headers) as reply:
-                assert reply.status == status
-            async with http.get("/v1/figures", headers=headers) as reply:
-                latest_by_key[key] = (await reply.json()).get("latest")
+            await get(http, f"/v1/requests/{request_id}/explain", status, **headers)
+            latest_by_key[key] = json.loads(await get(http, "/v1/figures", **headers)).get("latest")
     assert latest_by_key["one"] is latest_by_key["two"] is None
     [latest] = latest_by_key["three"]
     assert latest["request_id"] == request_id
@@ -86,8 +85,7 @@ async def test_only_an_operators_key_sees_the_text_of_prefixes(cluster: Scripted
         async with clients_of(cluster, api_key=("three",) if key else (), tenant_keys=tenants) as http:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             await post(http, PATH, BODY | {"prompt": "to be or not to be " * 9}, **headers)
-            async with http.get("/v1/figures", headers=headers) as reply:
-                figures = await reply.text()
+            figures = await get(http, "/v1/figures", **headers)
             assert ("to be or not" in figures) == (key == "three")
             assert ('"holders":["prefill-' in figures) == (key != "one")
 

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moonserve.gateway.cluster.cluster_client
-import moonserve.gateway.cluster.failure_detection
 from moonserve.gateway.cluster.cluster_client import ClusterClient
 from moonserve.gateway.cluster.failure_detection import (
     LATE_AFTER_S,
@@ -65,15 +64,12 @@ async def following(
     if worker is not None:
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
 
-    async def ignored(instance_id: str, batch: worker_pb2.EventBatch) -> None:
-        """Ignores batches, because no worker sends any."""
-
     async with server.serving("127.0.0.1", 0, 0) as address, RecordingChannels() as channels:
         cluster = ClusterClient(
             channels,
             address,
             GatewayId("g"),
-            on_batch=on_batch or ignored,
+            on_batch=on_batch or AsyncMock(),
             on_lost=lambda instance_id, error: lost.put_nowait((instance_id, error)),
             on_view=lambda view: None,
             describe_self=conductor_pb2.GatewayView,
@@ -167,8 +163,8 @@ class Hasty(worker_pb2_grpc.WorkerServicer):
 
 async def test_new_request_waits_for_a_broken_stream_to_reopen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that starts while a stream is broken waits; otherwise it is lost together with the missed batches."""
-    monkeypatch.setattr(moonserve.gateway.cluster.failure_detection, "_REOPEN_DELAY_S", NEVER_S)  # unless someone waits
-    monkeypatch.setattr(moonserve.gateway.cluster.failure_detection, "_SETTLED_WITHIN_S", NEVER_S)
+    monkeypatch.setattr("moonserve.gateway.cluster.failure_detection._REOPEN_DELAY_S", NEVER_S)  # unless someone waits
+    monkeypatch.setattr("moonserve.gateway.cluster.failure_detection._SETTLED_WITHIN_S", NEVER_S)
     async with following(worker=Hasty()) as (cluster, _, lost, server, port):
         worker = endpoint("d0", 1, port)
         await cluster.wait_for_streams([worker])  # the worker is not known yet
@@ -205,8 +201,7 @@ async def test_worker_that_leaves_with_a_broken_stream_is_reported_lost_again() 
 
 
 async def test_leaving_worker_keeps_the_channel_of_another_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The channel of a worker that leaves stays open if another worker has its address now."""
-    monkeypatch.setattr(moonserve.gateway.cluster.failure_detection, "_REOPEN_DELAY_S", NEVER_S)
+    monkeypatch.setattr("moonserve.gateway.cluster.failure_detection._REOPEN_DELAY_S", NEVER_S)
     async with following(OneView(), Hasty()) as (cluster, channels, lost, _, port):
         cluster.follow_events(endpoint("d0", 1, port))
         assert (await lost.get())[0] == "d0"  # its stream broke
@@ -226,7 +221,7 @@ async def test_without_a_conductor_liveness_expires_and_model_info_stays(monkeyp
             cluster.model_info()
         await cluster.refresh()
         assert cluster.is_ready
-        monkeypatch.setattr(moonserve.gateway.cluster.cluster_client, "_VIEW_LIFETIME_S", 0.0)
+        monkeypatch.setattr("moonserve.gateway.cluster.cluster_client._VIEW_LIFETIME_S", 0.0)
         assert not cluster.is_ready
         assert cluster.model_info().max_model_len == 99
         conductor.is_restarted = True

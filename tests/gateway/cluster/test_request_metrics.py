@@ -11,6 +11,7 @@ from moonserve.gateway.cluster.metrics_page import merge_pages
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import common_pb2, conductor_pb2
 from moonserve.protocol.request import Endpoint, Placement, PrefixSource, RequestId
+from tests.gateway.conftest import get
 
 
 def key(number: int) -> BlockKey:
@@ -129,9 +130,7 @@ def test_samples_of_a_family_follow_one_header() -> None:
 
 async def test_processes_that_do_not_reply_are_listed_as_down(http: aiohttp.ClientSession) -> None:
     """The cluster's metrics mark processes as down if they serve none, like the scripted conductor and workers."""
-    async with http.get("/metrics/cluster") as response:
-        assert response.status == 200
-        text = await response.text()
+    text = await get(http, "/metrics/cluster")
     families = {family.name: family for family in text_string_to_metric_families(text)}
     up = {s.labels["process"]: s.value for s in families["moonserve_up"].samples}
     assert up.pop("gateway-0") == 1

@@ -50,16 +50,6 @@ def new_state(max_tokens: int = 5) -> RequestState:
     )
 
 
-def arrived(state: RequestState, token_ids: dict[int, int], attempt: int) -> events.TokensArrived:
-    """Returns the arrival of the given tokens, keyed by index."""
-    tokens = []
-    for index, token_id in token_ids.items():
-        reason = finish_reason(state.sampling, index, token_id)
-        token = Token(request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reason)
-        tokens.append(token)
-    return events.TokensArrived(attempt=attempt, tokens=tuple(tokens))
-
-
 def event_of(state: RequestState, words: str, **fields: Any) -> events.Event:
     """Parses an event such as `placed d1 epoch 2`, `tokens 0 1=25`, `place failed: lost`, `d0 lost`."""
     attempt = fields.pop("attempt", state.attempt)
@@ -76,7 +66,12 @@ def event_of(state: RequestState, words: str, **fields: Any) -> events.Event:
         case ["tokens", *changes]:
             pairs = [each.partition("=") for each in changes]
             ids = {int(index): int(token_id or index) for index, _, token_id in pairs}
-            return arrived(state, ids, attempt)
+            reasons = {index: finish_reason(state.sampling, index, token_id) for index, token_id in ids.items()}
+            tokens = (
+                Token(request_id=state.attempt_id, index=index, token_id=token_id, finish_reason=reasons[index])
+                for index, token_id in ids.items()
+            )
+            return events.TokensArrived(attempt=attempt, tokens=tuple(tokens))
         case ["place", "failed"]:
             return events.PlaceFailed(attempt=attempt, error=ERRORS[error], **fields)
         case ["submit", "failed"]:

@@ -14,17 +14,10 @@ from moonserve.__main__ import main
 from moonserve.gateway.generation.request_timing import PHASES
 from moonserve.gateway.http import operator_endpoints
 from moonserve.protocol.errors import PeerLost
-from tests.gateway.conftest import CHAT_PATH, MODEL, TEXT, TEXT_PATH, clients_of, post, running_gateway
+from tests.gateway.conftest import CHAT_PATH, MODEL, TEXT, TEXT_PATH, clients_of, get, post, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster, failing
 
 ASSETS = Path(operator_endpoints.__file__).with_name("assets")
-
-
-async def get(http: aiohttp.ClientSession, path: str, status: int = 200) -> str:
-    async with http.get(path) as reply:
-        text = await reply.text()
-        assert reply.status == status, text
-        return text
 
 
 async def test_metrics_follow_requests(http: aiohttp.ClientSession, cluster: ScriptedCluster) -> None:

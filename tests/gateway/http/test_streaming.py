@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moonserve.gateway.cluster.failure_detection
 from moonserve.gateway.generation.events import Piece
 from moonserve.gateway.generation.output_queue import OutputQueue
 from moonserve.gateway.text.tokenizer import Tokenizer
@@ -24,6 +23,7 @@ from tests.gateway.conftest import (
     TEXT_PATH,
     content_by_choice,
     events,
+    get,
     post,
     raw_events,
     running_gateway,
@@ -42,18 +42,13 @@ def request_of(fields: dict[str, Any]) -> bytes:
     return head(length=len(body)) + body
 
 
-async def test_chat_stream_has_role_text_finish_reason_and_done(
-    http: aiohttp.ClientSession, cluster: ScriptedCluster, tokenizer: Tokenizer
-) -> None:
+async def test_chat_stream_has_role_finish_reason_and_done(http: aiohttp.ClientSession) -> None:
     first, *chunks = await events(http, CHAT_PATH, CHAT)
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     ]
-    choices = [chunk["choices"][0] for chunk in chunks]
-    text = "".join(choice["delta"]["content"] for choice in choices)
-    assert text == tokenizer.decode(cluster.tokens[:6])
-    reasons = [choice["finish_reason"] for choice in choices]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     assert all("usage" not in chunk for chunk in chunks)
 
@@ -157,7 +152,7 @@ async def test_stream_survives_the_loss_of_its_decode_worker(
     falls silent without closing. Tokens that the silent worker sends later are ignored."""
     old = cluster.workers["decode-0"]
     if how == "silent":
-        monkeypatch.setattr(moonserve.gateway.cluster.failure_detection, "SUSPECT_AFTER_S", 0.01)
+        monkeypatch.setattr("moonserve.gateway.cluster.failure_detection.SUSPECT_AFTER_S", 0.01)
 
     async def breaks(run: Run) -> None:
         run.prefill_done()
@@ -236,12 +231,7 @@ async def test_client_disconnect_during_placement_releases_the_placement(
     await cluster.until(lambda: len(cluster.places) == 1)
     asking.cancel()
     await asyncio.wait({asking})
-
-    async def is_idle() -> bool:
-        async with http.get("/v1/cluster") as reply:
-            return (await reply.json())["requests"] == 0
-
-    await answered(is_idle)
+    await answered(lambda: get(http, "/v1/cluster"), lambda text: json.loads(text)["requests"] == 0)
     cluster.place_gate.set()
     await cluster.until(lambda: len(cluster.reports) == 1)
     assert cluster.submissions == []

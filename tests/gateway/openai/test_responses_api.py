@@ -14,6 +14,7 @@ from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.protocol.kv_blocks import unpack_tokens
 from tests.gateway.conftest import running_gateway
 from tests.gateway.scripted_cluster import ScriptedCluster
+from tests.gateway.test_fuzz import VALUES
 
 TEXT = " to be or"  # three tokens of the script
 
@@ -148,21 +149,7 @@ def test_formats_tools_and_lengths_map_to_chat_parameters() -> None:
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
 
 
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["type", "role", "content", "text", "output", "call_id", "name"]) | st.text(max_size=4),
-            inner | st.sampled_from(["message", "function_call", "function_call_output", "input_text"]),
-            max_size=5,
-        )
-    ),
-    max_leaves=12,
-)
-
-
-@given(st.lists(st.dictionaries(st.sampled_from(["type", "role", "content", "output"]), _json)))
+@given(st.lists(st.dictionaries(st.sampled_from(["type", "role", "content", "output"]), VALUES)))
 def test_any_items_convert_or_are_refused(items: list[dict[str, Any]]) -> None:
     status = 200
     try:

@@ -1,5 +1,6 @@
 """Replies that are not streamed, the messages that reach conductor and workers, and prompt log-probabilities."""
 
+import json
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ from moonserve.protocol.errors import IntegrityError, PeerLost
 from moonserve.protocol.kv_blocks import block_keys, pack_keys, root_key, unpack_tokens
 from moonserve.protocol.request import Logprobs, RequestId, SamplingParams, Token
 from moonserve.protocol.rpc.wire import sampling_from_wire
-from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT_PATH, post, refused
+from tests.gateway.conftest import CHAT, CHAT_PATH, TEXT_PATH, get, post, refused
 from tests.gateway.scripted_cluster import BLOCK_SIZE, MAX_MODEL_LEN, Run, ScriptedCluster, failing
 from tests.scores import scores_of
 
@@ -60,20 +61,19 @@ async def test_all_four_forms_of_prompts_are_accepted(http: aiohttp.ClientSessio
         assert body["usage"]["prompt_tokens"] == total // 2  # each prompt counts once
 
 
+# Wishes of one name in the request's body and in the sampling parameters.
+SAME = {
+    **{"max_tokens": 9, "min_tokens": 2, "top_k": 7, "seed": 11, "temperature": 0.5, "top_p": 0.75, "min_p": 0.25},
+    **{"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25},
+}
 # The request body, the prompt that workers receive (if the body has token ids), and the sampling parameters.
 WISHES: list[tuple[dict[str, Any], list[int] | None, dict[str, Any]]] = [
     ({"prompt": "hi"}, None, {"max_tokens": 16, "stop_token_ids": STOPS}),
     ({"prompt": "hi", "ignore_eos": True, "temperature": 0}, None, {"max_tokens": 16, "temperature": 0.0}),
     (
-        {"prompt": "hi", "max_tokens": 9, "min_tokens": 2, "top_k": 7, "seed": 11, "logprobs": 3,
-         "temperature": 0.5, "top_p": 0.75, "min_p": 0.25, "presence_penalty": 0.5,
-         "frequency_penalty": -0.5, "repetition_penalty": 1.25, "stop_token_ids": [77],
-         "logit_bias": {"5": -100}},
+        {"prompt": "hi", **SAME, "logprobs": 3, "stop_token_ids": [77], "logit_bias": {"5": -100}},
         None,
-        {"max_tokens": 9, "min_tokens": 2, "top_k": 7, "seed": 11, "num_logprobs": 3,
-         "temperature": 0.5, "top_p": 0.75, "min_p": 0.25, "presence_penalty": 0.5,
-         "frequency_penalty": -0.5, "repetition_penalty": 1.25, "stop_token_ids": STOPS | {77},
-         "logit_bias": {5: -100.0}},
+        {**SAME, "num_logprobs": 3, "stop_token_ids": STOPS | {77}, "logit_bias": {5: -100.0}},
     ),
     ({"prompt": LONG[:60], "truncate_prompt_tokens": 7}, LONG[53:60], {"max_tokens": 16}),
     ({"prompt": LONG[:60], "truncate_prompt_tokens": 60}, LONG[:60], {"max_tokens": 16}),
@@ -156,9 +156,8 @@ async def test_stop_string_is_included_on_request(
 async def test_models_are_listed_and_detokenize_inverts_tokenize(
     http: aiohttp.ClientSession, tokenizer: Tokenizer
 ) -> None:
-    async with http.get("/v1/models") as models, http.get("/v1/models/demo") as model:
-        [card] = (await models.json())["data"]
-        assert await model.json() == card
+    [card] = json.loads(await get(http, "/v1/models"))["data"]
+    assert json.loads(await get(http, "/v1/models/demo")) == card
     assert (card["id"], card["max_model_len"], card["vocab_size"]) == ("demo", MAX_MODEL_LEN, 4096)
     body = await post(http, "/tokenize", {"prompt": "hello 日本", "return_token_strs": True})
     assert body["tokens"] == tokenizer.encode("hello 日本")

@@ -75,34 +75,29 @@ def tagged(call: str) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "expected"),
-    [
-        ("hermes", "Hello <b>.\n", ("Hello <b>.\n", [])),
-        ("hermes", tagged(CALL), ("", [ADD])),
-        ("hermes", f"I look.\n\n{tagged(CALL)}\n{tagged(TURNED)}\n", ("I look.\n", [ADD, WEATHER])),
-        ("hermes", f"<tool_call>{CALL}<tool_call>{CALL}", ("", [ADD, ADD])),
-        ("hermes", f"{tagged(CALL)} then", (" then", [ADD])),
-        ("hermes", f"a {tagged(WRONG_NAME)} b", (f"a {tagged(WRONG_NAME)} b", [])),
-        ("hermes", tagged(NO_OBJECT), (tagged(NO_OBJECT), [])),
-        ("hermes", tagged(NO_ARGUMENTS), (tagged(NO_ARGUMENTS), [])),
-        ("hermes", tagged(BROKEN) + tagged(CALL), (tagged(BROKEN), [ADD])),
-        ("hermes", "<tool_call><tool_call>" + CALL, ("<tool_call>", [ADD])),
-        ("hermes", "a <tool_ca", ("a <tool_ca", [])),
-        *(("hermes", tagged(adding(v)), (tagged(adding(v)), [])) for v in NO_VALUES),
-        *(("hermes", tagged(adding(v)), ("", [("add", f'{{"a": {v}}}')])) for v in VALUES),
-        ("llama3_json", CALL.replace("arguments", "parameters"), ("", [ADD])),
-        ("llama3_json", f"\n<|python_tag|>{CALL}; {TURNED}\n", ("", [ADD, WEATHER])),
-        ("llama3_json", f"I say {CALL}", (f"I say {CALL}", [])),
-        ("llama3_json", f"{CALL} I say {CALL}", (f" I say {CALL}", [ADD])),
-        ("llama3_json", ' {"name": "Bob", "parameters": {}}', (' {"name": "Bob", "parameters": {}}', [])),
-        ("llama3_json", '<|python_tag|>search.call(q="x")', ('<|python_tag|>search.call(q="x")', [])),
-        ("llama3_json", "<|python", ("<|python", [])),
-    ],
-)  # fmt: skip
-def test_parser_finds_calls_and_returns_other_text_as_content(kind: str, text: str, expected: Read) -> None:
-    assert read(kind, [text]) == expected
-    assert read(kind, list(text)) == expected
+# The kind of a parser, a text, and the content and calls in it.
+WITH_CALLS: list[tuple[str, str, Read]] = [
+    ("hermes", "Hello <b>.\n", ("Hello <b>.\n", [])),
+    ("hermes", tagged(CALL), ("", [ADD])),
+    ("hermes", f"I look.\n\n{tagged(CALL)}\n{tagged(TURNED)}\n", ("I look.\n", [ADD, WEATHER])),
+    ("hermes", f"<tool_call>{CALL}<tool_call>{CALL}", ("", [ADD, ADD])),
+    ("hermes", f"{tagged(CALL)} then", (" then", [ADD])),
+    ("hermes", f"a {tagged(WRONG_NAME)} b", (f"a {tagged(WRONG_NAME)} b", [])),
+    ("hermes", tagged(NO_OBJECT), (tagged(NO_OBJECT), [])),
+    ("hermes", tagged(NO_ARGUMENTS), (tagged(NO_ARGUMENTS), [])),
+    ("hermes", tagged(BROKEN) + tagged(CALL), (tagged(BROKEN), [ADD])),
+    ("hermes", "<tool_call><tool_call>" + CALL, ("<tool_call>", [ADD])),
+    ("hermes", "a <tool_ca", ("a <tool_ca", [])),
+    *(("hermes", tagged(adding(v)), (tagged(adding(v)), [])) for v in NO_VALUES),
+    *(("hermes", tagged(adding(v)), ("", [("add", f'{{"a": {v}}}')])) for v in VALUES),
+    ("llama3_json", CALL.replace("arguments", "parameters"), ("", [ADD])),
+    ("llama3_json", f"\n<|python_tag|>{CALL}; {TURNED}\n", ("", [ADD, WEATHER])),
+    ("llama3_json", f"I say {CALL}", (f"I say {CALL}", [])),
+    ("llama3_json", f"{CALL} I say {CALL}", (f" I say {CALL}", [ADD])),
+    ("llama3_json", ' {"name": "Bob", "parameters": {}}', (' {"name": "Bob", "parameters": {}}', [])),
+    ("llama3_json", '<|python_tag|>search.call(q="x")', ('<|python_tag|>search.call(q="x")', [])),
+    ("llama3_json", "<|python", ("<|python", [])),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -139,6 +134,7 @@ ADDING = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
     [
+        *((kind, text, ("", *found)) for kind, text, found in WITH_CALLS),
         ("think", "<think>\nI see\n\n</think>\n\nYes.\n", ("I see", "Yes.\n", [])),
         ("think", "\n<think></think> Yes", ("", "Yes", [])),
         ("think", f"<think>a < b</think>{tagged(CALL)}", ("a < b", "", [ADD])),
@@ -160,7 +156,7 @@ ADDING = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
         ("harmony", "to=x, as in to=y", ("", "to=x, as in to=y", [])),
     ],
 )  # fmt: skip
-def test_reasoning_is_told_from_the_answer(kind: str, text: str, expected: Any) -> None:
+def test_parser_tells_reasoning_content_and_calls_apart(kind: str, text: str, expected: Any) -> None:
     for pieces in ([text], list(text)):
         assert read_all(parser_of(kind, is_eager=False), pieces) == expected
 

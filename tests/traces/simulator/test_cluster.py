@@ -219,7 +219,6 @@ def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
     assert (state.attempt, state.num_generated, len(state.gaps_s)) == (2, 60, 59)
     assert max(state.gaps_s) > 0.1
     assert state.outcome(0.0).ttft_s == NEAR(1.0, abs=1e-6)
-    assert state.placement is not None
     assert state.placement.decode.instance_id == "decode-1"
 
 

@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -12,21 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonserve.decode_worker.decisions import events
-from moonserve.decode_worker.decisions.limits_and_counters import Limits
-from moonserve.decode_worker.state import DecodeState
-from moonserve.engine.kv_cache.block_pool import BlockPool
-from moonserve.engine.model.batch import Sampled, Slice
+from moonserve.engine.model.batch import Slice
 from moonserve.protocol.errors import InvalidRequest
-from moonserve.protocol.request import LeaseId, RequestId
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 from moonserve.traces.simulator.decode import DecodeMachine, LandingGranted
 from moonserve.traces.simulator.sequence import Finished
 from moonserve.traces.simulator.spec import ModelProfile
-from tests.prefill_worker.builders import make_request
+from tests.decode_worker.driver import BLOCK_SIZE, Driver, request_of
+from tests.prefill_worker.builders import all_of
 from tests.thoroughness import examples
 from tests.traces.simulator.small import MODEL
 
-BLOCK = 4
 FOREVER = 1_000_000_000
 
 
@@ -37,7 +33,7 @@ def fractions(least: int, most: int) -> st.SearchStrategy[Fraction]:
 
 def model(num_blocks: int, max_num_seqs: int, decode: DecodeProfile) -> ModelProfile:
     prefill = PrefillProfile(c0=0, c1=Fraction(1, 7), c2=Fraction(1, 101))  # type: ignore[arg-type]
-    changes = {"device_tokens": num_blocks * BLOCK, "max_num_seqs": max_num_seqs}
+    changes = {"device_tokens": num_blocks * BLOCK_SIZE, "max_num_seqs": max_num_seqs}
     return replace(MODEL, prefill=prefill, decode=decode, **changes)
 
 
@@ -52,57 +48,35 @@ class LiveMachine:
 
     def __init__(self, model: ModelProfile, chunk: int) -> None:
         self._model = model
-        self._limits = Limits(
-            block_size=BLOCK, max_num_seqs=model.max_num_seqs, max_num_batched_tokens=chunk, max_model_len=FOREVER
-        )
-        num_blocks = model.device_tokens // BLOCK
-        pool = BlockPool(num_blocks, on_added=lambda key, parent: None, on_removed=lambda key: None)
-        self._state = DecodeState(pool, self._limits)
-        self._slices: Sequence[Slice] = ()
+        limits = {"max_num_seqs": model.max_num_seqs, "max_num_batched_tokens": chunk, "max_model_len": FOREVER}
+        self._driver = Driver(model.device_tokens // BLOCK_SIZE, caches=False, **limits)
         self.wake_at: Any = None
-        self.validate = self._state.validate
+        self.validate = self._driver.state.validate
 
     def reserve(self, name: str, num_tokens: int, now: Any) -> list[Any]:
-        event = events.ReserveRequested(
-            lease_id=LeaseId(name),
-            request_id=RequestId(name),
-            num_tokens=num_tokens,
-            block_keys=(),
-            ttl_s=FOREVER,
-            deadline_at=FOREVER,
-        )
-        return self._handle(event, now)
+        return self._after(now, lambda: self._driver.reserve(range(num_tokens), name, ttl_s=FOREVER, wait_s=FOREVER))
 
     def land(self, name: str, num_tokens: int, num_outputs: int, granted_at: Any, now: Any) -> list[Any]:
-        wishes = {"num_emitted": 1, "max_tokens": num_outputs + 1, "timeout_s": FOREVER}
-        request = replace(make_request(name, (7,) * (num_tokens + 1), **wishes), block_keys=())
-        checksums = (0,) * self._limits.blocks_for(num_tokens)
-        commit = events.CommitRequested(lease_id=LeaseId(name), request=request, checksums=checksums)
-        return self._handle(commit, now)
+        request = request_of(range(num_tokens), name, max_tokens=num_outputs + 1, timeout_s=FOREVER)
+        return self._after(now, lambda: self._driver.commit(request))
 
     def cancel(self, name: str, now: Any) -> list[Any]:
-        return self._handle(events.RequestCancelled(request_id=RequestId(name)), now)
+        return self._after(now, lambda: self._driver.cancel(name))
 
     def advance(self, now: Any) -> list[Any]:
-        sampled = [Sampled(request_id=s.request_id, token_id=7) if s.samples else None for s in self._slices]
-        tokens = [Token(piece.request_id) for piece in self._slices if piece.samples]
+        tokens = [Token(piece.request_id) for piece in self._driver.steps[0].slices if piece.samples]
         self.wake_at = None
-        return tokens + self._handle(events.StepDone(sampled=sampled), now)
+        return tokens + self._after(now, self._driver.compute)
 
-    def _handle(self, event: Any, now: Any) -> list[Any]:
-        pending, outcomes = [event], []
-        while pending:
-            for action in self._state.handle(pending.pop(0), now):
-                match action:
-                    case events.GrantLease(lease_id=lease_id):
-                        outcomes.append(LandingGranted(lease_id))
-                    case events.VerifyBlocks(lease_id=lease_id):
-                        pending.append(events.Verified(lease_id=lease_id, corrupt=()))
-                    case events.CloseWindow(lease_id=lease_id):
-                        pending.append(events.WindowClosed(lease_id=lease_id))
-                    case events.RunStep(slices=slices):
-                        self._slices, self.wake_at = slices, now + self._step_s(slices)
-        return outcomes
+    def _after(self, now: Any, do: Callable[[], object]) -> list[Any]:
+        """Returns the outcomes of an event and of the end of all landings that it lets end."""
+        self._driver.now, begin = now, len(self._driver.log)
+        do()
+        self._driver.drain_landing()
+        done = self._driver.log[begin:]
+        for step in all_of(done, events.RunStep):
+            self.wake_at = now + self._step_s(step.slices)
+        return [LandingGranted(each.lease_id.removeprefix("lease-")) for each in all_of(done, events.GrantLease)]
 
     def _step_s(self, slices: Sequence[Slice]) -> Any:
         contexts = [len(s.token_ids) for s in slices if s.start + 1 == len(s.token_ids)]
@@ -205,9 +179,9 @@ def test_every_token_comes_when_the_live_worker_would_send_it(
     """All token times of requests that are not cancelled are equal in exact arithmetic, with limited slots, growth,
     preemption, recomputation and cancellation."""
     given_model = model(num_blocks, max_num_seqs, profile)
-    fitting = [p for p in prompts if p.num_tokens + p.num_outputs <= num_blocks * BLOCK]
+    fitting = [p for p in prompts if p.num_tokens + p.num_outputs <= num_blocks * BLOCK_SIZE]
     live = play(LiveMachine(given_model, chunk), fitting)
-    machine = DecodeMachine(given_model, BLOCK, chunk)
+    machine = DecodeMachine(given_model, BLOCK_SIZE, chunk)
     simulated = play(machine, fitting)
     assert machine.free_blocks == machine.num_blocks
     assert set(simulated) == set(live)
@@ -217,6 +191,6 @@ def test_every_token_comes_when_the_live_worker_would_send_it(
 
 
 def test_a_prompt_that_never_fits_is_refused() -> None:
-    machine = DecodeMachine(model(2, 4, DecodeProfile(c0=1, c1=0, c2=0)), BLOCK, 16)
+    machine = DecodeMachine(model(2, 4, DecodeProfile(c0=1, c1=0, c2=0)), BLOCK_SIZE, 16)
     with pytest.raises(InvalidRequest):
-        machine.reserve("r", 2 * BLOCK, 0.0)
+        machine.reserve("r", 2 * BLOCK_SIZE, 0.0)

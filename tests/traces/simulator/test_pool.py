@@ -3,7 +3,6 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.conductor.events import BlockChanges
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey
 from moonserve.traces.simulator.cluster.heartbeats_and_samples import block_key_of
 from moonserve.traces.simulator.pool import BlockLease, Store
@@ -49,22 +48,6 @@ def test_the_end_of_the_chain_that_was_read_longest_ago_goes_first() -> None:
     assert (store.num_evicted, store.prefix(chain(3, 4))) == (1, 1)
 
 
-class Follower:
-    """The conductor's view of the pool; checks that changes arrive without gaps."""
-
-    def __init__(self) -> None:
-        self.known: dict[BlockKey, BlockKey] = {}
-        self.seq = 1
-
-    def apply(self, changes: BlockChanges | None) -> None:
-        if changes is not None:
-            assert changes.first_seq == self.seq
-            self.known.update(changes.added)
-            for key in changes.removed:
-                self.known.pop(key, None)
-            self.seq = changes.next_seq
-
-
 @settings(deadline=None, max_examples=examples(30))
 @given(
     data=st.data(),
@@ -75,7 +58,18 @@ class Follower:
 def test_changes_add_up_to_what_is_here(data: st.DataObject, num_blocks: int, num_disk: int, policy: str) -> None:
     """After any puts, overlapping reads and heartbeats, held blocks stay, capacities are kept, and the reported changes
     add up to the contents, with the right parents."""
-    store, conductor = Store(num_blocks, num_disk, policy), Follower()
+    store, known, seq = Store(num_blocks, num_disk, policy), {}, 1
+
+    def follow() -> None:
+        """Applies changes to `known`, as the conductor does. They come without gaps."""
+        nonlocal seq
+        if (changes := store.take_changes()) is not None:
+            assert changes.first_seq == seq
+            known.update(changes.added)
+            for key in changes.removed:
+                known.pop(key, None)
+            seq = changes.next_seq
+
     reads: list[tuple[tuple[BlockKey, ...], BlockLease]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         # A path in a tree with four branches at each block; a block's id encodes its whole path.
@@ -89,14 +83,14 @@ def test_changes_add_up_to_what_is_here(data: st.DataObject, num_blocks: int, nu
             case 2 if reads:
                 store.let_go(reads.pop(0)[1])
             case _:
-                conductor.apply(store.take_changes())
+                follow()
         assert all(store.prefix(held_keys) >= len(held) for held_keys, held in reads)
         assert len(store) <= num_blocks + num_disk
         store.validate([held for _, held in reads])
-    conductor.apply(store.take_changes())
+    follow()
     snapshot = store.snapshot()
-    assert dict(snapshot.added) == conductor.known
-    assert snapshot.first_seq == snapshot.next_seq == conductor.seq
-    for key, parent in conductor.known.items():
+    assert dict(snapshot.added) == known
+    assert snapshot.first_seq == snapshot.next_seq == seq
+    for key, parent in known.items():
         number = int.from_bytes(key, "little") - 1
         assert parent == (NO_PARENT if number < 100 else block_key_of(number // 10))
