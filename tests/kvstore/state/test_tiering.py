@@ -144,6 +144,17 @@ def test_a_chain_is_demoted_from_its_end_without_waiting_for_each_write() -> Non
     assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK, 3: Tier.DISK}
 
 
+def test_a_block_with_a_child_on_disk_is_not_evicted_from_memory() -> None:
+    node = Tiered.make(memory=2)
+    node.put(chain(1, 2))
+    node.sink(2)
+    node.put(chain(8))
+    assert node.put(chain(9)) == [PutOutcome.GRANTED]
+    assert node.tiers() == {1: Tier.MEMORY, 2: Tier.DISK, 9: Tier.MEMORY}
+    node.lease(9)
+    assert node.put(chain(10)) == [PutOutcome.FULL]
+
+
 def test_an_object_too_large_for_the_disk_stays_in_memory_until_its_space_is_needed() -> None:
     node = Tiered.make(8, 2, watermarks=Watermarks(evict_above=0.0, evict_share=0.0))
     node.put(chain(1, length=5 * ALIGNMENT))
