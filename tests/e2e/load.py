@@ -18,6 +18,11 @@ from tests.patience import PATIENCE_S
 DONE = "data: [DONE]"
 
 
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """Returns the JSON schema of an object with exactly these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
 @dataclass(slots=True)
 class Said:
     """Content that a client received for one choice, joined from its chunks."""

@@ -12,7 +12,7 @@ import pytest
 
 from moonserve.deploy.admin import drain_and_role
 from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of, tokens_of
-from tests.e2e.load import Said, read_choice
+from tests.e2e.load import Said, object_schema, read_choice
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LOGPROB_TOLERANCE = 1e-4  # KV that is computed again in chunks differs in the last bits
@@ -27,28 +27,9 @@ FLAGS = (
     *("--speculative", "on"),  # streams with a grammar have no drafts
 )
 
-ITEM: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
-    },
-    "required": ["name", "count"],
-    "additionalProperties": False,
-}
+ITEM = object_schema(name={"type": "string", "maxLength": 6}, count={"type": "integer", "minimum": 0, "maximum": 9999})
 ITEMS: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": NUM_ITEMS, "maxItems": NUM_ITEMS + 1}
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "store",
-        "parameters": {
-            "type": "object",
-            "properties": {"items": ITEMS},
-            "required": ["items"],
-            "additionalProperties": False,
-        },
-    },
-}
+TOOL = {"type": "function", "function": {"name": "store", "parameters": object_schema(items=ITEMS)}}
 PLAIN = {"max_tokens": 400, "ignore_eos": True}
 FORMED = {"messages": [{"role": "user", "content": "list them"}], "max_tokens": 1_500}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

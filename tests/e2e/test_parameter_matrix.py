@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 
 from tests.e2e.cluster import UNHURRIED, Cluster, running_cluster
-from tests.e2e.load import BackgroundLoad
+from tests.e2e.load import BackgroundLoad, object_schema
 from tests.random_models import make_model
 
 BLOCK_SIZE = 16
@@ -34,17 +34,12 @@ PROMPT = random.Random(5).choices(range(256), k=75)
 OTHER = random.Random(6).choices(range(256), k=20)
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 
-PLACE: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "kind": {"enum": ["host", "device", "Gerät"]},
-        "blocks": {"type": "integer", "minimum": 0, "maximum": 9999},
-        "pinned": {"type": "boolean"},
-    },
-    "required": ["name", "kind", "blocks", "pinned"],
-    "additionalProperties": False,
-}
+PLACE = object_schema(
+    name={"type": "string", "maxLength": 6},
+    kind={"enum": ["host", "device", "Gerät"]},
+    blocks={"type": "integer", "minimum": 0, "maximum": 9999},
+    pinned={"type": "boolean"},
+)
 
 # Parameters in addition to BASE. Sampling is seeded, so that every token is determined.
 BASE: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -81,12 +76,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     },
     "prompt_logprobs of several": {**DRAWN, "prompt": [PROMPT, OTHER], "n": 2, "prompt_logprobs": 0},
 }
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["host", "device"]}},
-    "required": ["kind"],
-    "additionalProperties": False,
-}
+SCHEMA = object_schema(kind={"enum": ["host", "device"]})
 TOOL = {"type": "function", "function": {"name": "place", "parameters": SCHEMA}}
 CHAT_BASE: dict[str, Any] = {
     "messages": [{"role": "user", "content": "How are you?"}],

@@ -75,7 +75,6 @@ def controller() -> Any:
 async def test_a_start_whose_record_cannot_be_written_is_retried(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the record of a start cannot be written, the start is retried: the process does not stay "starting"."""
     document = {"conductors": {"count": 1, "port": free_port()}, "stores": {"enabled": False}}
     away, made = ["head"], []
 

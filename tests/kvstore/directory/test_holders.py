@@ -16,7 +16,7 @@ from moonserve.protocol.request import InstanceId
 from tests.kvstore.node.nodes import key
 from tests.thoroughness import any_order, examples
 
-A, B = InstanceId("a"), InstanceId("b")
+A = InstanceId("a")
 PARENT_OF = {1: 0, 2: 1, 3: 2, 4: 2, 5: 0, 6: 5, 7: 3}  # two branches below 2, two below 0
 KEYS = [key(number) for number in range(8)]
 
@@ -55,14 +55,6 @@ def test_a_key_that_is_named_twice_counts_once() -> None:
     assert fed.directory.apply_pairs(A, 2, [(key(1), key(0))] * 2, [], 1, 4, False)
     assert fed.directory.num_blocks(A) == 1
     fed.directory.validate()
-
-
-def test_messages_of_an_epoch_that_is_over_are_ignored() -> None:
-    directory = Directory()
-    assert directory.apply_changes(A, 2, added(0), 1, 2, snapshot=False)
-    assert directory.apply_changes(A, 1, added(1), 1, 2, snapshot=False)
-    assert directory.match(pack_keys(KEYS)) == {A: 1}
-    assert directory.holders(key(1)) == []
 
 
 @pytest.mark.parametrize(

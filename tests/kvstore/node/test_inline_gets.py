@@ -214,7 +214,6 @@ def landed(memory: bytearray, lengths: list[int], link: inline_protocol.InlineCo
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(SIZES, max_size=8), st.integers(1, 300_000))
 def test_each_value_has_its_own_checksum_for_any_split(lengths: list[int], piece: int) -> None:
-    """Each value's checksum is right for any piece size in which it arrives."""
     data = np.random.default_rng(piece).bytes(sum(lengths))
     piece = max(piece, len(data) // MOST_PIECES)
     near, far = socket.socketpair()

@@ -245,7 +245,6 @@ def test_a_peer_that_violates_the_format_is_cut_off_and_the_node_serves_on(store
 
 
 def test_a_node_without_a_free_connection_is_used_over_rpcs() -> None:
-    """A client beyond the node's limit of inline connections is served by ordinary calls."""
     with own_node() as (node, store), contextlib.ExitStack() as stack:
         store.put(b"key", VALUE)
         for _ in range(255):
@@ -309,7 +308,6 @@ def test_a_connection_without_a_thread_is_closed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_local_writes_become_visible_or_are_aborted_and_never_expire() -> None:
-    """Reservations of the process's own writers never expire; the writers commit them or give them up."""
     capacity = 16 * 1024
     state, clock = make_state(capacity, Heard()), itertools.count()
     calls: list[str] = []

@@ -189,7 +189,6 @@ async def test_an_object_that_is_removed_before_it_is_found_is_not_taken_in(tmp_
 
 
 async def test_earlier_value_of_outdated_object_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a found object is outdated, the disk also forgets its earlier value."""
     async with node_on(tmp_path) as node:
         for content in (value(1), value(2)):
             node.put(1, content)

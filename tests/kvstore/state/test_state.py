@@ -7,7 +7,7 @@ from moonserve.kvstore.index_layout import Entry
 from moonserve.kvstore.state.allocator import ALIGNMENT
 from moonserve.kvstore.state.eviction.evictor import MAX_SKIPPED_VICTIMS
 from moonserve.kvstore.state.objects import PutOutcome, Tier, Watermarks
-from moonserve.protocol.errors import InvalidRequest, StaleLease
+from moonserve.protocol.errors import StaleLease
 from tests.kvstore.state.tiered import TTL_S, Tiered, chain, key, keys
 
 
@@ -166,34 +166,6 @@ def test_the_index_changes_before_space_is_given_to_others() -> None:
     catalog.allocator.allocate = watched  # type: ignore[method-assign]
     node.put(chain(2))
     assert asked == [None, None], "whenever space was given, its old object was no longer found"
-
-
-def test_a_block_stored_again_regains_its_children() -> None:
-    node = Tiered.make(memory=3, disk=0)
-    node.put(chain(1, 2, 3))
-    node.state.remove(keys(2), corrupt=False)
-    node.put(chain(1, 2))
-    node.use(3)
-    for number, left in ((7, [1, 2, 7]), (8, [1, 7, 8]), (9, [7, 8, 9])):
-        node.put(chain(number))
-        assert node.in_memory() == left
-
-
-def test_a_parent_is_not_evicted_for_a_block_that_is_being_written() -> None:
-    node = Tiered.make(memory=2, disk=0)
-    node.put(chain(1))
-    node.state.reservations.reserve("r", chain(1, 2)[1:], 30.0, 0.0)
-    assert node.put(chain(3)) == [PutOutcome.FULL]
-    assert node.in_memory() == [1]
-
-
-def test_an_object_with_itself_as_parent_is_refused() -> None:
-    node = Tiered.make()
-    [wish] = chain(1)
-    wishes = [type(wish)(key=wish.key, parent=wish.key, length=1)]
-    with pytest.raises(InvalidRequest, match="own parent"):
-        node.state.reservations.reserve("r", wishes, 30.0, 0.0)
-    assert node.tiers() == {}
 
 
 def test_the_search_for_a_victim_is_bounded_and_keeps_candidates() -> None:

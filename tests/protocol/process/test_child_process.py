@@ -48,7 +48,6 @@ async def test_wait_until_ready_returns_facts_and_closes_descriptor() -> None:
     [([StartFailed("no such model")], "no such model"), ([], "the process ended before it was ready")],
 )
 async def test_not_ready_has_the_reason(entries: list[StartReport], reason: str) -> None:
-    """NotReady has the reason that the process gave, or says that it ended without one."""
     with pytest.raises(NotReady, match=reason):
         await asyncio.wait_for(
             child_process.wait_until_ready(pipe_with(StartProgress("loading"), *entries)), PATIENCE_S

@@ -50,17 +50,6 @@ async def test_call_cancelled_while_dialling_does_not_cancel_the_dial(stub: Any,
     assert (await second).present
 
 
-async def test_close_ends_calls_and_cancels_their_handlers(stub: Any, store: ScriptedStore, channels: Channels) -> None:
-    call = asyncio.create_task(channels.call(stub.Lease, LEASE, timeout_s=PATIENCE_S))
-    await store.begun.get()
-    await channels.close()
-    with pytest.raises(PeerLost):
-        await call
-    assert await store.cancelled.get() == "l"
-    with pytest.raises(PeerLost, match="was closed"):
-        await stub.Exists(EXISTS, timeout=PATIENCE_S)
-
-
 class Silent(contextlib.AsyncExitStack):
     """A server that never answers. `met` is set when a client connects, `ended` when its connection ends."""
 
@@ -78,7 +67,7 @@ class Silent(contextlib.AsyncExitStack):
         writer.close()
 
 
-async def test_close_ends_calls_that_wait_for_the_connection(channels: Channels) -> None:
+async def test_close_ends_calls_that_wait_for_the_connection_and_prevents_later_ones(channels: Channels) -> None:
     """Calls that wait for a connection end with PeerLost, which a task cannot take for its own cancellation."""
     async with Silent() as silent:
         stub = stub_of(channels.to(silent.address))
@@ -88,6 +77,8 @@ async def test_close_ends_calls_that_wait_for_the_connection(channels: Channels)
             await channels.close()
             with pytest.raises(PeerLost, match="was closed"):
                 await call
+            with pytest.raises(PeerLost, match="was closed"):
+                await stub.Exists(EXISTS, timeout=NEVER_S)
 
 
 async def test_too_many_waiting_calls_of_a_client_are_refused(
