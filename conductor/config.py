@@ -1,7 +1,5 @@
 """Command line options of the conductor process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.conductor.peers.leader_election_state import ClaimTerms

@@ -3,8 +3,6 @@
 An event that is a call has exactly one reply among its actions: the last one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

@@ -5,8 +5,6 @@ first worker and forgotten with the last. An instance that is silent for longer 
 instance has a row in its role's table (`conductor.prediction.instance_table`), in order of registration.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

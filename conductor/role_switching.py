@@ -12,8 +12,6 @@ not look idle. Decode load is the larger of two ratios: the time that sequences 
 they may add within the TBT target, and the share of blocks in use. Both spread over more workers when one joins.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

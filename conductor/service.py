@@ -4,8 +4,6 @@ Every call becomes one event for `ConductorState` and is answered from the resul
 between. A housekeeping task sends ticks, so that silent instances are noticed even when no calls arrive.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -6,8 +6,6 @@ the same request, or when the placement expires. It does not know sockets, clock
 service and the simulator drive the same object.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from moonserve.conductor.events import (

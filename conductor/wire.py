@@ -2,8 +2,6 @@
 to a message. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Knows the layout, not leases. Checksums cover only the valid tokens of a block; the bytes behind them are undefined.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

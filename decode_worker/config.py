@@ -1,7 +1,5 @@
 """Command-line options of a decode worker, and the limits that follow from them and from the pool plan."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A period in one role begins after the previous one has ended, when nothing write
 replica, the transfer engine with its memory, and the pool's findable blocks outlive a period.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Coroutine

@@ -7,8 +7,6 @@ Its rule: blocks go from the pool to a lease, from a sealed lease to a sequence,
 while a peer may write them or a step uses them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict

@@ -4,8 +4,6 @@ The store client verifies the blocks that it reads and never outlives its deadli
 missing blocks are computed again. Does not know sequences.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -3,8 +3,6 @@
 Decides nothing about requests: `decode_worker.state` does, and `decode_worker.service` performs its decisions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from prometheus_client.registry import Collector

@@ -1,7 +1,5 @@
 """`moonserve chat`: a conversation with a served model. Answers go to stdout, their figures to stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ exit codes.
 stdout has only results, so it can be piped; problems go to stderr.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -5,8 +5,6 @@ A policy decides whether a request is admitted now, and which request is preempt
 assigns blocks (`decode_worker.decisions.admission_and_preemption`); `PoolSnapshot` is the policy's view of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol

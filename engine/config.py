@@ -1,7 +1,5 @@
 """Flags of a worker's model replica and of its elastic KV memory, with the checks that need no model. No torch."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ still runs, as in LightLLM's past-future scheduler (ASPLOS 2025), but with quant
 Later arrivals are not considered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist

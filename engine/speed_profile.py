@@ -5,8 +5,6 @@ shapes at its first start. The result is kept in a folder, by model, processor a
 `moonserve profile` measures many shapes. Knows nothing of schedulers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

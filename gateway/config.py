@@ -1,7 +1,5 @@
 """Configuration of the gateway. `moonserve serve` shares the options that concern clients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 An exception that is not in the table is a bug: 500 without internal details.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

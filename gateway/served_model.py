@@ -1,7 +1,5 @@
 """The served model for clients, and endpoints that need no worker: models, tokenization and detokenization."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Options of a store node."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

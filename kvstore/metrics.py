@@ -1,7 +1,5 @@
 """Prometheus metrics of a store node: Mooncake's names for metrics of its master, ours for the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric

@@ -5,8 +5,6 @@ Python owns the memory and checks the bounds of all memory whose address is pass
 `MappedReader` reads another process's index.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

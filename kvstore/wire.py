@@ -1,7 +1,5 @@
 """Converts between the node's state and its protobuf messages. Refuses malformed messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from moonserve.kvstore.disk.base import Pin

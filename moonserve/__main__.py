@@ -1,7 +1,5 @@
 """The `moonserve` command: one verb per line of `VERBS`. A verb's module is imported only when the verb is used."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Command-line options of a prefill worker, and the limits that follow from them and from the pool plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.engine.kv_cache.pool_size import PoolPlan

@@ -6,8 +6,6 @@ leave in batches that are worth their fixed cost: one per layer if layers are la
 small. Ranges are rows of numpy arrays: a prefix of a thousand blocks has fifty thousand of them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The process of a follower stage: its layers, its memory and its RPC server. It ends with its leader."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 from moonserve.engine.replica import Replica, running_replica

@@ -15,8 +15,6 @@ phases, `write_behind` owns the puts to the store, `load_or_compute` decides whe
 `shared_state` holds the state that all of them share.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace

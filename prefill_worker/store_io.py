@@ -3,8 +3,6 @@
 The store client verifies the blocks that it reads. Blocks that did not arrive correctly count as missing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -3,8 +3,6 @@
 Decides nothing about requests: `prefill_worker.state` does, and `prefill_worker.service` performs its decisions.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

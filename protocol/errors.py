@@ -4,8 +4,6 @@ Every class has a stable `code`. It crosses process boundaries in replies of bot
 becomes the same class on the other side (`protocol.rpc.wire`).
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 

@@ -4,8 +4,6 @@ Replay reports, benchmarks and simulator share these definitions. Times are mono
 different hosts are never mixed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

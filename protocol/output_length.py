@@ -2,8 +2,6 @@
 counts that decay. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 

@@ -1,7 +1,5 @@
 """Streaming client of an OpenAI-compatible endpoint. Records the arrival time of each token."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence

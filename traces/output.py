@@ -1,7 +1,5 @@
 """Output of the trace commands: text tables and files, with clear errors if a file cannot be written."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

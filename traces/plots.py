@@ -1,7 +1,5 @@
 """Plots of results. A result has the same number and line style in all plots; without data it has no image."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import io

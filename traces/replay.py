@@ -1,7 +1,5 @@
 """`moonserve replay`: sends a trace's requests to an endpoint at their recorded times and reports the results."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -5,8 +5,6 @@ failed requests count as misses of the objectives. Latencies cover completed req
 serve`. Does not know where a request was computed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Results as one self-contained HTML page. Equal results give equal pages, so durations of simulations are left out.
 Texts are in `simulation.html`, the style in `base.html`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

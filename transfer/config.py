@@ -1,7 +1,5 @@
 """Configuration of a transfer engine: options, command-line flags, time limits and injected faults."""
 
-from __future__ import annotations
-
 import ipaddress
 import threading
 from dataclasses import dataclass, field

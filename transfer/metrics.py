@@ -4,8 +4,6 @@ Counts nothing itself: the engine's counters are read on demand. They cover the 
 requested as initiator; the peer does not count them again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

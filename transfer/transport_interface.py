@@ -6,8 +6,6 @@ the destination memory decides on every store**, so a peer that stopped and resu
 sockets and no threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

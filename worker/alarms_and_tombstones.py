@@ -1,7 +1,5 @@
 """Time-dependent parts of a worker's state: alarms, and cancellations that arrive before their requests."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from typing import Any

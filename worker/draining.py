@@ -4,8 +4,6 @@ This module owns the draining flag and its service. The worker decides how to re
 stopping drains in any case and cannot be put back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

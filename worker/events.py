@@ -1,7 +1,5 @@
 """Events and actions of workers of both roles. Pure data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.protocol.errors import MoonserveError

@@ -1,8 +1,6 @@
 """Finds the endpoint of a worker's home store through the conductor. Looks again whenever the store could not be
 reached, since a restarted store has another endpoint. Does not know what is stored there."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

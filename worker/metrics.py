@@ -3,8 +3,6 @@
 Only the waits for blocks are measured here. All other figures are those of heartbeats and GetStatus.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -3,8 +3,6 @@
 Also has the options of both roles and the KV pool as bytes. Decides nothing about requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence

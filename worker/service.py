@@ -6,8 +6,6 @@ cancelled on purpose, the event given for that case is reported. Any other excep
 instead of leaving a request waiting.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -7,8 +7,6 @@ gateway with other numbers has missed events, maybe a request's last token, and 
 acknowledgements are needed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -13,8 +13,6 @@ takes its measured CPU time, so that other processes of the machine have little 
 `python -m benchmarks.conductor --json out/conductor.json`
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

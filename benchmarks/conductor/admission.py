@@ -8,8 +8,6 @@ wasted on requests rejected at the handoff, and requests that kept both objectiv
 out/. Finished simulations are kept there, so that an interrupted run continues.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ the TBT objective that a step with chunks may take. No request is rejected. The 
 docs/conditional-disaggregation.md. Simulations are kept below out/, so that an interrupted run continues.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Intervals are to contain 80 %. Simulates the conversation trace with 8 prefill a
 conductor, at several speeds. The width is the median of upper ÷ lower end.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

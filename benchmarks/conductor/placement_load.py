@@ -4,8 +4,6 @@ It owns the block keys and a script of events per round, all drawn from one seed
 that a script exists before time is measured: heartbeats report the load of evenly spread requests.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Iterator

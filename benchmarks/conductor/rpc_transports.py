@@ -4,8 +4,6 @@ The call is `Exists` with one key; the servicer only looks it up. Rounds of all 
 medians over the rounds. `python -m benchmarks.conductor.rpc_transports --json out/rpc.json`
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Traces and options of the benchmarks that simulate clusters. Runs missing simulations, with progress on stderr."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Iterator

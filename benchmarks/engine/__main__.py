@@ -4,8 +4,6 @@ speed compares decode and prefill with other engines. The other parts are separa
 see OTHERS) and run here with their default options. The exit status is 1 if a bar is missed or a part fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -6,8 +6,6 @@ together exceed the caches, and their blocks are in random order. Contestants ta
 thread, processor time is measured, because other load hardly changes it; with more threads, wall time.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

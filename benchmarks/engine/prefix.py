@@ -16,8 +16,6 @@ full pool per block, with the key objects if the index keeps them. *collect*: ti
 pool.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import heapq

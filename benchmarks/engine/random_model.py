@@ -3,8 +3,6 @@
 The weights are the same every time. It is a separate program so that the measuring process need not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The least time of a decode step: the bytes that it must read over the measured memory bandwidth of the cores."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

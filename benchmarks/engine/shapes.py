@@ -4,8 +4,6 @@ The models beside the demo model are Llamas with random weights, MoE, a mixture 
 attention. 110M is the one of the published comparison.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ Figures are milliseconds per decode step for several batches and contexts, and p
 mean time of a sum over two ranks through shared memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

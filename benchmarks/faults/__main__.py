@@ -6,8 +6,6 @@ one id. If another process can take over, the client waits for at most 3 s. Prin
 `--engine vllm` does the same with vLLM's engine, and with a damaged store, a full one and partitions.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Damage to the memory of a running store node."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ A scene starts a stream, waits for its moment, kills or stops processes, and rep
 that. It starts on a complete cluster and ends when all processes are back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """What faults are injected into: a Redis server that comes back empty, streams that resume, a local cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import itertools

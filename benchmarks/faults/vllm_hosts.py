@@ -1,7 +1,5 @@
 """A cluster of vLLM workers on five hosts, whose links can be cut: network namespaces, as in benchmarks.networks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Sequence

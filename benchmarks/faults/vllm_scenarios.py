@@ -3,8 +3,6 @@
 Each play measures two requests with the same prompt: a stream that runs at the fault, and a new one right after it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Exit codes: 0 all executed checks passed, 1 a check failed, 2 wrong arguments or a missing package, 3 no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ A failed check does not end the run; one without time is skipped. A fault on a G
 fails, so the remaining checks get a new process. They also get one if a check ends the process or takes too long.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -3,8 +3,6 @@
 Times are medians of rounds measured with the device's own events. Without a GPU (a rehearsal), one call is timed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ prefill, or is copied on the GPU by CUDA IPC. The check passes if the tokens equ
 The dtype is float32, so that tokens are comparable. Both processes create the same weights from the same seed.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import time

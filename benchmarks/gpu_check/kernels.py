@@ -1,7 +1,5 @@
 """Compares each kernel with its definition in float64 on the CPU, over shapes chosen to break it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Models with random weights, created on the device, so that any size works without a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows of results (passed, failed or skipped), and their output as a table and as JSON, with the machine."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

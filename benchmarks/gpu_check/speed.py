@@ -1,8 +1,6 @@
 """Compares the speed of attention, of copies to host memory and of whole models with the limits of the hardware, and
 with transformers."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Compares greedy tokens of small random models in float32 with transformers on the same device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

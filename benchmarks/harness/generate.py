@@ -4,8 +4,6 @@ It does continuous batching with chunked prefill over a `BlockPool`, nothing mor
 and benchmarks measure the cost of disaggregation with it; no server uses it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Statistics of streams, interleaved rounds, the load of other processes, tables, JSON files."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 Hosts are network namespaces of one machine, with links that can be made slow or lossy, or cut.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

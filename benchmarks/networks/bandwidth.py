@@ -5,8 +5,6 @@ The processes at both ends of the link, on two hosts: `target` serves memory, `i
 prints one JSON line. The target ends with its stdin.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -3,8 +3,6 @@
 Clients run on the gateway's host, so that an outage never cuts them off from the gateway itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

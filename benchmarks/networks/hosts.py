@@ -4,8 +4,6 @@ Its rule: no namespace or device remains when the block ends. Links are simulate
 kernel has sch_netem. TCP sees the same effects: delay, loss, a rate limit with a queue, and silence.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

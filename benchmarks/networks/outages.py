@@ -4,8 +4,6 @@ Its rule: right answers are known in advance, from the same cluster without an o
 so that its KV is really transferred between hosts.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -3,8 +3,6 @@
 Each simulation is kept in the folder's `runs/`, so that an interrupted run continues and a repeated one is quick.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

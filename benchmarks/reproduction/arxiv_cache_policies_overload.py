@@ -3,8 +3,6 @@
 Cache policies: hit rate by eviction policy and cache size in blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

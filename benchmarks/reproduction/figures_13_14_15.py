@@ -3,8 +3,6 @@
 Figure 13: TTFT by network bandwidth of the machines.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

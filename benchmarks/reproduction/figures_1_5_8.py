@@ -3,8 +3,6 @@
 Figure 1 compares effective requests with vLLM's, by TBT limit; here also by arrival rate.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

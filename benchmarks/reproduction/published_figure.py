@@ -4,8 +4,6 @@ A figure is two pure functions: `runs` names simulations of the trace, `finding`
 that several figures share are simulated once, in any order and process. Changing texts simulates nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Table 2: number of requests, mean lengths, cacheable share of the prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 

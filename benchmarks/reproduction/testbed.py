@@ -1,7 +1,5 @@
 """The paper's cluster of sixteen machines as specs, and measures of results that several figures use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -9,8 +9,6 @@ For 1 and 4 each worker is pinned to its own core. For 2 and 3 each worker and t
 that is not pinned; `generate` uses all cores. Prompts never repeat, so no cache helps.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

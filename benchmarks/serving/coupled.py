@@ -9,8 +9,6 @@ and other multiples for TBT. Prints results and writes docs/coupled-live.md; the
 results.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

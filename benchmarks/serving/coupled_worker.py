@@ -8,8 +8,6 @@ registers as two instances: a prefill worker that accepts requests, and a decode
 never receives a request. Gateway, placement, streams and client are therefore the same on both sides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ that decode workers have seen the lengths of answers. Figures are medians over r
 `--resume` measures only the rounds that are missing in the JSON file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

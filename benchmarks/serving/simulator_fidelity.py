@@ -8,8 +8,6 @@ serves the scaled trace, and `traces.simulator` runs the same records on the pro
 replay. Results are medians over the rounds. Writes docs/fidelity.md, and JSON below out/.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

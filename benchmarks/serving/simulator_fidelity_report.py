@@ -4,8 +4,6 @@ Each round has its own profile, replay and simulation, so that a slow phase of t
 round's errors.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ machine the first two mean little. Every side must give the same tokens, otherwi
 Bars, of `adaptive`, for a single greedy stream of code, and for a drawn one after random tokens:
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -9,8 +9,6 @@ Mann-Whitney test on TTFT:
 If foreign and miss have the same distribution, one run in twenty still fails claim 1: that is the meaning of p.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import math

@@ -5,8 +5,6 @@ closed loop of requests with long prompts and short answers against clusters tha
 at a time: plain, each feature alone, all features. Medians over the rounds, and medians of the ratios to plain.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

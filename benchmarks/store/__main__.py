@@ -4,8 +4,6 @@ Parts: speed (against Mooncake Store, Redis and memcpy), disk (against fio), res
 trace), blocks, nodes and directory (growth of cost). The exit status is 1 if a bar is missed or a part fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -13,8 +13,6 @@ With --flushing the tier flushes after every group, and fio calls fdatasync ever
 flushes once a second, and fio never.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -4,8 +4,6 @@ The node's state is driven directly, without RPC, and no bytes are moved. Each p
 memory freed by another point would hide the memory that this one takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

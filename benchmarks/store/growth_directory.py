@@ -6,8 +6,6 @@ rates are medians over rounds, each of all lookups. Resident memory is the growt
 for large directories, because small ones fit into memory that the process had freed before.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

@@ -4,8 +4,6 @@ Values are small, so that lookups and requests are measured rather than copies. 
 with 64 nodes, their idle load affects the figures.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

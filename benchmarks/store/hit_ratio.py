@@ -6,8 +6,6 @@ at a time. The figures therefore apply to the product's policies under its leaf-
 under that rule for a store that must keep new blocks: it knows the trace and evicts the block needed again last.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

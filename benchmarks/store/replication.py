@@ -7,8 +7,6 @@ The directory's planner (`kvstore.directory.replica_planner`) sees every read an
 links.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

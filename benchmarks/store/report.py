@@ -1,7 +1,5 @@
 """Formats the Markdown tables: one per part, and the list of bars."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The node has little memory, so nearly all values are only on disk. Seconds count from the start of the process.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil

@@ -5,8 +5,6 @@ turns, because stores' processes exchange heartbeats; all measured ones are idle
 core).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -8,8 +8,6 @@ that they call, also before turns after which they never return, and prompts tha
 `returning` are all turns of agents but the first, `chat` those of chats, `others` everything else. TTFT is in seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

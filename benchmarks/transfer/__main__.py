@@ -4,8 +4,6 @@ Every contestant consists of two processes, initiator and target. All take turns
 All moved bytes are compared once. The exit status is 1 if a bar is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

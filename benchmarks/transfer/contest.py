@@ -4,8 +4,6 @@ The rules: every answer has a timeout, and a pair that misses it is killed by pr
 outside its turn, so that idle threads do not disturb other contestants.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A contestant is a module with two classes, `Target` and `Initiator`, each of whi
 Its rule: one-time work of a user (connecting, registering, preparing descriptors) is not timed.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

@@ -3,8 +3,6 @@
 Messages are JSON lines over a separate socket, because libraries print. Does not know the contestants.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -5,8 +5,6 @@
 engine with its peer in another process run in turn; figures are medians of `--rounds`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

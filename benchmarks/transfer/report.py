@@ -1,7 +1,5 @@
 """Figures of each contestant (medians over rounds, with its best mode), the claimed ratios, and both as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

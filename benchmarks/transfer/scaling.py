@@ -5,8 +5,6 @@ this many are in flight to one peer. Rails: loopback addresses. A series is flat
 `FLAT` times the CPU seconds of its cheapest point.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

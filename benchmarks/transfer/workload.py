@@ -6,8 +6,6 @@ adjacent (nothing can be coalesced), and memory copies are measured with the sam
 Does not know the contestants. Needs numpy only, because it also runs in the peers' environment.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

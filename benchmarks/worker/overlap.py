@@ -11,8 +11,6 @@ until a wire of `--wire-mb-s` would have delivered it. Everything else is real. 
 sooner than with recomputing.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -6,8 +6,6 @@ hands KV off to it over shm, as to a decode worker on the same host.
 ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

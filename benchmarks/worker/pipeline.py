@@ -6,8 +6,6 @@ turns. As many chunks of a prompt are in flight as there are stages. Bars for th
 8,192 tokens, 1.05 for short prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

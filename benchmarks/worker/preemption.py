@@ -6,8 +6,6 @@ computes checksums, and both sides verify. In turns with that, the worker's engi
 measured one, for computing from its profile. Every put has new keys.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

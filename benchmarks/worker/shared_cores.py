@@ -7,8 +7,6 @@ an idle cluster, then eight clients at once. Prints medians over the rounds. Eve
 Bars for on: TTFT of a single prompt of 512 tokens at most 0.6 of off; p99 of the gaps of eight streams at most 1.05.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -6,8 +6,6 @@ A store process on this host holds 32 blocks of 64 KiB. The worker reads them in
 rounds of each round's median call, and the median of the rounds' ratios.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

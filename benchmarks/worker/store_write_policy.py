@@ -13,8 +13,6 @@ block is 512 tokens, as in the traces; partial blocks have no key.
 leave the device without a put, *hot, 2, or evicted* both. Real devices would wait for such puts or start early.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@
 Neither kind shares state. A new leader, and a shard that gets instances, learn all from registrations and heartbeats.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ requests, and stays hot down to half of that. Where its prompts differ is learne
 long system prompt is one entry.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

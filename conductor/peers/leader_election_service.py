@@ -5,8 +5,6 @@ The claim is a registry member that all candidates try to join as. Its id is the
 every start, and its endpoint is the leader's address. A request times out when the next one would be due.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

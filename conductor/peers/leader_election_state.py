@@ -12,8 +12,6 @@ FOLLOWING ─ claim ─► CLAIMING ─ granted ─► LEADING ─ renew ─► 
 ```
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable

@@ -5,8 +5,6 @@ exactly and uses summaries only to send prompts away whose wait here is much lon
 share instances equally, and to learn hot prefixes. A shard that is silent for `SILENT_AFTER_S` counts as gone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@ overtaking sequences that is not exceeded in five of six cases (`CAUTION`). `non
 `Limits` holds the objectives, times and sizes that the state is configured with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

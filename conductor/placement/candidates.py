@@ -6,8 +6,6 @@ sees the waits that this prompt would have and gives a rank as if there were no 
 placed with the lower of that rank and its tenant's limit, shifted by its priority.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar

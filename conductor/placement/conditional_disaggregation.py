@@ -7,8 +7,6 @@ compute: short ones and nearly fully cached ones. It is chosen if the first toke
 prefill worker and both objectives are met. Does not know policies and tenants' turns.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from moonserve.conductor.placement.decision import DecodeColumns, LocalPrefillColumns

@@ -5,8 +5,6 @@ A record is made for each placement, accepted or rejected. It keeps the columns 
 only on request. It knows nothing of instances.
 """
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, fields, replace

@@ -7,8 +7,6 @@ blocks for what all their sequences will need. If none has blocks for the prompt
 chosen. Ties go to the least recently chosen instance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ placement of the same request, or when it expires. Predictions are kept with eac
 times correct later predictions. Pure; knows neither members nor how a choice is made.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Ties go to the least recently chosen instance. A decision takes a fixed number o
 of instances.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

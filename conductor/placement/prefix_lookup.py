@@ -8,8 +8,6 @@ with blocks that many conversations share (a system prompt). The block after the
 conversation alone and is part of every later turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -14,8 +14,6 @@ before its time keeps its place and gains nothing.
                                └── no retry within GRACE_S ──► unknown
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush

@@ -15,8 +15,6 @@ Under overload, a tenant that is rejected for load has a *claim* until it should
 with more service in flight (÷ weight) are rejected in its favour. This makes admission weighted max-min fair.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Every error, also that of a term, is relative to the actual TTFT. So terms can b
 an empty queue is not infinitely bad. Knows no metric names and no instances.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ C reads and writes numpy's memory. Python allocates all memory and checks all bo
 meaning of columns is documented where they are kept. Between calls this module keeps only scratch memory and addresses.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import operator

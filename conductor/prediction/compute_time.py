@@ -6,8 +6,6 @@ Decode step of b sequences that read c tokens of KV in total, which is their TBT
 neither queues nor instances nor future sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ kept at INSTANTS after the time of drawing, change with every sequence, and are 
 reads all instances at once, whatever the number of sequences. `sequences.c` has the arithmetic. Pure; knows no blocks.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ report is assumed to last until the next heartbeat. A placement is *settled* `VI
 when heartbeats include it. Sums are written to the instance's row whenever they change.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

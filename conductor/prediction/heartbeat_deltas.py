@@ -4,8 +4,6 @@ The first heartbeat only sets the start values, because its totals may be old or
 Totals that decrease are ignored.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

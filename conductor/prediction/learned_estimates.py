@@ -7,8 +7,6 @@ requests are rejected and it has had no report for `SILENT_S`. As soon as a requ
 the estimate. Nothing decays while no requests are rejected: a cluster that is idle overnight keeps its estimates.
 """
 
-from __future__ import annotations
-
 import math
 
 from moonserve.conductor.members import Members

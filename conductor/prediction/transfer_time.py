@@ -11,8 +11,6 @@ This is exact if one link is the bottleneck of all its flows and no flow starts 
 rates come from `Bandwidths`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

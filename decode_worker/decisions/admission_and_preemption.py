@@ -9,8 +9,6 @@ While nothing holds blocks, any request that fits is admitted. Otherwise request
 pool's reserve free. Owns no blocks; does not know leases, phases or time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `service` runs actions in order; the result of an action, if it has one, is an event (→).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto

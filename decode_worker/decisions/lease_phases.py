@@ -8,8 +8,6 @@ Blocks leave the lease, to a sequence or to the pool, only after the lease's win
 write into a block that is readable, shared or reused. An expired lease is refused and never revived.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ Owns the queue of reservations (first come, first served) and the leases. Does n
 commit was accepted and whose window is closed moves to `landed` together with its blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

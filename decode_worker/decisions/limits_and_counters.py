@@ -1,7 +1,5 @@
 """Scheduling limits and counters of a decode worker."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.decode_worker.decisions.speculation import Speculation

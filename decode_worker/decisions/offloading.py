@@ -14,8 +14,6 @@ too slow for are computed again. A sequence whose prompt has no full block is no
 Does not know why a sequence was preempted, nor when it may be restored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ Requirements, and how each is met:
 Does not know leases: held blocks that no sequence has are landing blocks, which are released in bounded time.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq

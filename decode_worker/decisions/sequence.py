@@ -4,8 +4,6 @@ The sequence's slice is what the engine computes next. It is built once and adva
 sequence costs one append and three assignments, never a rebuild.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 

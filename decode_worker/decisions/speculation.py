@@ -7,8 +7,6 @@ choose. So drafts change how many tokens a step gives, never which.
 Pure. Does not know blocks, steps or requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ compute, by rank. A time budget is corrected by the ratio of recent step times t
 allocates nor frees blocks. In steps without chunks, sequences may compute drafts too (`speculation`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable

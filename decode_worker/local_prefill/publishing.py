@@ -5,8 +5,6 @@ are put into the store of its prefix, so that chains stay together. If its prefi
 store, if there is one. Does not know requests.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ From then on a prompt is a sequence like one that was preempted: the schedule co
 within the budget. Computed blocks are sealed and published one by one, so that later prompts share them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Runs a decode worker that also prefills: `decode_worker.worker` with other options, and with loads from and puts to
 stores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

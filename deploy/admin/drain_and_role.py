@@ -5,8 +5,6 @@ Gateways and conductors drain when a signal ends them. A change of role is reque
 gateway reports when it is back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

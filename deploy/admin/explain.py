@@ -3,8 +3,6 @@
 Asks the gateway, which knows the names that clients give to requests.
 """
 
-from __future__ import annotations
-
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 A key is shown once, when it is created; only its hash is stored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

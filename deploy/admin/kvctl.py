@@ -5,8 +5,6 @@ apply to workers, not store nodes. The gateway (--url) or --node HOST:PORT gives
 id, or the model's name for all its workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter

@@ -4,8 +4,6 @@ Every unary call has a deadline, so a stopped node costs seconds. A node that do
 the answers of the others, never instead of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing

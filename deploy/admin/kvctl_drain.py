@@ -5,8 +5,6 @@ interrupted, repeated or undone at any time. It ends when the other nodes themse
 copied too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from argparse import ArgumentParser, Namespace

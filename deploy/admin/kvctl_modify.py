@@ -1,7 +1,5 @@
 """`kvctl replicas`, `pin`, `drop` and `verify`: change objects on every node that holds them."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

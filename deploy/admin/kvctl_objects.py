@@ -1,7 +1,5 @@
 """Objects of the store for all verbs: keys on the command line, replicas, ancestors and descendants of a block."""
 
-from __future__ import annotations
-
 import re
 from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence

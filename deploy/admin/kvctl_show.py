@@ -1,7 +1,5 @@
 """`kvctl ls`, `stat` and `nodes`: show the contents and the nodes of the store. They change nothing."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing

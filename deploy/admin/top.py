@@ -3,8 +3,6 @@
 If stdout is not a terminal, it prints one view and ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

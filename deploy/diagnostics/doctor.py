@@ -4,8 +4,6 @@ The exit code is 1 if a finding is `fail`: a requested item (`--transports`, `--
 rails) or a requirement does not work. The command changes nothing and takes a few seconds.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

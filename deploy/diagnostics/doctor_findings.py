@@ -4,8 +4,6 @@
 be better. Each finding in one of these states has a remedy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ Only an old Python, a missing package or missing compiled code is a failure. Any
 drivers show no GPU, torch is not imported, which would take seconds.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

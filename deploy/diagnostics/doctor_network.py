@@ -4,8 +4,6 @@ A transport counts as usable only if bytes went both ways over it, between two e
 unchanged. For `--peer`, each endpoint is checked, then the handshake. Every wait has a timeout of a few seconds.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import secrets

@@ -3,8 +3,6 @@
 Rule: a check does what the processes would do, then releases the port or removes the file. A registry is only read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import os

@@ -5,8 +5,6 @@ compute ÷ its time alone. The prefill formula's constant is paid per step: a pr
 times, as in the simulator's prefill machine. Knows no endpoint.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ compared shapes are measured in turn, so that other load on the machine disturbs
 runs of one. Fits no formula: `terms` does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

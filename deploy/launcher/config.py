@@ -1,8 +1,6 @@
 """Options of `moonserve serve`. An option is passed on to each process that has one of that name
 (`deploy.launcher.process_specs`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields

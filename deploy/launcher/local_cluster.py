@@ -4,8 +4,6 @@ The cluster is a separate `moonserve serve` process, so that measurements and te
 when the process that started it ends, for any reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Finds a cluster's model, and refuses one that cannot be served before weights are downloaded or processes start."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reserves TCP ports before a process listens on them: for the HTTP endpoint, and for servers that are restarted."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -5,8 +5,6 @@ between processes are set here. `conductor_spec` and `member_specs` describe a c
 place processes themselves (`deploy.ray`) request one spec at a time, for the `HostOptions` where the process will run.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

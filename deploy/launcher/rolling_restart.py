@@ -1,7 +1,5 @@
 """Rolling restart: replaces each process of a launcher by a successor with the same options, one after the other."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 SIGUSR1 restarts every process, one after the other, without failing a request (`deploy.launcher.rolling_restart`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

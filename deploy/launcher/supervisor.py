@@ -5,8 +5,6 @@ restarted with the same options, first at once, then with growing delays. One th
 if two may overlap and the successor fails, the old one serves on. In every case `stop` leaves no process behind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

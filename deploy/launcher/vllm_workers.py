@@ -3,8 +3,6 @@
 vLLM pins versions of packages that moonserve has, too, so its workers may run in another Python environment.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

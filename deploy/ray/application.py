@@ -4,8 +4,6 @@ Serve starts one replica, which deploys the cluster and reports if it is whole. 
 never Serve. Needs ray[serve].
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -7,8 +7,6 @@ leaves. So under constant load, a change is never followed by its reversal. If w
 moves them first: no worker is added while the other role could give one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`moonserve deploy VERB`: deploys, inspects, changes and removes a cluster on Ray, from outside of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

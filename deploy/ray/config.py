@@ -4,8 +4,6 @@
 shares of a host, and their ports. Knows nothing of Ray except the names of its resources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path

@@ -4,8 +4,6 @@ Twice a second it reads hosts, actors and the conductor's view, and executes the
 change that a successor must know is first written to Ray's head, so that Ray can restart this actor like any other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

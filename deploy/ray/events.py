@@ -1,7 +1,5 @@
 """Events that the controller of a cluster on Ray handles, and the actions that follow."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

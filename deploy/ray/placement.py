@@ -1,8 +1,6 @@
 """Hosts of the Ray cluster as the controller knows them: usable hosts, lost hosts, and the processes placed on them.
 Pure; `now` is monotonic seconds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ lives behind a partition learns of it this way, ends its process and itself, and
 nothing of other processes except their addresses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Single processes of a cluster on Ray: their names, shares of a host, addresses and specs. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from moonserve.deploy.launcher.config import ServeConfig

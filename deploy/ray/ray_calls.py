@@ -4,8 +4,6 @@ All functions block and are called from threads. Every process has its own place
 chosen for it, which its ranks and stages share. The choice of hosts (`deploy.ray.placement`) spreads processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

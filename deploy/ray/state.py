@@ -7,8 +7,6 @@ An actor that is silent while its host answers is left to Ray to restart, for a 
 restarted on purpose, and only while the cluster is whole. Knows neither Ray nor what the processes do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The text has a line of actors and one per step (docs/diagrams/request.txt says h
 so that a test can tell a stale one. Knows nothing of what is drawn.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Sequence

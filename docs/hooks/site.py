@@ -5,8 +5,6 @@ pages of docs/, and links between the two places follow. Info strings of blocks 
 (tests/docs/fences.py), which Markdown's extensions do not know. Knows nothing of what pages say.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `python -m docs.reference.configuration FILE`; a test compares the checked-in page with what this gives.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING

@@ -5,8 +5,6 @@ processes themselves register, here around processes that have nothing to do. A 
 what this gives, and another one a live cluster's metrics with the page.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import sys

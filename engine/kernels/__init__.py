@@ -1,8 +1,6 @@
 """Interface of a compute backend: a step's tensors, attention, and layers without attention. Which backend runs:
 selector.py; C++: native/, bound by native_library.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -9,8 +9,6 @@ Prompt tokens are computed in tiles and output tokens one by one, however many o
 recomputed, after the loss of a worker or a preemption, has the same bits as when it was decoded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A row of the table depends only on its position, not on the chunks of a prompt, 
 continuation. With `dynamic`, position p gets the frequencies that token-by-token generation would have used.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

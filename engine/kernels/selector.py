@@ -1,7 +1,5 @@
 """Selects the implementations of attention and of a model's other layers by name. Nothing below imports this module."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ the table (`engine/kernels/native/thread_pool.h`): a worker that computes borrow
 computes on, and gives them back within a part of an operation. Results do not depend on the number of threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -6,8 +6,6 @@ the cache when they are used. Prompt chunks are computed one by one from gathere
 sequence, the time is spent in matrix products, which torch does well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Panels of bfloat16 may be *compact*: lossless in three quarters of the bytes
 bits select one of 16 exponents; weights with other exponents are stored separately, in eight bytes each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

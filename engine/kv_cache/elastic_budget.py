@@ -14,8 +14,6 @@ longer be met, and nothing above its ceiling. While one worker waits, workers th
 own floors, so that none starves (max-min). Does not know pages or blocks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

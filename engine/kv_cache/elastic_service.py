@@ -4,8 +4,6 @@ Makes no decisions: `engine.kv_cache.paged_free_list` chooses pages, `engine.kv_
 budget. Workers with fixed memory serve the RPC too, and refuse it with that reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -4,8 +4,6 @@ A policy ranks blocks when they become idle, that is, findable but not held. Amo
 extends, the smallest rank is evicted first. A policy knows neither keys nor chains; every call is O(1).
 """
 
-from __future__ import annotations
-
 from array import array
 
 from moonserve.protocol.errors import ConfigError

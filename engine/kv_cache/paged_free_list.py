@@ -12,8 +12,6 @@ page that is not populated makes it resident too, so no caller has to wait here.
 A `PageSupply` provides the memory of pages: without limit, or as a share of the budget of several workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Statistics and Prometheus metrics of a block pool: allocation times and the rate at which blocks are returned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Protocol

@@ -9,8 +9,6 @@ open-addressing table instead of the dict halves the memory and doubles the time
 one root for each parent key that is not in the tree: NO_PARENT, or a block that is published later or never.
 """
 
-from __future__ import annotations
-
 import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,8 +12,6 @@ block's bytes do not depend on which process wrote its tokens or in which order.
 code, and codes are rounded to nearest, ties to even. docs/kv-dtypes.md says why the scale is not per block.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Owns only the order of operations: `engine.kernels.Kernels` computes the layers,
 earlier tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Protocol
 

@@ -10,8 +10,6 @@ vocabulary. Every rank has the whole embedding, of which a step reads only a few
 Only numbers: knows neither weights nor kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -4,8 +4,6 @@ A greedy token is the index of a row's largest logit, which the device finds; it
 other sampling is done on the host (`engine.model.sampler`), which waits for the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

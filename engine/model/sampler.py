@@ -10,8 +10,6 @@ Random numbers come from Philox 4x64-10, a counter-based generator (Salmon et al
 Plain integers are used because one number per token is needed, not arrays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

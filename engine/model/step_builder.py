@@ -4,8 +4,6 @@ Keeps two facts across steps: the tokens sampled by the step begun last, and whi
 clean. Nothing else about a sequence outlives a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

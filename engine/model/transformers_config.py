@@ -1,7 +1,5 @@
 """Reads the configuration of any decoder, of an own family or of transformers. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Ranks of one worker share every layer (Megatron-LM): an engine's view of the other ranks. Sums: collectives.py; steps
 to ranks: step_messages.py; their processes: rank_processes.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

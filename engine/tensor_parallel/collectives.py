@@ -5,8 +5,6 @@ calls in the same order with the same shapes. Sums are computed in float32 in th
 bits at every rank, every time and whatever else is in a step.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

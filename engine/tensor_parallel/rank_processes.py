@@ -5,8 +5,6 @@ rank 0 closes its end of the socket, orderly or not. Rank 0 handles signals that
 Ctrl-C. Rule: either all ranks run or none. If one dies or does not answer, every later step fails and the worker ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ A message holds the final layout of a step, so that it is computed only once. Bo
 trust each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

@@ -4,8 +4,6 @@ Writers take turns with a lock file next to the key file, which they replace ato
 of it. Only its owner can read it (mode 0600): digests do not reveal the keys, but tenants and limits are confidential.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -6,8 +6,6 @@ NoWorker. A lookup takes the same time for any key, because the table is searche
 digest towards a stored one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

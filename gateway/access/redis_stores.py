@@ -9,8 +9,6 @@ A Redis that comes back empty has lost the keys; they are not revoked. Running g
 an error. Redis must persist its data (`appendonly yes`) for gateways that start later.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

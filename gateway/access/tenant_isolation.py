@@ -6,8 +6,6 @@ mistake one tenant's block for another's. A client that could choose the salt it
 cached, and gradually its content; therefore a client's salt is mixed in and never used directly.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ chance. A broken instance stays avoided for as long as the conductor may still l
 connection opened after the break: then only the old connection broke.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

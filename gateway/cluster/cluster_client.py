@@ -6,8 +6,6 @@ listener is notified at once of every break and of silence: requests in flight o
 not the worker lives. This module does not know the life of single requests, or HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

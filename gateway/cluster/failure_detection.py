@@ -16,8 +16,6 @@ last token, after which nothing would ever arrive. Therefore the worker reports 
 batches it has sent and how often it has given up this gateway.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field

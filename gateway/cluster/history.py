@@ -5,8 +5,6 @@ gateway knows already; its only calls are for the rails, while requests run.
 A series has a name and one value per point. A `/` precedes the instance, phase or rail in its name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

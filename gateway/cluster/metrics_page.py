@@ -4,8 +4,6 @@
 missing from the page, except for `moonserve_up`, which is 0 for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

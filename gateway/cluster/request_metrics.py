@@ -2,8 +2,6 @@
 kept), and figures of the last minute for people (`RecentFigures`, bounded; `now` is in monotonic seconds).
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 abandoned attempt can be told apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

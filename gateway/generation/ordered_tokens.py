@@ -5,8 +5,6 @@ waits for the first token, which the prefill worker sends on another connection;
 that a token is lost. This module does not know where attempts run or why they end.
 """
 
-from __future__ import annotations
-
 from moonserve.gateway.generation.events import Piece
 from moonserve.gateway.text.detokenizer import TextOutput
 from moonserve.protocol.request import FinishReason, Token

@@ -5,8 +5,6 @@ is cancelled; its output is not buffered further. A waiting reader may process p
 avoids waking it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Rule: a line alone says what happened, to which request and how long it took, ev
 process. A failure of the cluster is a warning; a client's mistake, its departure or a refusal for lack of room is not.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -12,8 +12,6 @@ out of service in an orderly way does not count as a loss.
 Pure: events in, actions out. This module does not know HTTP, gRPC, tokenizers or the clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -4,8 +4,6 @@ Everything runs in one event loop. A batch of events from a worker is grouped by
 generation synchronously, so that a reply's writer wakes once per batch. This module does not know HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

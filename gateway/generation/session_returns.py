@@ -4,8 +4,6 @@ A *pause* is the time from the end of a reply to the session's next request. Req
 runs of these tools, the others by people, so each kind has its own statistics.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field

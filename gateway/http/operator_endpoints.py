@@ -1,7 +1,5 @@
 """Endpoints for operators: liveness, readiness, metrics, version, state of the cluster; the pages for browsers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

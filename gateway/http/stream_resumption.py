@@ -6,8 +6,6 @@ part that the client has is not sent. An id is not trusted: it must fit the body
 could request in the body itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ leaves or stops reading, its request in the cluster is ended. Nothing is sent be
 failure up to then has its own status.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -5,8 +5,6 @@ generations. A request is charged to its key's limits before the cluster is invo
 or how a placement is made.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ Content blocks are reasoning, text or calls of tools, one open at a time. Images
 cannot be resumed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

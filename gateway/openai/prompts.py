@@ -3,8 +3,6 @@
 A prompt that the model or its context cannot read is refused here with 400, so that workers can trust their input.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ come in OpenAI's two forms (an object per token for chats, parallel lists for co
 (an object per token). Pure.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from abc import ABC, abstractmethod

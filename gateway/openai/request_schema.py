@@ -5,8 +5,6 @@ error names the parameter like OpenAI does. Unknown parameters are ignored with 
 know the model's limits or the tokenizer; `gateway.openai.prompts` checks against those.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ A request is converted to the body of a chat completion, and its reply is made o
 formats, tools and their streams exist once. Parameters that chat completions refuse are refused under this API's names.
 """
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Body of `POST /v1/responses`, where it differs from the body of a chat completion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 

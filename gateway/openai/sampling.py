@@ -1,7 +1,5 @@
 """Choices of one request, with their sampling parameters."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Each parameter becomes a text in the language of `protocol.grammar`, which trave
 grammar library cannot follow exactly is refused with 400 naming the parameter; it is never relaxed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping

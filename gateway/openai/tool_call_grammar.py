@@ -1,7 +1,5 @@
 """Tools of a request: the grammar that its calls follow, the parser that reads them, and their form in the reply."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The environment offers templates the same as `transformers` (options, filters, f
 a conversation becomes the same prompt. This module does not know tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -5,8 +5,6 @@ which an incremental UTF-8 decoder reads. Any other tokenizer decodes a small sl
 not know requests.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol

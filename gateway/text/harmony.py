@@ -8,8 +8,6 @@ message without channels is content. An eager parser, for streams, reports a cal
 calls whose arguments are an object, or that were cut off.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection

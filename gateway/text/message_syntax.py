@@ -1,7 +1,5 @@
 """How one model writes messages: its reasoning and its calls of tools, by its chat template or the operator."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import dataclass

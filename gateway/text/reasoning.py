@@ -4,8 +4,6 @@ Where the prompt already ends with the opening tag, the message begins with reas
 the beginning of a message is an answer without reasoning. White space around both parts is dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum

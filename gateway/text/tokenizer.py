@@ -4,8 +4,6 @@ Reads `tokenizer.json` with the `tokenizers` library; `transformers` converts th
 Encoding releases the interpreter's lock, so long texts may be encoded in a thread. This module does not know requests.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property

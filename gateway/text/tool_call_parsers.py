@@ -8,8 +8,6 @@ it is certain, and a reported call is not taken back. A patient parser waits for
 that do not break, and on a call cut off by the token limit, which both report as far as it goes.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

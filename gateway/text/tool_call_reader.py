@@ -3,8 +3,6 @@
 A call is certain once its name, which must be offered, and the beginning of its arguments have been read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection

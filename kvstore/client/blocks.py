@@ -5,8 +5,6 @@ do not match their writer's checksum never count as read. An operation that fail
 reservation behind, and ends only when no transfer touches the caller's memory. Does not know what the bytes mean.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

@@ -4,8 +4,6 @@ Operations that cannot be done this way are returned to the caller, which then t
 (`kvstore.client.blocks`). A node is attached on first use, and again when another incarnation has replaced it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Builds a store client from a URL. The only module of the client that reads the environment."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

@@ -5,8 +5,6 @@ counts as stored; a different value is refused. A different value is noticed onl
 not at other nodes that hold replicas.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the caller's time, never all of it while another node is left. A key that no nod
 unreachable node may have raises an error.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

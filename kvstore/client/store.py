@@ -4,8 +4,6 @@ Every call is bounded in time and raises only errors derived from `MoonserveErro
 no transfer touches the caller's memory. This module holds the public API only; the modules below it choose the nodes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Sequence

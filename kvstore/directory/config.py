@@ -1,7 +1,5 @@
 """Options of the directory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.kvstore.directory.replica_planner import ReplicationLimits

@@ -4,8 +4,6 @@ Hits are counted in slices of the window, so that a hit counts for at least nine
 many blocks are counted, the coldest are forgotten. Does not know who holds a block, nor how heat is used.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 from moonserve.protocol.kv_blocks import BlockKey, iter_keys

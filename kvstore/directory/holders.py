@@ -7,8 +7,6 @@ A block's holders are bits (`kvstore.directory.block_table`), so that a prefix m
 block.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ replaces what was known. The blocks of a node that does not answer stay in the i
 it as a member (`ClusterFollower`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

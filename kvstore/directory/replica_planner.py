@@ -7,8 +7,6 @@ replica, never a block that another block on the node follows. A pinned replica 
 left. Knows the nodes by their `NodeView`s; `copy_ended` reports the results of a plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Data types of the planner's inputs and plans. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias

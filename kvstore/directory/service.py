@@ -1,7 +1,5 @@
 """Process and RPC service of the directory: queries of the index, and requests to change replicas."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ released, or until the tier moves its object to reclaim space and reports the mo
 are worth keeping.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

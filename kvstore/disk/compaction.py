@@ -7,8 +7,6 @@ copy, because the copy may lie behind the tombstone its owner wrote meanwhile. N
 tombstones are durable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence

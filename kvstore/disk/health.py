@@ -3,8 +3,6 @@
 A full disk is healthy: it refuses what does not fit, and for a while no writes are tried. Knows no files.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections import Counter

@@ -3,8 +3,6 @@
 Small runs use the ring if there is one. Runs that fail there are repeated by a thread, which reports the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial

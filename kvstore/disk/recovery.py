@@ -5,8 +5,6 @@ objects are yielded segment by segment, the latest first. A copy made by compact
 only copies need to be remembered. Belongs to one event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -4,8 +4,6 @@ A footer is written only after its log is durable, so whatever it lists exists. 
 are turned into health here and not passed on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ A group is pure except for the futures of its callers. `GroupWriter` belongs to 
 happens after a group nor what is durable.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 from collections.abc import Callable, Sequence

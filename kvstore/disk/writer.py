@@ -6,8 +6,6 @@ owed for them. Removals are answered once durable, objects as `Flusher` decides.
 and may use the segment kept for them, because they free space.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -4,8 +4,6 @@ The lease at the source is short and renewed while parts move, so that the sourc
 seconds. A copy has its source's pin. Removed objects are not taken from a node that has not heard of the removal.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -4,8 +4,6 @@ A follower that is new or too far behind gets an inventory first (`subscribe`). 
 only counted.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -5,8 +5,6 @@ receives the bytes straight into their place. Its rule: a value becomes visible 
 matches its writer's checksum; a failure in the middle of a request leaves nothing behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np

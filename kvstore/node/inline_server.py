@@ -7,8 +7,6 @@ blocks its own thread, for a bounded time. An object may be replaced while a get
 this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

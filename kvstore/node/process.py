@@ -1,8 +1,6 @@
 """Starts, runs and stops a store node: memory, disk, listeners, membership, metrics. `kvstore.node.service` has the
 RPCs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -4,8 +4,6 @@ A part of `kvstore.node.service`, which owns the state used here. Removals of al
 `kvstore.node.removal_store`; a removal of this node's replica only reaches its own disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

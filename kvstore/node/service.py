@@ -5,8 +5,6 @@ such as verifying gigabytes, runs in threads, so that the event loop stays respo
 object's bytes except to compare them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -4,8 +4,6 @@ The only caller of the disk. It decides nothing: `kvstore.state.tiering` chooses
 pieces that keep the disk busy without holding back more memory than it writes in a moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -1,7 +1,5 @@
 """Verifies objects against their checksums: all of a node, in memory and on disk, and those just written."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar

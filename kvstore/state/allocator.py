@@ -6,8 +6,6 @@ that allocating and freeing cost one binary search. The most recently freed exte
 is the warmest in cache.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 

@@ -9,8 +9,6 @@ and leases belong to `kvstore.state.reservations` and `kvstore.state.leases`; th
 `kvstore.state.eviction.evictor` decides what is evicted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 

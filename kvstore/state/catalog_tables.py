@@ -4,8 +4,6 @@ The rows hold what readers do not need. They are columns of plain numbers: a row
 millions.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A lease on objects that are only on disk loads them into memory first: it holds 
 reads have ended. Leases are idempotent by id, like the reservations of writers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from moonserve.kvstore.state.catalog import Catalog

@@ -6,8 +6,6 @@ committed or given up (`ReservationPhase`). **Its space is never free while its 
 abort both close the window first, which the shell does and reports.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ reported nor accepted; a removal that is forgotten, by age or for lack of space,
 what is stored, nor the other nodes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice

@@ -5,8 +5,6 @@ afterwards. Reservations are idempotent by id. An ended id is remembered for a w
 its own cancellation is refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 

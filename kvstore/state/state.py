@@ -4,8 +4,6 @@ The rights are in `reservations` and `leases`; this module connects them with re
 are arguments, in monotonic seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from moonserve.kvstore.disk.base import DiskObject, Pin, Place

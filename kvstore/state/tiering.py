@@ -5,8 +5,6 @@ they are written. Promotion happens when an object that is only on disk is reque
 the only other thing that can happen to it is removal, which makes the move's result worthless.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from moonserve.kvstore.disk.base import DiskObject, Place

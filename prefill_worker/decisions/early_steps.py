@@ -11,8 +11,6 @@ until then. If a block is corrupt or missing, the result is dropped and computed
 decode worker, which has accepted none of them, have ended. `steps` runs the steps that are chosen here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from moonserve.prefill_worker.decisions import events as ev

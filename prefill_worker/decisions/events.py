@@ -5,8 +5,6 @@ or, if a request can have several such operations, by the operation's own number
 names the events that answer it (→). Exactly one of them comes, even if the operation is withdrawn.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.engine.model.batch import Sampled, Slice

@@ -4,8 +4,6 @@ The commit follows the last write and carries the checksum of every landed block
 corrupt. Corrupt blocks, and all blocks computed from them, are dropped, computed again and sent again.
 """
 
-from __future__ import annotations
-
 from moonserve.prefill_worker.decisions import events as ev
 from moonserve.prefill_worker.decisions.events import CommitHandoff
 from moonserve.prefill_worker.decisions.sequence import Phase, Sequence

@@ -28,8 +28,6 @@ This is done if it gains more than the additional cost of g turns. If reading is
 little time, all layers are read at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Requests are prepared while earlier ones compute: enough of them to keep the eng
 request holds blocks here and on the decode worker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from moonserve.prefill_worker.decisions import events as ev

@@ -1,7 +1,5 @@
 """The queue of prompts by rank, and prefetches of the waiting prompts' blocks from the stores' disks."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@
 Blocks go back to the pool only when no operation in flight uses them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ for it. Only prompts that end in the step join it, and only if the step that is 
 (`PrefillProfile.joins`): short prompts share steps, and so do long ones in a long queue.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ the pool may evict them first. Both pending and in-flight blocks are bounded; bl
 counted. A block that the store is known to have is not put again until the pool evicts it or the store restarts.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 from moonserve.engine.kv_cache.block_pool import BlockPool

@@ -8,8 +8,6 @@ that the late answer of a former leader is dropped. Calls must be safe to repeat
 registry.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

@@ -4,8 +4,6 @@ Block events are numbered within an epoch. A conductor that misses some (after a
 snapshot, so its index is soft state that can always be rebuilt from the instances.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -6,8 +6,6 @@ longer kept it sends the present blocks. ZMQ sockets are neither authenticated n
 `kv-events`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -6,8 +6,6 @@ told to. Summaries, which name capacities and hot prefixes, are as old as `SUMMA
 placement that nobody uses is dropped by heartbeats.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

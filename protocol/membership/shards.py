@@ -6,8 +6,6 @@ rendezvous hashing (Schindelhauer and Schomaker, 2005) puts the shards in an ord
 leaves or changes its weight moves only the keys that it wins or loses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

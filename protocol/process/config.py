@@ -5,8 +5,6 @@ The value of a field `max_model_len` comes from `--max-model-len`, then `MOONSER
 entry point of a process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

@@ -2,8 +2,6 @@
 other threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -5,8 +5,6 @@ A line about one request carries its id as `request_id`; a line about several ca
 is one; the suffix `.N` marks a further choice and `~N` a further attempt.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Facts about the local machine: host identity, processor, memory and cache folder."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

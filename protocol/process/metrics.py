@@ -4,8 +4,6 @@ The module that measures something defines its metrics. Names that vLLM and Moon
 others start with `moonserve_`. Units are seconds and bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from bisect import bisect_left

@@ -9,8 +9,6 @@ includer. Compiled code is required: without it a process ends with one line tha
 (`CompilerError`). Only the engine has an alternative: torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

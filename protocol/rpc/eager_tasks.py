@@ -6,8 +6,6 @@ its current task is the one that continues it after the first wait, so that `asy
 The module does not know about calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import Coroutine, Generator

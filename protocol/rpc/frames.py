@@ -9,8 +9,6 @@ number of replies with status MORE, then one that ends the call. An impossible l
 allocated for it. The module knows no sockets and no messages.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from enum import IntEnum

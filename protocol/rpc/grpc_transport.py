@@ -6,8 +6,6 @@ base class, without internal details. Calls of services added with `add_socket_s
 knows the address (`protocol.rpc.transport_selection`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -4,8 +4,6 @@ Unix names are abstract: they are private to a network namespace and vanish with
 of the same host only, at two thirds of TCP's latency.
 """
 
-from __future__ import annotations
-
 import secrets
 import socket
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Client of socket RPC in asyncio: a channel that dials, and its connection with any number of concurrent calls."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import secrets

@@ -1,7 +1,5 @@
 """Client of socket RPC for threads: one call at a time per connection, one connection per concurrent call."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import select

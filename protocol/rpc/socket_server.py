@@ -5,8 +5,6 @@ TLS, clients over TCP first show a certificate. The Unix socket, whose traffic s
 token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -5,8 +5,6 @@ members by name, and pack block keys and token ids. The functions below them han
 class from handler to caller on every transport (`Failure`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

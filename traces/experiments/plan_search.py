@@ -9,8 +9,6 @@ deterministic, and its number of simulations is bounded** by the number of machi
 It misses a division that is bad in the first eighth and best later.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`moonserve simulate TRACE`: runs one or several clusters in virtual time. Prints a table, writes a report folder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ takes effect after it.** With `prompts_first`, a prompt is computed whole while 
 chunked prefill. Does not know the origin of sequences.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right, insort
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ and not before every preempted sequence has its blocks back. Prompts share no bl
 admitted by predicted need (`engine.lookahead`). Does not know transfers or the duration of a landing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

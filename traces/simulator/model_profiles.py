@@ -20,8 +20,6 @@ So a sequence of 12,000 tokens adds 0.6 ms, and 120 of them make steps of 100 ms
 that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

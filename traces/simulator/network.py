@@ -7,8 +7,6 @@ which its last byte arrives at that time, and ends later if its links are slower
 latency (microseconds are negligible for megabytes).
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ from there when the disk is full. **A block being read is held and cannot be evi
 the heartbeats. Not modelled: the time of a write to disk, which delays no request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

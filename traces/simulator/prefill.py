@@ -9,8 +9,6 @@ pipeline parallelism, FAST'25 §4.2). A single machine is a group of one. Does n
 or decode machines.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Results of a simulation. Frozen data; times are seconds of virtual time since the start of the trace."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

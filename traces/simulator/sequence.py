@@ -1,7 +1,5 @@
 """A request during decode, as a batch sees it, and the block pool of its machine. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence

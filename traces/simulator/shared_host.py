@@ -5,8 +5,6 @@ from a prefill machine, because a gateway and clients compute after each of its 
 (`moonserve profile --serving`), not derived. Does not know cores, threads or steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

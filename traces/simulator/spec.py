@@ -3,8 +3,6 @@
 A result depends only on this and the trace: equal specs and traces give equal results.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 

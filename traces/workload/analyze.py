@@ -1,7 +1,5 @@
 """`moonserve traces analyze TRACE`: prints statistics of a trace as tables and writes them as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The checksum of a file is its git object id, as the hosting repository lists it for the given branch or commit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

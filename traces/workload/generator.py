@@ -8,8 +8,6 @@ document, or a single request. Each may begin with one of a few system prompts, 
 Shares are of newly begun threads, from 0 to 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

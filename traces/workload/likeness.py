@@ -9,8 +9,6 @@ A higher rate means more conversations at once, each with unchanged think times.
 begins again with new conversations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise

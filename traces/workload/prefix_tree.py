@@ -5,8 +5,6 @@ after two different prefixes counts as two blocks. Blocks and requests are numbe
 blocks of a request seen before are the head of its chain, because a request uses all blocks before the ones it uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

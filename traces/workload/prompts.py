@@ -4,8 +4,6 @@ Each hash id has an endless stream of token ids, a function of (seed, id). A pro
 streams. A stream begins with the id itself, encoded in token ids, so that two streams differ from the start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All measures of a trace as one JSON object: FAST'25, table 2 and figure 9, and the distributions behind them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

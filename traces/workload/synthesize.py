@@ -3,8 +3,6 @@
 Records are written one by one as JSON lines of the public format. A file is written completely or not at all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ that is due longest continues, or a new one begins. So think times are lower bou
 steady state, since a thread begins only if none is due.
 """
 
-from __future__ import annotations
-
 import heapq
 from typing import Generic, TypeVar
 

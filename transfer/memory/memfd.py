@@ -8,8 +8,6 @@ Elastic memory creates pages when they are written and can give them back. It la
 holes, so peers receive a read-only descriptor instead. A hole reads as zeros everywhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -3,8 +3,6 @@
 Owns their layout, bounds checks, merging, cutting and checksums. No I/O, no state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -2,8 +2,6 @@
 (SIEVE, Zhang et al., NSDI '24), broken ones until they are fenced.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable

@@ -5,8 +5,6 @@ passes, or the peer refuses it. A WRITE is sent again only after the target has 
 storing its first copy. If the first WRITE failed for good, the same holds for WRITEs of later batches.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ old kernels each omit different files. A published address must belong to this m
 has its interface's name, and "eth0/10.0.0.2" for further addresses of that interface. Opens no connection.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import struct

@@ -4,8 +4,6 @@ A small batch does not wait behind a large one, since parts are taken from the g
 neither blocks nor releases the GIL, since the compute thread does it. Knows no sessions.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from collections import deque

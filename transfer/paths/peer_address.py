@@ -5,8 +5,6 @@ It is printable, versioned and bound to one incarnation of one process. Each tra
 with #<NUMA node> if known. `tls=1` means that the tcp transport is encrypted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ to 300 s, and its success clears the record. Pure: time is an argument. A coolin
 a better one may use it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -5,8 +5,6 @@ Owns the matrix (memory location → preferred and secondary rails) and its rule
 Pure; `hardware_discovery` reads the machine. Knows no peers and no speeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile

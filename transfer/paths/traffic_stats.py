@@ -5,8 +5,6 @@ none are, or after a second. It counts if it moved enough bytes to measure a ban
 direction only, since two directions share the capacity. Thread-safe. `BandwidthMeter` knows no path and no rail.
 """
 
-from __future__ import annotations
-
 import bisect
 import threading
 import time

@@ -6,8 +6,6 @@ GRANT     rows, window, checksum, queue pair    → REPLY: grant number, key and
                                                   … and, after the write, RESULT with the grant's number
 """
 
-from __future__ import annotations
-
 import struct
 from typing import NamedTuple
 

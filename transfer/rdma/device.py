@@ -8,8 +8,6 @@ reports the ports without pyverbs, so this module does not import it.
 and after `QueuePair.close` neither side's bytes move over that pair.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ knowing how to read a segment is no way to write it. A connection whose peer kno
 a device may reuse a key's number.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Protocol
 

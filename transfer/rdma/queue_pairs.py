@@ -4,8 +4,6 @@ No more requests are posted than the queue holds. A chain's completion frees all
 connection completes requests in order.
 """
 
-from __future__ import annotations
-
 import logging
 import select
 import time

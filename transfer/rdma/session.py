@@ -5,8 +5,6 @@ at the same time. A WRITE first requests a grant and ends when the target report
 `close` the device moves no byte of the session: its pairs have failed, drained and been destroyed.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ are gone. Closing the window revokes the grant, which fails the pairs. The devic
 only inside what was granted, by a peer that proved to be an engine of the cluster.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A port is dialled at a TCP address of its own network interface. That connection
 agreements about memory; the bytes go through queue pairs.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial

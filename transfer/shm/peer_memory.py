@@ -11,8 +11,6 @@ call filter is stricter. Each segment read by address has a marker, a page of sh
 deregistration. If memory can be neither mapped nor read, its bytes travel on the connection.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -4,8 +4,6 @@ Requests may be pipelined. Each gets exactly one reply, in order; OFFER of mappe
 frame raise `ProtocolViolation`, after which the connection is closed.
 """
 
-from __future__ import annotations
-
 import struct
 from enum import IntEnum
 from typing import NamedTuple

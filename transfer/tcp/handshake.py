@@ -9,8 +9,6 @@ process that reuses a dead peer's port is not mistaken for it. Frames after the 
 the network must belong to the cluster alone.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import struct

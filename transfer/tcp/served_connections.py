@@ -1,7 +1,5 @@
 """The connections that this process serves, by id, so that a peer can end an earlier one of its own (FENCE)."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Callable

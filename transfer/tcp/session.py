@@ -3,8 +3,6 @@
 Requests are pipelined up to `max_in_flight_bytes`; answers arrive in order.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque

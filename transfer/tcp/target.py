@@ -6,8 +6,6 @@ readable segments. A peer that does not authenticate within the handshake's time
 peers cannot take more than `_MAX_CONNECTIONS` threads.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

@@ -9,8 +9,6 @@ The socket stays plain since `abort` comes from other threads; ciphertext passes
 core several times as much as the copy (LOG.md), and Python drives it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import select

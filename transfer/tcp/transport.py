@@ -3,8 +3,6 @@
 One rail per local address; several connections per pair of rails where one cannot fill the link.
 """
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import socket

@@ -6,8 +6,6 @@ it is cut off from the others. `--live` measures processes (`benchmarks.conducto
 processor time of one conductor by blocks and instances.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Memory and processor time of one conductor, by instances and indexed blocks."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

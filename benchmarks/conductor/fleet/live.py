@@ -5,8 +5,6 @@ workers, as workers keep them; others place requests as gateways do and report e
 of four conductors is killed. All share the cores of this machine, so rates are also given per processor second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -6,8 +6,6 @@ geometric number of turns (mean 4), each of which adds the reply and 1 to 4 bloc
 about 12,000 tokens, as that of the conversation trace of Mooncake (FAST'25).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass

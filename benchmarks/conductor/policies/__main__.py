@@ -9,8 +9,6 @@ terms. Writes JSON below out/ and, without --quick, docs/policies.md. Finished s
 an interrupted run continues.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Ratios are moonserve's figure divided by Algorithm 1's. The page names the rows that miss a claim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

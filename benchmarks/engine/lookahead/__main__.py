@@ -8,8 +8,6 @@ keeps free, and lookahead's margin. Only the CPU time of admissions and growth i
 everything else is deterministic for a seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

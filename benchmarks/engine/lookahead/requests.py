@@ -4,8 +4,6 @@
 measured; never less than the output. Equal seeds give equal loads.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

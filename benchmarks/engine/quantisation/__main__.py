@@ -7,8 +7,6 @@ prompts greedily. *Products*: native kernels, which multiply quantised weights a
 the same weights. *Speed*: native kernels in bfloat16 on one core, in turns; medians of processor time.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Errors of quantised KV and quantised weights, by the demo model on files of this repository."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Speed of decode steps and prompts over quantised KV, in turns."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

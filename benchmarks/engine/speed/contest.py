@@ -4,8 +4,6 @@ A contestant's background threads would otherwise take the core and memory bandw
 which another program had the core for long is repeated.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -4,8 +4,6 @@ The modules of the contestants are imported in their own processes only (`contes
 environment lacks this project's packages. So this module imports the standard library only.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

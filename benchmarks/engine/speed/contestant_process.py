@@ -4,8 +4,6 @@ A separate process isolates the contestant's threads, memory and compiled code, 
 in this project's environment or in the peers'. A contestant's output goes to stderr. It is killed when its parent ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

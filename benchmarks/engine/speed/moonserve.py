@@ -3,8 +3,6 @@
 The KV of contexts is never computed, because the time of a step does not depend on its values.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

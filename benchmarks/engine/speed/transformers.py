@@ -1,7 +1,5 @@
 """`generate` of transformers as a contestant, over a zero-filled cache of the context's length."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ includes the worker's stream, the gateway and the client's own processing. *Chun
 wire: a gateway that lags merges several tokens into one event.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

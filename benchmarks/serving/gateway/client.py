@@ -6,8 +6,6 @@ input ends it early. It reads bytes and does not parse HTTP: a token is an occur
 `data: {`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -3,8 +3,6 @@
 Run `python -m benchmarks.serving.gateway.dashboard` on an idle machine; it takes two minutes. Bar: 1 % of a core.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

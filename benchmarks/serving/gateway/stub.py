@@ -5,8 +5,6 @@ decode worker. The time just before each step's message is sent is recorded; the
 is added on the way. Everything runs in the caller's event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

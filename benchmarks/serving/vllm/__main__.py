@@ -12,8 +12,6 @@
 4. Requests at rising rates, whoever has answered, beside one vLLM on both cores (`rates`).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

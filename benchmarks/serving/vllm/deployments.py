@@ -1,7 +1,5 @@
 """Ways to serve one model on two cores, each as processes of its own that can be stopped while another is measured."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

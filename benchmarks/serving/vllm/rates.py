@@ -4,8 +4,6 @@ A request is in time if its first token comes within a second and its longest te
 Arrivals are Poisson, equal for all deployments, which take turns; a window's requests end before the next one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import random

@@ -1,7 +1,5 @@
 """Second visits of long prompts through a store that two vLLM servers share: moonserve's, and LMCache's server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys

@@ -4,8 +4,6 @@ Its rule: one-time work of a user (connecting, registering memory, computing add
 not timed. Every call is timed separately. Needs numpy only.
 """
 
-from __future__ import annotations
-
 import mmap
 import time
 from collections.abc import Callable, Sequence

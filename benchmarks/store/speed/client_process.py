@@ -1,7 +1,5 @@
 """Main program of a client process, which executes the driver's messages one at a time. Does not know the stores."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -4,8 +4,6 @@ Compared measurements are close in time, so that noise affects all stores equall
 reason and does not end the run. Owns the results.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """The list of measured stores, each with a function that starts its servers and a client."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain memory copies of the same sizes in the same pattern, as the limit of a get that copies."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A call that fails because the node got no processor time is retried and counts as slow, not as failed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

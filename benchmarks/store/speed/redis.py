@@ -1,7 +1,5 @@
 """Redis through redis-py over TCP. Values arrive as new `bytes`: redis-py cannot read into existing memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -5,8 +5,6 @@ the last-level cache. Values are put from random places of the first half and go
 Does not know the stores. Needs numpy only, because it also runs in the peers' environment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """torch.distributed over gloo: one isend / irecv per block. For a READ, the target calls isend."""
 
-from __future__ import annotations
-
 import socket
 from collections import deque
 from collections.abc import Callable

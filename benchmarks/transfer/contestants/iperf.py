@@ -1,7 +1,5 @@
 """iperf3 with one stream. It sends the same small buffer repeatedly, so its memory is never cold."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

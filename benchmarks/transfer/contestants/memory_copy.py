@@ -1,7 +1,5 @@
 """memcpy between shared mappings, and process_vm_readv / process_vm_writev on the other process's memory."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

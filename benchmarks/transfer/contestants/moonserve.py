@@ -2,8 +2,6 @@
 calls `run` for one batch after the other in the caller's thread.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

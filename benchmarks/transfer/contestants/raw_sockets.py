@@ -6,8 +6,6 @@ A mode consists of the calls ("plain": sendall / recv_into per block, "iovec": s
 KiB (0 = the system's default).
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

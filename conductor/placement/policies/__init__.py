@@ -1,7 +1,5 @@
 """Placement policies by name: built-in ones, and users' own as `FILE.py:CLASS` or `MODULE:CLASS`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

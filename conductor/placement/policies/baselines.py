@@ -2,8 +2,6 @@
 figure 5 (Random, LocalCacheAware), and others.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from moonserve.conductor.placement.policies.base import PrefillCandidates, Prompt, Scores, predict, predict_unfetched

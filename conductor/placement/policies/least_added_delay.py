@@ -21,8 +21,6 @@ The constants were tuned on synthetic traces (`traces.workload`), not on the pub
 the policy with Algorithm 1 and shows the effect of each term. Knows numbers only, like every policy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reads the latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 2.1) from config.json. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.engine.model.config.rope import score_factor

@@ -3,8 +3,6 @@
 The tensors of each method are read by `engine.model.weights.stored_tensors`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.engine.model.model_folder import JsonFields

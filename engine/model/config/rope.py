@@ -3,8 +3,6 @@
 Owns the list of supported types and the error messages about them. No torch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ of problems. Weights may be quantised in the checkpoint (`stored_tensors`) or wh
 (`quantised_matrix`). Does not know how weights are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass

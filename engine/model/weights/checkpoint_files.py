@@ -1,8 +1,6 @@
 """Finds and opens the files of a checkpoint (safetensors, sharded or not, or GGUF), and compares them with a list of
 tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack

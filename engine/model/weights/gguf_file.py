@@ -5,8 +5,6 @@ an integer of the file that becomes a float16 again: it is off by up to 2⁻¹¹
 of ggml-quants.h; the gguf package has the same in numpy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

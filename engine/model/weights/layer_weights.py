@@ -4,8 +4,6 @@ A stored tensor may fill part of a fused matrix, be quantised already, or be rou
 its rows and columns only. Knows the names and shapes of a layer's tensors, but no files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,8 +4,6 @@ A quantised weight is several tensors: codes packed into 32-bit words in the ord
 Each becomes rows of `quantised_matrix`; weights in fp8 become float32. Knows neither files nor the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

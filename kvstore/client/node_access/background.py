@@ -4,8 +4,6 @@ It runs membership, reports of use, renewals and calls over gRPC. A caller from 
 Knows nothing of stores.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

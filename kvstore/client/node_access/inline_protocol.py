@@ -15,8 +15,6 @@ response  status u8 · 0 · count u32 · bytes u64
 One request is in flight at a time. A violation of the format ends the connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

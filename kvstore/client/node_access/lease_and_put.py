@@ -4,8 +4,6 @@ Each function yields steps for a caller to run: `StoreNode.run` in the caller's 
 Nothing of a put is visible before its commit. A right that is not given back expires.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

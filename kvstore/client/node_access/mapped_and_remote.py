@@ -4,8 +4,6 @@ Only committed and whole objects are returned; each must match its checksum, unl
 mapped memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast

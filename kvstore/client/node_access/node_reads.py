@@ -4,8 +4,6 @@ A lease loads the objects into memory and keeps them in place. It is the slow wa
 keep moving. Bytes do not count if the lease may have ended while they were read. Knows no other nodes.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

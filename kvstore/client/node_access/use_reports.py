@@ -4,8 +4,6 @@ Reports of use show a node which objects are in use and which are hot. An unansw
 node whose memory is mapped. Readers never wait for reports, and excess reports are dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -5,8 +5,6 @@ are kept because writing to blocks written before is 2.5 times as fast as to fre
 reused, even over restarts. Knows nothing of objects.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -9,8 +9,6 @@ data written to the wrong place, is therefore not taken for valid. Metadata is n
 where the data is encrypted.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

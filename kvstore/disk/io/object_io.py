@@ -4,8 +4,6 @@ An object counts as read only if the right header is at the right place and the 
 neither which objects are live nor who reads them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

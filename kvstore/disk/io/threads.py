@@ -4,8 +4,6 @@
 64 KiB from a good disk. Does not know what the jobs do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,8 +1,6 @@
 """Which objects leave a node: policies by name (below, `policies`), the choice among tenants (`quotas`), what happens
 to a victim (`evictor`). Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from moonserve.kvstore.state.eviction.base import EvictionPolicy

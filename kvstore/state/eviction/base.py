@@ -6,8 +6,6 @@ on offer. It knows blocks by their record (`kvstore.index_layout`), which is reu
 knows neither sizes nor leases.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from abc import ABC, abstractmethod

@@ -8,8 +8,6 @@ with a disk copy only leaves memory, any other is evicted. **No block is evicted
 chain.**
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Eviction policies: LRU, FIFO, LFU, length-aware, LRU with credit for reuse, S3-FIFO."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 

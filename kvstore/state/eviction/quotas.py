@@ -6,8 +6,6 @@ relative to its size gives first. Within a share and tier, the classes of hints 
 an instance of their own. Soft-pinned objects are evicted if their share has nothing else on offer.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

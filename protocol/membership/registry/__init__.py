@@ -6,8 +6,6 @@ because readers keep what they last knew. `MemberView` is a process's local view
 registry's answers. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field

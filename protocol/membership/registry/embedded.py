@@ -1,7 +1,5 @@
 """Registry inside one of the cluster's processes: lease table, clock, waiting watchers, and its gRPC service."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable

@@ -5,8 +5,6 @@ and never revived. The same owner takes its id over at once; another owner must 
 goes backwards: a `now` below an earlier one counts as the earlier one. The module knows no callers and no watchers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Nothing waits longer than the deadline of one call, even if Sentinels are dead. The module does not know the commands.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Iterator

@@ -5,8 +5,6 @@ Leases end by the server's clock. After a Redis restarts empty, `renew` raises S
 channel of changes and also poll every `poll_s` for leases that expired.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

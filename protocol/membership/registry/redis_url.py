@@ -3,8 +3,6 @@
 Passwords are never shown: not by `repr`, not in an error, and not by quoting a URL that cannot be parsed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ put into the store that the prefix came from, so that chains stay together, or i
 read. A put is lost if its store dies. Not modelled: blocks in the decode machines' own device memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ with a chunk takes as long as the decode step and the chunk in sequence. Several
 sequence, where vLLM batches them: the last one's first token comes at the same time, the others' come sooner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

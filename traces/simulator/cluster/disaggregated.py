@@ -5,8 +5,6 @@ preparation → chunks → handoff → tokens), and returns the events that foll
 others. This module knows how they are connected and not how they work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from moonserve.traces.simulator.cluster.event_loop import (

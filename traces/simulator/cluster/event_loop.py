@@ -5,8 +5,6 @@ future events. Simultaneous events are handled in the order in which they were r
 first events. A handler must recognise obsolete ones.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, TypeVar

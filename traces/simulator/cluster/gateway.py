@@ -8,8 +8,6 @@ loss are retried every `RETRY_PAUSE_S` for `RETRY_FOR_S`. The gateway divides it
 that simultaneous ones are all late, including the first. The other overheads of a request pass in parallel.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

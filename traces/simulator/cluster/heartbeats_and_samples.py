@@ -9,8 +9,6 @@ conductor's estimate is made for machines without such a link (`conductor.predic
 no store node registers, so that no other machine can read the blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ computation and cannot end before it. A loaded prefix is sent with the first chu
 everything is computed and transferred. Knows neither queues nor placements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

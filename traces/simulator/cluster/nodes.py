@@ -1,8 +1,6 @@
 """The machines of a cluster, and `ClusterBuilder`, which builds what a spec describes: conductor, machines,
 replacements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ PLACING → PREFILLING → DECODING → ENDED. After a loss PLACING again with t
 (`gateway.generation.request_state`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto

@@ -5,8 +5,6 @@ and starts the other. Requests that have not ended by then are placed again. A m
 during its prefill role.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Runs one simulation: builds the requests, runs the clock, collects the result."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 
