@@ -5,8 +5,6 @@ which blocks they use and when they stop; the engine keeps no state about a sequ
 `EngineThread` runs an engine for an event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +121,7 @@ class Engine:
         cache_folder: Path | None = None,
         progress: Progress | None = None,
         shared_cores: SharedCores | None = None,
-    ) -> Engine:
+    ) -> "Engine":
         """Loads the weights and creates the KV pool in `memory`, or in newly allocated memory if None. Raises
         ConfigError. `dtype` is the compute dtype; None means the layout's dtype, which must not be quantised then.
 

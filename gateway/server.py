@@ -5,13 +5,10 @@ only then the sockets close. If other gateways share the port, accepted connecti
 could.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
 import functools
-import logging
 import math
 import resource
 import socket
@@ -46,8 +43,6 @@ from moonserve.protocol.process.lifecycle import Lifecycle, infrequent_gc
 from moonserve.protocol.process.metrics import add_metrics_service, process_registry
 from moonserve.protocol.process.tracing import tracing
 from moonserve.protocol.rpc.grpc_transport import Channels, RpcServer
-
-log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 60
 _BACKLOG = 2_048
@@ -123,7 +118,7 @@ async def _serve_metrics(config: GatewayConfig, registry: CollectorRegistry, clo
     return await closing.enter_async_context(server.serving("127.0.0.1", 0, 0))  # these gateways run on the same host
 
 
-def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
+def _server(app: ASGIApp, config: GatewayConfig) -> "_Server":
     connections = ConnectionSet()
     # uvicorn's type demands a class, but uvicorn only calls it.
     protocol: Any = functools.partial(
@@ -160,7 +155,7 @@ def _allow_all_files() -> None:
 
 async def _run(
     gateway: Gateway,
-    server: _Server,
+    server: "_Server",
     listener: socket.socket,
     lifecycle: Lifecycle,
     config: GatewayConfig,

@@ -8,8 +8,6 @@ slots never wraps around. An entry is in the first free slot from its key's home
 slot. Must match `native/published_index.c`.
 """
 
-from __future__ import annotations
-
 import mmap
 import secrets
 import struct
@@ -92,7 +90,7 @@ class Geometry:
     seed: int
 
     @classmethod
-    def parse(cls, header: bytes | memoryview, nbytes: int) -> Geometry:
+    def parse(cls, header: bytes | memoryview, nbytes: int) -> "Geometry":
         """Parses the header, the first 64 bytes of memory of `nbytes`.
 
         Raises Incompatible unless this is an index that fits into the memory, IndexMoved if the index has left it.
@@ -110,11 +108,11 @@ class Geometry:
         return geometry
 
     @classmethod
-    def starting(cls) -> Geometry:
+    def starting(cls) -> "Geometry":
         """Returns the smallest geometry, with a secret seed, since clients choose the keys."""
         return cls(MIN_SLOTS, NUM_TAIL, secrets.randbits(64))
 
-    def grown(self) -> Geometry:
+    def grown(self) -> "Geometry":
         return Geometry(next_num_slots(self.num_slots), self.num_tail, self.seed)
 
     @property

@@ -12,8 +12,6 @@ its input arrives. A group is whole or broken. If a follower fails to answer, it
 unknown, so every step fails from then on, and the worker ends and starts again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -94,7 +92,7 @@ class PipelineGroup:
         self._num_steps = 0
         self._broken: PeerLost | None = None
 
-    def begin(self, plans: Sequence[SlicePlan], on_prefix: Callable[[int], None] | None = None) -> GroupStep:
+    def begin(self, plans: Sequence[SlicePlan], on_prefix: Callable[[int], None] | None = None) -> "GroupStep":
         """Returns a new step. At most as many steps as stages may be in flight. `on_prefix` must be None, since a group
         loads no prefixes."""
         assert on_prefix is None, "a group does not load"

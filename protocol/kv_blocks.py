@@ -1,7 +1,5 @@
 """A block of KV: its key (chained hash of its tokens), layout (shape, offset of each piece) and checksum (XXH3-64)."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -140,7 +138,7 @@ class KvLayout:
         if self.is_quantised and self.head_dim % SCALE_BYTES:
             raise ValueError(f"KV in {self.dtype} needs a head_dim that is a multiple of 4: {self}")
 
-    def of_layers(self, num_layers: int) -> KvLayout:
+    def of_layers(self, num_layers: int) -> "KvLayout":
         """Returns the layout of blocks with this many layers, as one stage of a pipeline keeps them."""
         return replace(self, num_layers=num_layers)
 

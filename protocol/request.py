@@ -5,8 +5,6 @@ whichever worker samples it. Sampling depends on (seed, position) and the logits
 another worker yields the same tokens.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Mapping
@@ -63,7 +61,7 @@ class PromptLogprobs:
         return len(self.logprobs)
 
     @classmethod
-    def joined(cls, runs: list[PromptLogprobs], num_top: int) -> PromptLogprobs:
+    def joined(cls, runs: "list[PromptLogprobs]", num_top: int) -> "PromptLogprobs":
         """Concatenates consecutive runs with `num_top` likeliest tokens each. No runs give an empty one."""
         if not runs:
             return cls(
@@ -128,7 +126,7 @@ class CacheHints:
             if seconds is not None and not 0.0 < seconds < math.inf:
                 raise InvalidRequest(f"a cache hint of {seconds} s; it must be above 0", param="cache_hints")
 
-    def without_return(self) -> CacheHints:
+    def without_return(self) -> "CacheHints":
         """Returns the hints of the blocks before the last one of the chain."""
         return replace(self, return_within_s=None, return_after_s=None)
 

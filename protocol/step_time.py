@@ -5,8 +5,6 @@ Workers measure and register the coefficients of `PrefillProfile` and `DecodePro
 prefill workers compare loading a prefix with computing it, and the simulator runs on them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable
@@ -145,7 +143,7 @@ class StepBudget:
         if not 0.0 < self.max_step_s < math.inf:
             raise InvalidRequest(f"the longest step must take a finite time above 0 s, not {self.max_step_s} s")
 
-    def slowed(self, factor: float) -> StepBudget:
+    def slowed(self, factor: float) -> "StepBudget":
         """Returns the budget for a worker whose steps take `factor` times as long as its profiles predict."""
         return self if factor == 1.0 else replace(self, max_step_s=self.max_step_s / factor)
 

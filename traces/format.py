@@ -6,8 +6,6 @@ traces of Mooncake). A record may also have a `tenant` and a `priority`; the pub
 Analysis uses `read_checked`: a trace that violates the format can be replayed, but would silently distort a measure.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ class TraceRecord:
     tenant: str = ""
     priority: int = 0  # lower is more urgent
 
-    def scaled(self, lengths: float, outputs: float, speedup: float) -> TraceRecord:
+    def scaled(self, lengths: float, outputs: float, speedup: float) -> "TraceRecord":
         """Returns a copy with scaled lengths and a clock faster by `speedup`. Prefixes are shared as before."""
         return replace(
             self,

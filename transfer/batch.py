@@ -4,8 +4,6 @@ An outcome is final: once `done`, no byte of the batch moves and no error change
 notified once per job, when no part of the job moves any more. Knows no sessions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -43,7 +41,7 @@ class Part(Slice):
 
     indices: Sequence[int]
     """Positions in the batch of the transfers whose bytes it carries."""
-    job: Job = field(init=False)
+    job: "Job" = field(init=False)
     tried: list[TransferPath] = field(default_factory=list)
     """Paths on which it failed in the current round."""
     rounds: int = 0
@@ -275,7 +273,7 @@ class Batch:
             _call(callback)
         self._callbacks.clear()
 
-    def add_done_callback(self, callback: Callable[[Batch], None]) -> None:
+    def add_done_callback(self, callback: "Callable[[Batch], None]") -> None:
         """Registers a callback. It runs once, in the thread that ends the batch, or immediately if the batch is done.
         It must not block."""
         with self._lock:

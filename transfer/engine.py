@@ -1,7 +1,5 @@
 """The transfer engine of one process: owns its segments, windows, listeners and peers, and creates its transports."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -77,7 +75,7 @@ class TransferEngine:
         self.address = ""
         self.stats = TransferStats()
 
-    def __enter__(self) -> TransferEngine:
+    def __enter__(self) -> "TransferEngine":
         self.start()
         return self
 

@@ -5,8 +5,6 @@ reads. It is forgotten if no read has confirmed it for a while, so that a store 
 does not know why a store is slow: disk, network and a busy machine look the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,7 +33,7 @@ class Speed:
     def seconds(self, num_bytes: int) -> float:
         return self.latency_s + num_bytes * self.s_per_byte
 
-    def after(self, num_bytes: int, seconds: float) -> Speed:
+    def after(self, num_bytes: int, seconds: float) -> "Speed":
         """Returns the speed updated with one more measurement.
 
         A geometric moving average: speeds differ by factors, and a single stall must not look like a slow store. The

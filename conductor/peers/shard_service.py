@@ -1,30 +1,20 @@
 """Serving as one of several active conductors: summaries are exchanged with each of the others."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
 from moonserve.conductor.config import ConductorConfig
-from moonserve.conductor.peers.leader_election_service import (
-    Service,
-    SoleLeadership,
-    serving_calls,
-    tick_periodically,
-)
+from moonserve.conductor.peers.leader_election_service import Service, SoleLeadership, serving_calls, tick_periodically
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.membership.conductor_client import parse_addresses
 from moonserve.protocol.pb import conductor_pb2, conductor_pb2_grpc
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.rpc.grpc_transport import Channels
-
-if TYPE_CHECKING:
-    from moonserve.protocol.pb.conductor_pb2_grpc import ConductorAsyncStub
 
 EXCHANGE_S = 0.25
 _TIMEOUT_S = 0.5
@@ -67,6 +57,6 @@ async def _exchange(others: Sequence[str], channels: Channels, service: ShardSer
 async def _exchange_with(
     other: str, summary: conductor_pb2.ShardSummary, channels: Channels, service: ShardService
 ) -> None:
-    stub: ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(channels.to(other))
+    stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(channels.to(other))
     with contextlib.suppress(MoonserveError):  # it is not there, and may come
         service.hear_shard(await channels.call(stub.Exchange, summary, timeout_s=_TIMEOUT_S))

@@ -77,10 +77,6 @@ class ShardState:
         """Records what another shard told."""
         self._peers[summary.address] = summary, now
 
-    def known(self) -> list[ShardSummary]:
-        """Returns the latest summaries of the other live shards."""
-        return [summary for summary, _ in self._peers.values()]
-
     # Decisions
 
     def elsewhere(self, place: Place, plan: PlacementPlan) -> str | None:

@@ -7,8 +7,6 @@ never resized, when an instance joins or leaves. Does not know what the figures 
 Instances are known to policies by digests of their names, from which `uniform` draws stateless random numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -146,7 +144,7 @@ class RowRef(Generic[T]):
     row: int
 
     @classmethod
-    def in_private_table(cls, table: type[T]) -> RowRef[T]:
+    def in_private_table(cls, table: type[T]) -> "RowRef[T]":
         """Returns a row of a private table that is never read."""
         own = table()
         return cls(own, own.append())

@@ -5,8 +5,6 @@ copied to the node of its preceding blocks, or else to its home as computed by c
 that they find it at once. Each call is bounded in objects and bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,7 +100,7 @@ class TargetNodes:
         self._placement = Placement({n: max(1.0, float(s.capacity_bytes)) for n, s in self._stats.items()})
 
     @classmethod
-    async def of(cls, cluster: StoreCluster, leaving: Node, output: Output) -> TargetNodes:
+    async def of(cls, cluster: StoreCluster, leaving: Node, output: Output) -> "TargetNodes":
         """Requests the stats of the other nodes. Raises NoWorker if none accepts objects."""
         nodes = [node for node in await cluster.all_nodes() if node.name != leaving.name]
         answers = await cluster.stats(nodes)

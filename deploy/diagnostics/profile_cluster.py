@@ -4,8 +4,6 @@ Owns the cluster's start and the calibration of its turnover. `profile_probe` me
 `profile_fit` derives the other coefficients.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile
@@ -67,7 +65,7 @@ class ModelSize:
     max_model_len: int
 
     @classmethod
-    def of_cluster(cls, view: Mapping[str, Any]) -> ModelSize:
+    def of_cluster(cls, view: Mapping[str, Any]) -> "ModelSize":
         """Takes it from the answer of /v1/cluster."""
         layout = KvLayout(**view["layout"])
         num_blocks = min(each["num_blocks"] for each in view["instances"] if each["role"] == Role.PREFILL.value)

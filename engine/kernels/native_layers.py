@@ -4,8 +4,6 @@ Weights are stored once, in the layout of the products. Owns the memory that the
 those of `torch_kernels` except for the order of sums.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +51,7 @@ class _Layer:
     vectors: list[torch.Tensor | None]  # norms: input, qk, post, query latents, latents; corrections; float32
 
     @classmethod
-    def make(cls, weights: LayerWeights, arena: Arena) -> _Layer:
+    def make(cls, weights: LayerWeights, arena: Arena) -> "_Layer":
         def packed(weight: Projection | None, bias: torch.Tensor | None = None) -> Matrix | None:
             return None if weight is None else pack(weight, bias, arena)
 

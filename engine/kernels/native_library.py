@@ -4,8 +4,6 @@ The structures must match the C++ field by field. `load_kernels` defines how all
 where its libraries are kept.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
@@ -141,7 +139,7 @@ class LayersLibrary:
         found.restype = None
         return found
 
-    def make_thread_pool(self, members: int, shared: SharedCores | None = None) -> ThreadPool:
+    def make_thread_pool(self, members: int, shared: SharedCores | None = None) -> "ThreadPool":
         """Creates a thread pool of `members` threads, including the caller's, and of those it may borrow. Raises
         CompilerError if the system refuses more threads."""
         return ThreadPool(self._library, members, shared)

@@ -7,8 +7,6 @@ product is bound by reading its weights; oneDNN reads weights that were reordere
 row-major ones. Without oneDNN the plain operation is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,7 +74,7 @@ class _Layer:
     mlps: list[tuple[Linear, Linear]]  # gate_up and down, of each expert
 
     @classmethod
-    def make(cls, weights: LayerWeights) -> _Layer:
+    def make(cls, weights: LayerWeights) -> "_Layer":
         return cls(
             input_norm=weights.input_norm,
             qkv=make_linear(plain(weights.qkv), weights.qkv_bias),

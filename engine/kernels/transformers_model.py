@@ -7,8 +7,6 @@ earlier tokens from there. Values narrower than keys are padded to the pool's wi
 the pool has the latents (`ModelConfig.latent_rank`).
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -47,7 +45,7 @@ _TOLERANCES, _QUANTISED_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}, 0.2
 class _Pass:
     """A forward pass in progress."""
 
-    model: TransformersModel
+    model: "TransformersModel"
     step: Step
     on_layer: Callable[[int], None] | None
 

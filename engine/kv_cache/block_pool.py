@@ -12,8 +12,6 @@ the block it extends, since a prefix without its beginning cannot be matched. Th
 or requests: all references are equal.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from array import array
@@ -141,7 +139,7 @@ class BlockPool:
             on_removed=on_removed,
         )
 
-    def adopt_cache(self, earlier: BlockPool) -> None:
+    def adopt_cache(self, earlier: "BlockPool") -> None:
         """Takes over the findable blocks of `earlier`, an unused pool over the same memory. References that it still
         counts are ignored. Must be called before the first allocation here. Reports every block as added."""
         if self.num_held or len(self._index) or self.num_blocks != earlier.num_blocks:

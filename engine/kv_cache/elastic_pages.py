@@ -10,8 +10,6 @@ together, as in kvcached. A block-major layout inside page groups would make a p
 `KvTensors` and transfers need one tensor per layer.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Collection, Mapping
@@ -40,7 +38,7 @@ class Paging:
     span_bytes: int
 
     @classmethod
-    def within(cls, layout: KvLayout, nbytes: int) -> Paging:
+    def within(cls, layout: KvLayout, nbytes: int) -> "Paging":
         """Divides at most `nbytes` into pages with spans of about SPAN_BYTES, or smaller spans if there would be fewer
         than MIN_PAGES pages. Raises ConfigError if not even one page fits."""
         smallest = math.lcm(layout.piece_bytes, mmap.PAGESIZE)

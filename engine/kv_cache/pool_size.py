@@ -5,8 +5,6 @@ The estimate is made from shapes before anything is loaded, and is conservative:
 unused. Only this function imports torch; everything else is pure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moonserve.engine.config import DEFAULT_KV_BYTES, ReplicaConfig
@@ -45,7 +43,7 @@ class KvBudget:
     option: str
 
     @classmethod
-    def from_config(cls, config: ReplicaConfig) -> KvBudget:
+    def from_config(cls, config: ReplicaConfig) -> "KvBudget":
         """Returns the configured size, or the default if none is configured."""
         nbytes = config.kv_cache_memory
         nbytes = DEFAULT_KV_BYTES if nbytes is None else nbytes

@@ -7,8 +7,6 @@ thread adds the result of each step; the sequence's owner reads the whole when t
 is computed again from its beginning, new results replace old ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +74,7 @@ class Sampled:
     token_id: int
     logprobs: Logprobs | None = None
     failure: str | None = None  # why the grammar cannot be followed; the other fields are then meaningless
-    after_draft: tuple[Sampled, ...] = ()
+    after_draft: "tuple[Sampled, ...]" = ()
     """Tokens sampled after each draft token of the slice. Each is valid only if the draft is right up to there."""
 
 

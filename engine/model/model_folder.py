@@ -1,7 +1,5 @@
 """The model folder: finds or downloads it, and reads its JSON files with checks. Every error names file and field."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -141,7 +139,7 @@ class JsonFields:
         value = self._get(name, what, lambda each: _is_integer(each) or _is_list_of(each, int))
         return [] if value is None else value if isinstance(value, list) else [value]
 
-    def nested(self, name: str) -> JsonFields | None:
+    def nested(self, name: str) -> "JsonFields | None":
         """Returns the fields of a nested object, or None if it is absent."""
         value = self._get(name, "an object", lambda each: isinstance(each, dict))
         return None if value is None else JsonFields(value, source=f"{self._source}: {name}")

@@ -5,8 +5,6 @@ which nobody can search for, so a salt or a slow hash would add nothing but cost
 5.1.2.2 requires these for memorized secrets with less than 112 bits).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import re
@@ -35,7 +33,7 @@ class KeyLimits:
     tokens_per_minute: int | None = None
     streams: int | None = None  # requests in flight at once, streamed or not
 
-    def or_else(self, other: KeyLimits) -> KeyLimits:
+    def or_else(self, other: "KeyLimits") -> "KeyLimits":
         """Returns these limits, with values of `other` where none is set."""
         own = dataclasses.asdict(self)
         return dataclasses.replace(other, **{name: value for name, value in own.items() if value is not None})

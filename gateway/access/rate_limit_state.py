@@ -8,8 +8,6 @@ a refused request costs nothing, and tokens are never charged twice or forgotten
 bucket is admitted when the bucket is full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +30,7 @@ class Bucket:
         wait_s = self.full_at - now - spare_s
         return wait_s if wait_s > PRECISION_S else 0.0
 
-    def after(self, amount: float, capacity: int, now: float) -> Bucket:
+    def after(self, amount: float, capacity: int, now: float) -> "Bucket":
         """Returns the bucket after `amount` is taken, or given back if negative."""
         return Bucket(max(self.full_at, now) + amount / capacity * MINUTE_S)
 

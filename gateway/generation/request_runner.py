@@ -3,8 +3,6 @@
 The shell around `request_state`. Everything runs in one event loop; the gateway's task group holds the tasks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Coroutine
@@ -57,7 +55,7 @@ class GenerationContext:
     cluster: ClusterClient
     tasks: LoggedTasks
     metrics: RequestMetrics
-    routes: dict[str, Generation]  # keyed by the request id of the current attempt
+    routes: "dict[str, Generation]"  # keyed by the request id of the current attempt
     tracer: Tracer
     figures: RecentFigures
     returns: SessionReturns
@@ -121,7 +119,7 @@ class Generation:
         self.timings.accepted()
         self.deliver(PlaceDue())
 
-    def start_after(self, leader: Generation) -> None:
+    def start_after(self, leader: "Generation") -> None:
         """Requests a placement once the blocks of `leader`, which has the same prompt, can be found at both workers.
         That is at the leader's second token, which the decode worker makes, or at its end. The blocks are then shared
         instead of recomputed."""

@@ -10,8 +10,6 @@ trickles in forever. Timers run only while the gateway waits for a client, so a 
 none. When the gateway stops, no request is lost on its way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -53,7 +51,7 @@ class Connection:
         self._cycle: Any = send.__self__  # type: ignore[attr-defined]
 
     @staticmethod
-    def of(scope: Scope) -> Connection:
+    def of(scope: Scope) -> "Connection":
         """Returns the connection that the middleware stored in the scope."""
         found: Connection = scope[KEY]
         return found
@@ -147,13 +145,13 @@ class ConnectionSet:
         for connection in self._connections:
             connection.close_when_idle()
 
-    def add(self, connection: BoundedProtocol) -> None:
+    def add(self, connection: "BoundedProtocol") -> None:
         self._connections.add(connection)
         self.is_empty.clear()
         if self.is_closing:
             connection.close_when_idle()
 
-    def remove(self, connection: BoundedProtocol) -> None:
+    def remove(self, connection: "BoundedProtocol") -> None:
         self._connections.discard(connection)
         if not self._connections:
             self.is_empty.set()

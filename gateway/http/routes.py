@@ -6,8 +6,6 @@ never sees a body (`gateway.http.connection` reads it, bounded). Paths without p
 which takes a third of a millisecond of every first token: the middleware looks them up.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +36,7 @@ from moonserve.protocol.process.metrics import package_version
 Json = dict[str, Any]
 
 
-def build_app(routes: Sequence[Route], keys: KeyTable, limiter: RateLimiter, limits: KeyLimits) -> ASGIApp:
+def build_app(routes: "Sequence[Route]", keys: KeyTable, limiter: RateLimiter, limits: KeyLimits) -> ASGIApp:
     """Builds the whole HTTP interface. `limits`: limits of keys that have none of their own."""
     app = FastAPI(
         title="moonserve",
@@ -72,7 +70,7 @@ def routes_of(
     responses: ResponsesApi,
     messages: MessagesApi,
     operations: OperatorEndpoints,
-) -> list[Route]:
+) -> "list[Route]":
     """Returns the routes in the order of `/openapi.json`."""
     response, status, ops = "/v1/responses/{response_id:path}", _object(status=_TEXT), operations
     explained = "/v1/requests/{request_id:path}/explain"

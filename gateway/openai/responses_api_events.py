@@ -6,8 +6,6 @@ One output item is open at a time: reasoning or a message while text arrives, a 
 Events are numbered in sequence. There is no `[DONE]`: the type of the last event shows that it is the last.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +100,7 @@ class ResponseEvents(ReplyFormat):
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         return events
 
-    def _text(self, kind: type[_OpenText], text: str, logprobs: Sequence[Any] = ()) -> str:
+    def _text(self, kind: "type[_OpenText]", text: str, logprobs: Sequence[Any] = ()) -> str:
         events = ""
         if type(self._open) is not kind:
             events += self._close() + self._begin(kind(self._id, len(self._items)))
@@ -130,7 +128,7 @@ class ResponseEvents(ReplyFormat):
         """Returns True if the call is the open item."""
         return isinstance(self._open, _OpenCall) and self._open.number == call["index"]
 
-    def _begin(self, opened: _OpenText | _OpenCall) -> str:
+    def _begin(self, opened: "_OpenText | _OpenCall") -> str:
         self._open = opened
         events = self._event("response.output_item.added", output_index=opened.index, item=opened.begun())
         if isinstance(opened, _OpenText):

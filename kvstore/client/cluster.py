@@ -5,8 +5,6 @@ changes nothing. A node that does not answer a call to every node becomes an err
 called. The directory is the slow way to find a key. Does not know where a key is stored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import threading
@@ -125,11 +123,11 @@ class NodeStats:
     num_on_disk: int = 0
     metadata_bytes: int = 0
 
-    def __add__(self, other: NodeStats) -> NodeStats:
+    def __add__(self, other: "NodeStats") -> "NodeStats":
         return NodeStats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _FIELDS})
 
     @classmethod
-    def of(cls, reply: kvstore_pb2.StoreStatsReply) -> NodeStats:
+    def of(cls, reply: kvstore_pb2.StoreStatsReply) -> "NodeStats":
         return cls(**{each.name: getattr(reply, each.name) for each in _FIELDS})
 
 

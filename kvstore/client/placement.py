@@ -8,8 +8,6 @@ Source: Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 19
 Schomaker, "Weighted Distributed Hash Tables", SPAA 2005 (logarithmic method).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,7 +56,7 @@ class ClusterView:
     placement: Placement = field(default_factory=lambda: Placement({}))
 
     @classmethod
-    def of(cls, nodes: Iterable[StoreNode], directory: str = "") -> ClusterView:
+    def of(cls, nodes: Iterable[StoreNode], directory: str = "") -> "ClusterView":
         by_id = {node.node_id: node for node in nodes}
         placement = Placement({node.node_id: node.capacity for node in by_id.values()})
         return cls(tuple(by_id[node_id] for node_id in placement.ids), directory, placement)

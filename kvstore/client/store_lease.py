@@ -4,8 +4,6 @@ The lease is renewed in the background while it is open. If it could not be rene
 must be discarded; `check` and the end of the `with` block raise in that case.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -43,7 +41,7 @@ class StoreLease(contextlib.AbstractContextManager["StoreLease"]):
         self._memory = contextlib.ExitStack()
         self._renewing: concurrent.futures.Future[None] | None = None
 
-    def open(self, reads: Reads, keys: Keys, deadline: Deadline, *, verify: bool) -> StoreLease:
+    def open(self, reads: Reads, keys: Keys, deadline: Deadline, *, verify: bool) -> "StoreLease":
         """Takes the leases. Raises as `Reads.values`."""
 
         def at(node: StoreNode, places: Sequence[int], within: Deadline) -> list[memoryview | ReadMiss]:

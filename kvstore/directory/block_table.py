@@ -8,8 +8,6 @@ Columns have spare capacity; the part that was never used costs no memory. Pytho
 address is passed to C, and keeps it alive.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import secrets
@@ -169,7 +167,7 @@ class BlockTable:
         """Returns the slot of each key, NO_RECORD for keys without a row."""
         return self._index.find_all(self.keys, packed_keys)
 
-    def leading(self, packed_keys: bytes) -> LeadingHolders:
+    def leading(self, packed_keys: bytes) -> "LeadingHolders":
         """Returns the holders of the leading keys, up to the first key without a row."""
         slots = self._index.find_all(self.keys, packed_keys, leading=True)
         return LeadingHolders(slots, *leading_holders(self._addresses, slots))

@@ -1,10 +1,7 @@
 """The SSD tier: implements `DiskTier` over one folder of segment files. Connects the parts and monitors the disk."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +35,6 @@ from moonserve.kvstore.disk.recovery import PinChanges, Recovery, SegmentScanner
 from moonserve.kvstore.disk.segment_lifecycle import Flusher, OpenSegments
 from moonserve.kvstore.disk.writer import Writer
 from moonserve.protocol.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 MIN_SEGMENTS = 4
 """One for writing, one for compaction, one for space lost at segment ends, and one for objects."""
@@ -79,7 +74,7 @@ class SsdTier:
         options: DiskOptions,
         moved: Moved,
         health_changed: HealthChanged,
-    ) -> SsdTier:
+    ) -> "SsdTier":
         """Opens a folder. Raises ConfigError if it is locked, foreign, or encrypted differently."""
         segment_bytes = options.segment_bytes or _segment_bytes(capacity)
         if segment_bytes % PAGE or capacity < MIN_SEGMENTS * segment_bytes:

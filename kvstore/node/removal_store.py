@@ -9,8 +9,6 @@ checksum, so that a torn or damaged record does not affect the others. The file 
 loss took is learned again from other nodes, and its objects are forgotten by the disk tier's own durable tombstones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -48,11 +46,11 @@ class Timestamp:
     wall_s: float
 
     @classmethod
-    def now(cls) -> Timestamp:
+    def now(cls) -> "Timestamp":
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         return cls(boot=boot, boot_s=time.clock_gettime(time.CLOCK_BOOTTIME), wall_s=time.time())
 
-    def until(self, later: Timestamp) -> float | None:
+    def until(self, later: "Timestamp") -> float | None:
         """Returns the seconds until `later`; None if unknown: another boot, and the wall clock went back."""
         if self.boot and self.boot == later.boot:
             return max(later.boot_s - self.boot_s, 0.0)

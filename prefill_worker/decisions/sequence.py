@@ -4,8 +4,6 @@ Phase transitions are listed in a table. Any other transition raises with the se
 sequence that has ended for its client is CLOSING until nothing reads or writes its blocks any more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -92,8 +90,8 @@ class Sequence:
     is_reserving: bool = False
     is_loading: bool = False
     num_loading: int = 0  # tokens beyond num_computed that the load will bring
-    load_progress: LoadProgress | None = None  # progress of a load by layer, once the first layers have arrived
-    early: EarlyStep | None = None  # the early step whose result does not count yet
+    load_progress: "LoadProgress | None" = None  # progress of a load by layer, once the first layers have arrived
+    early: "EarlyStep | None" = None  # the early step whose result does not count yet
     was_early: bool = False  # an early step was dropped; it is not tried again
     slice_ends_in_flight: list[int] = field(
         default_factory=list

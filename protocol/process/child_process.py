@@ -3,8 +3,6 @@
 A report is one JSON object per line; `protocol.process.lifecycle` writes them. No process is restarted here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -143,7 +141,7 @@ class WorkerPart:
     @classmethod
     async def start(
         cls, command: str, flags: Iterable[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
-    ) -> WorkerPart:
+    ) -> "WorkerPart":
         """Starts `moonserve <command>` with these flags, beside `--status-fd` and `--parent-pid`."""
         process, read_fd = await spawn(("-m", "moonserve", command, *flags), environment, pass_fds)
         return cls(process, asyncio.create_task(wait_until_ready(read_fd)))

@@ -5,8 +5,6 @@ ends on SIGTERM or SIGINT, and when its parent dies, so that no orphan survives 
 all requests in flight have ended, without a time limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes
@@ -53,7 +51,7 @@ class ProcessConfig(TlsConfig):
 class Lifecycle:
     """Reports and stop requests of one process, passed to its service."""
 
-    def __init__(self, status_fd: int | None, on_ready: Callable[[Lifecycle], None] = lambda _: None) -> None:
+    def __init__(self, status_fd: int | None, on_ready: "Callable[[Lifecycle], None]" = lambda _: None) -> None:
         self.stopping = asyncio.Event()
         self._is_unlimited = False  # while stopping: requests in flight have no time limit
         self._stop_now = asyncio.Event()

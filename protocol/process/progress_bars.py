@@ -4,8 +4,6 @@ Stdout is reserved for results, so that a pipe gets nothing else. A terminal is 
 line in a log. Long-lived processes report to their starter instead (`protocol.process.lifecycle`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading
@@ -49,7 +47,7 @@ class ProgressBars:
         self._began: dict[str, tuple[float, float]] = {}  # when a task was first shown, and what was done then
         self._printed_at: dict[str, float] = {}
 
-    def __enter__(self) -> ProgressBars:
+    def __enter__(self) -> "ProgressBars":
         if self._is_live:
             self._bars.start()
         return self

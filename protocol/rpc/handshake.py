@@ -8,8 +8,6 @@ constant time. Each end takes complete messages of `needed` bytes and returns th
 sockets and no randomness. Traffic after the handshake is not signed: the network is the cluster's own, as for gRPC.
 """
 
-from __future__ import annotations
-
 import hmac
 import struct
 from collections.abc import Callable, Sequence
@@ -36,7 +34,7 @@ class HandshakeStatus(IntEnum):
     UNAUTHENTICATED = 2
 
 
-def advance(handshake: Initiator | Responder, arrived: bytearray) -> bytes:
+def advance(handshake: "Initiator | Responder", arrived: bytearray) -> bytes:
     """Processes the complete messages in `arrived`, removes them from it and returns the bytes to send."""
     answer = b""
     while 0 < handshake.needed <= len(arrived):

@@ -5,8 +5,6 @@ waiting handler is cancelled at the call's deadline, by the client, or when the 
 in one iteration of the event loop are written together. The module does not know other connections.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect
@@ -100,11 +98,11 @@ class _Waiting:
 class ConnectionOwner(Protocol):
     """What a connection needs of the server that accepted it."""
 
-    def add_connection(self, connection: ServerConnection) -> None: ...
+    def add_connection(self, connection: "ServerConnection") -> None: ...
 
-    def on_authenticated(self, connection: ServerConnection) -> None: ...
+    def on_authenticated(self, connection: "ServerConnection") -> None: ...
 
-    def remove_connection(self, connection: ServerConnection) -> None: ...
+    def remove_connection(self, connection: "ServerConnection") -> None: ...
 
 
 class ServerConnection(asyncio.Protocol):

@@ -6,8 +6,6 @@ a socket, for example after a restart of the peer, calls use gRPC, whose replies
 with the same error classes over either transport.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -87,7 +85,7 @@ class RoutedChannel:
 
     def unary_stream(
         self, path: str, request_serializer: Serializer, response_deserializer: Deserializer, **options: Any
-    ) -> Callable[..., RoutedStream]:
+    ) -> "Callable[..., RoutedStream]":
         over_grpc = self._grpc.unary_stream(path, request_serializer, response_deserializer, **options)
 
         def call(request: Any, *, metadata: Any) -> RoutedStream:

@@ -4,8 +4,6 @@ A kept result is found by everything it depends on: the work, the trace, and the
 A change of any of them causes a new simulation. Does not know the purpose of the results.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import hashlib
@@ -124,7 +122,7 @@ class ResultArchive:
         self._trace_digest = trace_digest
 
     @classmethod
-    def of(cls, folder: Path, trace: TraceFile) -> ResultArchive:
+    def of(cls, folder: Path, trace: TraceFile) -> "ResultArchive":
         """Opens an archive. Raises ConfigError if the trace or the folder cannot be used."""
         with explain_write_errors(f"to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,6 @@ Clusters are simulated in several processes. Each result is reported when it is 
 is described by the options of `moonserve simulate`, so that a plan and a command line cannot disagree.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Sequence
@@ -303,7 +301,7 @@ class SimulationScorer:
     num_processes: int
 
     @classmethod
-    def of(cls, common: SimulateConfig, limit: int | None, folder: Path, num_processes: int) -> SimulationScorer:
+    def of(cls, common: SimulateConfig, limit: int | None, folder: Path, num_processes: int) -> "SimulationScorer":
         """Prepares trials. Raises ConfigError for an unusable trace, options or folder."""
         specs = [spec for _, spec in specs_of(common)]  # one per policy
         for spec in specs:

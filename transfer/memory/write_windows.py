@@ -5,8 +5,6 @@ ones, and an id is never reused. Stores happen elsewhere: inside `with window:`,
 by a device that has a revocable `WindowHold`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import threading
@@ -34,7 +32,7 @@ _POLL_S = 0.0002
 class WindowHold:
     """Keeps a window in use, until `release`, for stores that this process cannot count."""
 
-    window: Window
+    window: "Window"
     revoke: Callable[[], None]
 
     def release(self) -> None:

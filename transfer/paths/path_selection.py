@@ -12,8 +12,6 @@ Owns, for each path, the bytes in flight and the measured bandwidth. Its rules:
 Pure: time is an argument. Not thread-safe. Knows no sockets and does not retry; a retrying caller passes `tried`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class _PathState:
 
     path: TransferPath
     rails: Hashable
-    estimate: BandwidthEstimate
+    estimate: "BandwidthEstimate"
     in_flight_bytes: int = 0
     in_flight_slices: int = 0
 

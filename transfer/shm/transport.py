@@ -7,8 +7,6 @@ passed only when that cannot block, since the peer may be sending answers; bytes
 After a WRITE that succeeded, native code serves further ones from the same memory into the same window.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket
@@ -241,7 +239,7 @@ class ShmTransport:
         rail = Rail(self.name, self.name, name)
         return [Acceptor(listener, rail, state, partial(self._target, state), self._copier.close)]
 
-    def _target(self, state: ServedState, sock: socket.socket) -> ShmTarget:
+    def _target(self, state: ServedState, sock: socket.socket) -> "ShmTarget":
         return ShmTarget(Connection(sock), state, copier=self._copier, markers=self._markers)
 
     def reachable(self, address: Address) -> bool:

@@ -10,8 +10,6 @@ the wait behind all queued prompts. A policy that gives ranks uses this column t
 `queue_waits` for the exact waits of the few best.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class QueueWaits:
         """Returns the addresses of these instances' `Queue` structs of prefills.c; valid until the next change."""
         return np.array([self.instances[row].queue.native_record() for row in rows.tolist()], np.uint64)
 
-    def with_limits(self, limits: Floats | None, shift_s: float) -> QueueWaits:
+    def with_limits(self, limits: Floats | None, shift_s: float) -> "QueueWaits":
         return QueueWaits(self.instances, self.now, limits, shift_s)
 
 
@@ -103,7 +101,7 @@ class Scores(NamedTuple):
     queue_s: Floats | None = None  # wait included in `ttft_s`; None = the offers' column
     added_s: Floats | None = None  # total delay of other prompts; for the decision record
 
-    def with_score(self, score: Floats | Ints) -> Scores:
+    def with_score(self, score: Floats | Ints) -> "Scores":
         return self._replace(score=score)
 
 

@@ -4,8 +4,6 @@ Owns the list of supported architectures and the error messages about them. The 
 Weights are checked by `engine.model.weights`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,7 +84,7 @@ class ModelConfig:
         more = "".join(f"|{each}" for each in (self.experts, self.latent_heads) if each is not None)
         return f"{self.rope}|{self.sliding_windows}|{self.rms_norm_eps}|{self.transformers_config}{more}"
 
-    def of_layers(self, layers: range) -> ModelConfig:
+    def of_layers(self, layers: range) -> "ModelConfig":
         """Returns the configuration of a pipeline stage that has only these layers, renumbered from 0."""
         windows = self.sliding_windows[layers.start : layers.stop]
         experts = None if self.experts is None else self.experts.of_layers(layers)

@@ -1,7 +1,5 @@
 """Reads mixtures of experts from config.json. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from moonserve.engine.model.model_folder import JsonFields
@@ -47,7 +45,7 @@ class Experts:
         mixtures = num_layers - min(self.dense_layers, num_layers)
         return mixtures * (used * size + self.shared_size) + (num_layers - mixtures) * self.dense_size
 
-    def of_layers(self, layers: range) -> Experts:
+    def of_layers(self, layers: range) -> "Experts":
         return replace(self, dense_layers=min(len(layers), max(0, self.dense_layers - layers.start)))
 
 

@@ -8,8 +8,6 @@ architectures, tensor types or rotary positions are refused before a weight is r
 imported when a file is opened.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -97,7 +95,7 @@ class _Header:
     rope_factors: list[float]  # divisors of the rotary frequencies; empty: none
 
     @classmethod
-    def read(cls, path: Path) -> _Header:
+    def read(cls, path: Path) -> "_Header":
         """Opens a file. Raises ConfigError, which says what would work."""
         try:
             from gguf import GGUFReader

@@ -6,8 +6,6 @@ panels that the native products read (`engine/kernels/native/products/quantised_
 that no matrix is in memory twice. Knows neither names of tensors nor files.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -67,7 +65,7 @@ class QuantisedRows:
     def shape(self) -> list[int]:
         return list(self.codes.shape)
 
-    def part(self, rows: slice, columns: slice) -> QuantisedRows:
+    def part(self, rows: slice, columns: slice) -> "QuantisedRows":
         """Returns a part of the matrix. Raises ConfigError if it cuts a group."""
         start, stop, _ = columns.indices(self.codes.shape[1])
         group = self.format.group
@@ -77,7 +75,7 @@ class QuantisedRows:
         zeros, mins = (None if each is None else each[rows, groups] for each in (self.zeros, self.mins))
         return replace(self, codes=self.codes[rows, columns], scales=self.scales[rows, groups], zeros=zeros, mins=mins)
 
-    def chunks(self) -> Iterator[tuple[int, QuantisedRows]]:
+    def chunks(self) -> "Iterator[tuple[int, QuantisedRows]]":
         """Yields (first row, some rows) for conversions that need much memory per row."""
         for rows in _row_slices(self.codes):
             yield rows.start, self.part(rows, slice(None))
@@ -89,7 +87,7 @@ class QuantisedRows:
         weights = codes * _spread(self.scales.float(), group, inputs)
         return weights if self.mins is None else weights - _spread(self.mins.float(), group, inputs)
 
-    def in_format(self, format: WeightFormat) -> QuantisedRows:
+    def in_format(self, format: WeightFormat) -> "QuantisedRows":
         """Returns the same weights in their own format or a `common_format`."""
         if format == self.format:
             return self
@@ -148,7 +146,7 @@ class QuantisedMatrix:
     """Weights [out, in] in panels of 32 outputs. A panel of pairs has 16 gates, then the 16 ups that they multiply."""
 
     def __init__(
-        self, outputs: int, inputs: int, format: WeightFormat, memory: HugePages, *, pairs: bool = False
+        self, outputs: int, inputs: int, format: WeightFormat, memory: "HugePages", *, pairs: bool = False
     ) -> None:
         """All weights are 0 at first. `pairs`: the matrix is gates above ups."""
         self.format = format

@@ -1,7 +1,5 @@
 """Time limits of client calls. Every call is bounded; the default limit grows with the bytes to move."""
 
-from __future__ import annotations
-
 import math
 import time
 
@@ -52,7 +50,7 @@ class Deadline:
         left_s = self.left_s()
         return left_s if left_s < ROUND_ABOVE_S else float(math.ceil(left_s))
 
-    def half_left(self) -> Deadline:
+    def half_left(self) -> "Deadline":
         """Returns a deadline of half the time left, to leave time for other attempts. Extending it extends both."""
         attempt = Deadline(self.left_s() / 2)
         attempt._own, attempt._nbytes, attempt._of = self._own, self._nbytes, self

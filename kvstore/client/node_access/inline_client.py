@@ -5,8 +5,6 @@ not carry are returned as a `ReadMiss` or an entry and left to the general paths
 wrong is closed. Knows one node.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -161,7 +159,7 @@ class InlineClient:
             raise outcomes
         return outcomes
 
-    def _link(self, deadline: Deadline) -> _LentConnection:
+    def _link(self, deadline: Deadline) -> "_LentConnection":
         """Returns a context manager that lends a connection, and closes it if the block raises."""
         return _LentConnection(self, self._take(deadline))
 
@@ -257,7 +255,7 @@ def _send_get(
     return len(keys)
 
 
-def _receive_rows(count: int, link: InlineConnection) -> Steps[_ResponseRows]:
+def _receive_rows(count: int, link: InlineConnection) -> "Steps[_ResponseRows]":
     """Receives the node's rows. Raises PeerLost for a failure: a get fails only if the node itself does."""
     answer = bytearray(RESPONSE.size + count * inline_protocol.ROW_BYTES)
     end = link.received + len(answer)

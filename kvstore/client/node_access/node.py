@@ -5,8 +5,6 @@ moves and dropped when the node is lost, so that state of a dead process never m
 did not answer is not used until a probe succeeds; no caller waits for it. Knows no keys and no values.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -73,7 +71,7 @@ class ClientResources:
     @classmethod
     def over(
         cls, engine: TransferEngine, background: BackgroundLoop, channels: Channels, num_threads: int
-    ) -> ClientResources:
+    ) -> "ClientResources":
         options = engine.options
         others = channels.tls or "rdma" in options.transports or options.tls or options.rails
         return cls(

@@ -3,8 +3,6 @@
 A `Block` holds everything needed to store and find a key of a chain, so that methods need no second parameter.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -108,7 +106,7 @@ class Keys:
     def blocks(self) -> list[Block]:
         return [block_of(key) for key in self._given]
 
-    def at(self, places: Iterable[int]) -> Keys:
+    def at(self, places: Iterable[int]) -> "Keys":
         """Returns the keys at the given places."""
         return Keys([self._given[place] for place in places])
 

@@ -1,7 +1,5 @@
 """Page-aligned memory for I/O around the page cache, and single pages for the ring. Knows no files."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ class AlignedScratch:
         self._idle_bytes = 0
         self.num_borrowed = 0
 
-    def borrow(self, nbytes: int) -> BorrowedMemory:
+    def borrow(self, nbytes: int) -> "BorrowedMemory":
         """Lends at least `nbytes`, not cleared. No view of it may be left at the end."""
         return BorrowedMemory(self, nbytes)
 

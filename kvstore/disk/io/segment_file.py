@@ -3,8 +3,6 @@
 Positions are pages. Does not know what the pages hold.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -117,7 +115,7 @@ class SegmentFile:
         with self._waits:
             self._calls.fdatasync(self._fd)
 
-    def __enter__(self) -> SegmentFile:
+    def __enter__(self) -> "SegmentFile":
         self.hold()
         return self
 

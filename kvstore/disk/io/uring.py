@@ -7,8 +7,6 @@ An unexpected outcome is not an error here: a thread repeats the operation and r
 moves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import functools
@@ -67,7 +65,7 @@ class Flight:
 
     runs: Sequence[IoRun]
     begun_at: float
-    on_done: Callable[[Flight], None]
+    on_done: "Callable[[Flight], None]"
     """Called once: when all runs have ended or were given up."""
     on_released: Callable[[], None]
     """Called once, when the kernel is done with the memory."""
@@ -114,7 +112,7 @@ class Ring:
     """An io_uring. Belongs to the event loop in which it was opened."""
 
     @classmethod
-    def opened(cls, waits: HangTracker) -> Ring | None:
+    def opened(cls, waits: HangTracker) -> "Ring | None":
         """Opens a ring; None if io_uring is not available. Raises CompilerError."""
         ring = ctypes.c_void_p()
         if error := ring_library().ring_open(NUM_SLOTS, ctypes.byref(ring)):  # many containers forbid it

@@ -7,8 +7,6 @@ or the end of the time ends the expectation. Then the policy ranks the chain as 
 use, which is long ago if the return did not come.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator
@@ -74,14 +72,14 @@ class ObjectHints:
     def kept_bytes(self) -> int:
         return self.space if self.expected is Expected.KEPT else 0
 
-    def unexpected(self) -> ObjectHints:
+    def unexpected(self) -> "ObjectHints":
         """Returns the hints without the expected return. Its policy ranks the object by its last use."""
         return replace(self, expected=Expected.NOT, returns_by=math.inf)
 
-    def after_use(self, now: float) -> ObjectHints:
+    def after_use(self, now: float) -> "ObjectHints":
         return replace(self.unexpected(), used_at=now, is_over=False)
 
-    def at_end(self, now: float) -> ObjectHints:
+    def at_end(self, now: float) -> "ObjectHints":
         """Returns the hints after `ends_at`."""
         return replace(self.unexpected(), is_over=now >= self.used_at + self.ttl_s)
 

@@ -2,8 +2,6 @@
 over restarts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -53,7 +51,7 @@ class Identity:
     """Highest epoch that this process has had, so that the next is above it even if the registry lost its memory."""
     folder: Path | None = None
 
-    def with_epoch(self, epoch: int) -> Identity:
+    def with_epoch(self, epoch: int) -> "Identity":
         """Returns the identity with this epoch and saves it in the folder, if there is one.
 
         Blocks until it is on disk. Raises OSError if that fails."""
