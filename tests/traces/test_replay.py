@@ -56,8 +56,7 @@ def endpoint(bodies: list[dict[str, Any]]) -> web.Application:
         return response
 
     app = web.Application()
-    app.router.add_get("/v1/models", models)
-    app.router.add_post("/v1/completions", completions)
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
     return app
 
 
@@ -153,8 +152,7 @@ def hosting(files: dict[str, bytes], *, damaged: bool = False) -> web.Applicatio
         return web.Response(body=files[request.match_info["name"]])
 
     app = web.Application()
-    app.router.add_get("/listing", listing)
-    app.router.add_get("/files/{name}", file)
+    app.add_routes([web.get("/listing", listing), web.get("/files/{name}", file)])
     return app
 
 

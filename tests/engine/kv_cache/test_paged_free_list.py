@@ -139,11 +139,9 @@ class PagedPool(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        if hasattr(self, "pool"):
-            self.pool.validate()
-            self.free_list.validate()
-            assert self.pool.num_free + self.pool.num_held <= NUM_BLOCKS
-            assert self.pool.num_held <= NUM_BLOCKS
+        self.pool.validate()
+        self.free_list.validate()
+        assert self.pool.num_free + self.pool.num_held <= NUM_BLOCKS
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):

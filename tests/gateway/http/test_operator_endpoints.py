@@ -6,6 +6,7 @@ import re
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -146,10 +147,7 @@ async def test_stop_lets_requests_finish_then_fails_the_rest(cluster: ScriptedCl
         await finishing.wait()
         run.decoded(*(run.token(index) for index in range(1, 6)))
 
-    async def stalls(run: Run) -> None:
-        """Sends nothing."""
-
-    cluster.scripts = [finishes, stalls]
+    cluster.scripts = [finishes, AsyncMock()]  # the second one sends nothing
     async with aiohttp.ClientSession() as http:
         async with running_gateway(cluster, drain_s=0.5) as url:
             asking = [asyncio.ensure_future(http.post(f"{url}/v1/completions", json=TEXT)) for _ in range(2)]

@@ -37,16 +37,12 @@ async def test_response_has_its_output_and_logprobs(client: openai.AsyncOpenAI) 
 
 async def test_stream_ends_with_the_response_that_is_stored(client: openai.AsyncOpenAI) -> None:
     """A stream ends with a response that can be retrieved by id. The id includes `x-request-id`, slashes too."""
-    kinds, text, last = [], "", None
     stream = await client.responses.create(
         model="demo", input="hi", max_output_tokens=3, stream=True, extra_headers={"x-request-id": "team/7"}
     )
-    async for event in stream:
-        kinds.append(event.type)
-        text += event.delta if event.type == "response.output_text.delta" else ""
-        last = event
-    assert text == TEXT
-    assert kinds[0] == "response.created"
+    first, *others, last = [event async for event in stream]
+    assert "".join(each.delta for each in others if each.type == "response.output_text.delta") == TEXT
+    assert first.type == "response.created"
     assert last.type == "response.incomplete"
     assert last.response.id.startswith("resp_team/7")
     assert await client.responses.retrieve(last.response.id) == last.response

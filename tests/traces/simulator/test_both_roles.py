@@ -22,7 +22,6 @@ LONG = request(0.0, 4_000, 5)
 def run_conditional(*records: Any, **changes: Any) -> tuple[ConditionalCluster, list[RequestState], list[int]]:
     """Returns the cluster, its requests, and the indexes of the requests that one machine served alone."""
     cluster, states = run_checked(spec(model=QUICK, conditional=True, tbt_slo_s=0.1, **changes), records)
-    assert isinstance(cluster, ConditionalCluster)
     return cluster, states, [j.index for j in states if j.placement is not None and j.placement.is_local_prefill]
 
 
