@@ -20,12 +20,13 @@ def stop(pid: int) -> None:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Suspends all threads of the process within the block."""
+    """Suspends all threads of the process within the block, in which it may end."""
     stop(pid)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -1,9 +1,11 @@
-"""Many requests, concurrent and consecutive: all finish with the right tokens, and no resources leak."""
+"""Many requests, concurrent, consecutive, and while each process is replaced: all finish with the right tokens, and no
+resources leak."""
 
 from __future__ import annotations
 
 import random
 import re
+import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +16,15 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 
-from tests.e2e.cluster import GREEDY, Cluster, cached_of, tokens_of
-from tests.e2e.load import read_choice
+from tests.e2e.cluster import GREEDY, Cluster, cached_of, prompt_of, tokens_of
+from tests.e2e.load import Regulars, read_choice
 from tests.patience import PATIENCE_S
 
 CONTEXT = 2_048
 FLAGS = (
     *("--dtype", "float32", "--kernels", "native", "--num-threads", "1"),
-    *("--block-size", "16", "--ttft-slo", "10000", "--kv-cache-memory", "64MiB"),  # room for everything
+    *("--block-size", "16", "--ttft-slo", "10000", "--tbt-slo", "10000"),
+    *("--kv-cache-memory", "64MiB"),  # room for everything
 )
 # oneDNN and torch cache a kernel for each of the last 1,024 shapes of a product, some hundred megabytes, which would
 # hide a leak.
@@ -127,3 +130,21 @@ def more_than(before: dict[str, Footprint], after: dict[str, Footprint]) -> list
         or now.num_threads > before[name].num_threads + 4
         or now.anonymous_kib > before[name].anonymous_kib + MAX_GROWTH_KIB
     ]
+
+
+def test_every_process_is_replaced_under_load_and_no_request_fails(cluster: Cluster) -> None:
+    """There is one process of each kind."""
+    before = cluster.pids()
+    epochs = {each["instance_id"]: each["epoch"] for each in cluster.instances()}
+    prompts = [prompt_of(f"rolling {number}", 40) for number in range(3)]
+    with Regulars(cluster, prompts, 12, num_streamed=1_500) as clients:
+        cluster.process.send_signal(signal.SIGUSR1)
+        ends = re.compile("every process was restarted|the rolling restart ended early")
+        cluster.wait_for("the end", lambda: ends.search(cluster.output) is not None, 3 * PATIENCE_S)
+    assert "every process was restarted" in cluster.output
+    assert clients.begun_and_done
+    after = cluster.pids()
+    assert before.keys() == after.keys()
+    assert not set(before.values()) & set(after.values())
+    cluster.wait_for("all members", lambda: all(cluster.epoch(name) > epoch for name, epoch in epochs.items()))
+    cluster.wait_for("the old gateway's end", lambda: not psutil.pid_exists(before["gateway-0"]))

@@ -27,12 +27,10 @@ from moonserve.deploy.ray.events import RemoveCluster, RemoveProcess, Scale
 from moonserve.protocol.errors import ConfigError
 from tests.background import Background
 from tests.patience import PATIENCE_S, until
-from tests.stopping import stop
+from tests.stopping import stopped
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # Ray's own warnings, which differ by release
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings, which differ by release
 
 TOKEN = "a-token-of-the-test"
 PROMPTS = [list(range(10 * number, 10 * number + 40)) for number in range(1, 4)]
@@ -220,8 +218,8 @@ def test_processes_of_a_killed_raylet_start_elsewhere(hosts: Any, cluster: Deplo
     actor = psutil.Process(zombie.ppid())
     lost_node = before["decode-0"]["node_id"]
     moving = {n for n, p in before.items() if p["node_id"] == lost_node} - {"store-1", "store-2"}
-    with checking(cluster, expected), hung(actor):
-        with hung(zombie):
+    with checking(cluster, expected), stopped(actor.pid):
+        with stopped(zombie.pid):
             [raylet] = next(n for n in hosts.worker_nodes if n.node_id == lost_node).all_processes["raylet"]
             raylet.process.kill()
             raylet.process.wait()  # Ray's workers check for its process, which a zombie still is
@@ -233,17 +231,6 @@ def test_processes_of_a_killed_raylet_start_elsewhere(hosts: Any, cluster: Deplo
     assert moving <= set(now)
     for name in moving:
         assert now[name]["generation"] > before[name]["generation"]
-
-
-@contextmanager
-def hung(process: psutil.Process) -> Iterator[None]:
-    """Stops the process with SIGSTOP during the block."""
-    stop(process.pid)
-    try:
-        yield
-    finally:
-        if not has_ended(process):
-            process.resume()
 
 
 def has_ended(process: psutil.Process) -> bool:
