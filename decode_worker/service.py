@@ -6,8 +6,6 @@ Events are handled one after the other in the event loop's thread. An action tha
 result is the next event. The path of a token is: `step_runner` → StepDone → SendTokens and the next RunStep.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -50,7 +48,7 @@ class DecodeService(PoolService):
     def __init__(
         self,
         state: DecodeState,
-        compute: EngineThread,
+        compute: "EngineThread",
         transfer: TransferEngine,
         memory: KvMemory,
         *,

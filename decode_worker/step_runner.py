@@ -5,8 +5,6 @@ other, so that a GPU has the second when it has finished the first. Each is then
 the event loop sends the tokens of the step before it. Knows no sequences.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque
@@ -46,7 +44,7 @@ class StepRunner:
     """A queue of steps and their outcomes. If `add` returns True the caller must consume `outcomes`. An exception in a
     step fails only that step's requests."""
 
-    def __init__(self, compute: EngineThread, clock: Callable[[], float], log: StepLog) -> None:
+    def __init__(self, compute: "EngineThread", clock: Callable[[], float], log: StepLog) -> None:
         self.step_totals = conductor_pb2.Steps()  # steps with one token per sequence, since the start
         self._compute = compute
         self._clock = clock

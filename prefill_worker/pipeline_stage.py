@@ -7,8 +7,6 @@ The functions `…_to_wire` and `…_from_wire` convert between a group's messag
 program, started together.
 """
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -157,7 +155,7 @@ Checksums = list[tuple[tuple[int, int], ...]]
 class StageExecutor:
     """The stage of this process."""
 
-    engine: EngineThread
+    engine: "EngineThread"
     memory: KvMemory
     submit: Submit
     inbox: HiddenInbox | None = None  # None for the first stage
@@ -169,7 +167,7 @@ class StageExecutor:
         on_prefix: Callable[[int], None] | None = None,
         *,
         step: int = 0,
-    ) -> StageStep:
+    ) -> "StageStep":
         """Returns a new step. Steps are computed in the order of `StageStep.compute` calls; `step` is a group's step
         number. `on_prefix(layer)` waits, in the engine's thread, for the layer's prefix and may raise PrefixTimeout."""
         return StageStep(self, step, plans, on_prefix)

@@ -3,8 +3,6 @@
 This is the only part that awaits and reads the clock. It runs in one event loop; the engine has its own thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -55,7 +53,7 @@ class PrefillService(PoolService):
         self,
         state: PrefillState,
         *,
-        engine: EngineThread,
+        engine: "EngineThread",
         memory: KvMemory,
         transfer: TransferEngine,
         landings: DecodeClient,
@@ -63,7 +61,7 @@ class PrefillService(PoolService):
         landing_ttl_s: float,
         patience: TransferTimeout | None = None,
         look_for_home: Callable[[], None] = lambda: None,
-        group: PipelineGroup | None = None,
+        group: "PipelineGroup | None" = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -206,7 +204,7 @@ class PrefillService(PoolService):
         self._operations.start(self._run_step(action, self._step, wait))
 
     async def _run_step(
-        self, action: ev.RunStep, step: StageStep | GroupStep, wait: BoundedWait | None
+        self, action: ev.RunStep, step: "StageStep | GroupStep", wait: BoundedWait | None
     ) -> Event | None:
         began_at = self._clock()
         try:

@@ -5,8 +5,6 @@ expressions. The gateway compiles grammars to reject invalid ones, workers to le
 here, so that workers can follow whatever the gateway accepts. This module knows neither requests nor logits.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -38,7 +36,7 @@ class GrammarCache:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # least recently used first
 
-    def new_matcher(self, grammar: str) -> LLMatcher:
+    def new_matcher(self, grammar: str) -> "LLMatcher":
         """Returns a new matcher in its initial state. Raises InvalidRequest if the grammar is invalid or matches
         nothing, or if the model has no end-of-sequence token or no readable tokenizer."""
         compiled = self._find(grammar)
@@ -51,20 +49,20 @@ class GrammarCache:
         """Returns true if the grammar is in the cache of successfully compiled grammars."""
         return self._find(grammar) is not None
 
-    def _find(self, grammar: str) -> LLMatcher | None:
+    def _find(self, grammar: str) -> "LLMatcher | None":
         with self._lock:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
             return compiled
 
-    def _keep(self, grammar: str, compiled: LLMatcher) -> None:
+    def _keep(self, grammar: str, compiled: "LLMatcher") -> None:
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
 
         if len(grammar) > MAX_GRAMMAR_CHARS:
@@ -79,7 +77,7 @@ class GrammarCache:
         return matcher
 
     @cached_property
-    def _vocabulary(self) -> LLTokenizer:
+    def _vocabulary(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:

@@ -80,7 +80,7 @@ class LengthCurve:
     answers look short. Old observations decay. Within a bin, ends are spread evenly.
     """
 
-    __slots__ = ("_below", "_counts", "_max_weight", "_num_in_curve", "_quantiles", "_survival")
+    __slots__ = ("_below", "_counts", "_max_weight", "_num_in_curve", "_survival")
 
     def __init__(self, half_life: float = 1000.0) -> None:
         self._counts = DecayedCounts((2, len(_WIDTHS)), half_life)
@@ -88,7 +88,6 @@ class LengthCurve:
         self._survival = np.ones(len(EDGES))  # P(length > edge)
         self._below = EDGES.astype(float)  # Σ P(length > x) over x below the edge
         self._num_in_curve = 0
-        self._quantiles: dict[float, int] = {}  # of this curve, by share
 
     @property
     def num_observed(self) -> int:
@@ -128,9 +127,7 @@ class LengthCurve:
     def quantile(self, share: float) -> int:
         """Returns the length that this share of answers does not exceed, to 9 %."""
         self._update_curve()
-        if share not in self._quantiles:
-            self._quantiles[share] = _EDGE_LIST[min(int((self._survival > 1.0 - share).sum()), len(_EDGE_LIST) - 1)]
-        return self._quantiles[share]
+        return _EDGE_LIST[min(int((self._survival > 1.0 - share).sum()), len(_EDGE_LIST) - 1)]
 
     def survival_with_running(self, running: Counts) -> Floats:
         """Returns P(length > edge) at each of EDGES, counting requests that have produced `running` tokens so far.
@@ -157,7 +154,6 @@ class LengthCurve:
             return
         self._num_in_curve = self._counts.num_observed
         self._survival = _survival(*self._counts.counts)
-        self._quantiles.clear()
         first, last = self._survival[:-1], self._survival[1:]
         within = _WIDTHS * first + (last - first) * (_WIDTHS - 1) / 2.0
         np.cumsum(within, out=self._below[1:])

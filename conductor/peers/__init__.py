@@ -28,6 +28,11 @@ class ShardSummary:
         """The shard with its capacity as weight: 0 if it cannot place anything."""
         return Shard(address=self.address, weight=float(self.num_prefills if self.num_decodes else 0))
 
+    @property
+    def is_useless(self) -> bool:
+        """True if it has workers that can place nothing, because a role is missing."""
+        return (self.num_prefills == 0) != (self.num_decodes == 0)
+
 
 def merged_hot(summaries: Iterable[ShardSummary]) -> HotPrefixes:
     """Returns what is hot at any shard, with the earliest place at which its prompts differ."""

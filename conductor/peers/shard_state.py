@@ -110,7 +110,7 @@ def _moves(own: ShardSummary, peers: Sequence[ShardSummary], members: Members) -
     `_imbalance` most. Instances that share a home store stay together."""
     best: tuple[int, ShardSummary, list[list[Instance]]] | None = None
     everything = {(own.num_prefills, own.num_decodes): [list(members)]}
-    for (prefills, decodes), groups in (everything if _is_useless(own) else _groups(members)).items():
+    for (prefills, decodes), groups in (everything if own.is_useless else _groups(members)).items():
         for peer in peers:
             here, there = (own.num_prefills, own.num_decodes), (peer.num_prefills, peer.num_decodes)
             gain = _imbalance(*here) + _imbalance(*there)
@@ -129,10 +129,6 @@ def _imbalance(num_prefills: int, num_decodes: int) -> int:
     """Returns a shard's part of the sum that moves lower. Equal shares of both roles have the least; a shard whose
     workers can place nothing costs more than any shares."""
     return num_prefills**2 + num_decodes**2 + _USELESS * ((num_prefills == 0) != (num_decodes == 0))
-
-
-def _is_useless(shard: ShardSummary) -> bool:
-    return (shard.num_prefills == 0) != (shard.num_decodes == 0)
 
 
 def _groups(members: Members) -> dict[tuple[int, int], list[list[Instance]]]:

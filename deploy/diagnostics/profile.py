@@ -6,8 +6,6 @@ cluster that it starts and stops. With `--serving` it also measures the overhead
 slow each other down. It changes nothing but the file that `moonserve simulate` reads.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,11 +153,11 @@ _CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": tim
 class _Timed:
     """Measured and fitted steps of the model."""
 
-    prefill_points: Sequence[PrefillPoint | PromptRun]
-    decode_points: Sequence[DecodePoint | StepRun]
+    prefill_points: "Sequence[PrefillPoint | PromptRun]"
+    decode_points: "Sequence[DecodePoint | StepRun]"
     terms: ServingTerms  # overheads and crowding only with --serving, like the bursts
     size: ModelSize
-    bursts: Sequence[Burst] = ()
+    bursts: "Sequence[Burst]" = ()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,8 +7,6 @@ same if a sequence is preempted, moves to another worker or is continued after a
 Masks do not depend on logits, so a separate thread computes them while the forward pass runs.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,7 +44,7 @@ class AllowedTokens:
 class _Follower:
     """A matcher and the tokens that it has read."""
 
-    matcher: LLMatcher
+    matcher: "LLMatcher"
     grammar: str
     read: list[int] = field(default_factory=list)
     used_in: int  # number of the last step with this sequence
@@ -117,7 +115,7 @@ class GrammarMasks:
         self._followers.move_to_end(request_id)
         return follower
 
-    def _mask(self, matcher: LLMatcher) -> Mask:
+    def _mask(self, matcher: "LLMatcher") -> Mask:
         words = np.empty(-(-self._vocab_size // 32), dtype=np.int32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         bits = np.unpackbits(words.view(np.uint8), count=self._vocab_size, bitorder="little")

@@ -5,8 +5,6 @@ never more. The own account sees only a part of the shared one, so a refusal by 
 none is made for `BACK_OFF_S`, so that a hanging Redis costs one request its deadline, not all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -38,7 +36,7 @@ class RateLimiter:
 
     def __init__(
         self,
-        shared: RedisRateLimits | None,
+        shared: "RedisRateLimits | None",
         registry: CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,7 +89,7 @@ class RateLimiter:
             self._settling.start(self._tolerating_errors(settling), name=f"settle {request_id}")
 
     async def _settle(
-        self, shared: RedisRateLimits, key_id: str, request_id: str, limits: KeyLimits, more: int
+        self, shared: "RedisRateLimits", key_id: str, request_id: str, limits: KeyLimits, more: int
     ) -> None:
         await self._renewed.wait()  # else its place might be renewed after its end
         await shared.settle(key_id, request_id, limits, more)
@@ -104,7 +102,7 @@ class RateLimiter:
             if self._shared is not None:
                 await self._tolerating_errors(self._renew(self._shared))
 
-    async def _renew(self, shared: RedisRateLimits) -> None:
+    async def _renew(self, shared: "RedisRateLimits") -> None:
         self._renewed.clear()
         try:
             in_flight = [each for each in self.state.in_flight() if each[1] in self._shared_charges]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from moonserve.protocol.errors import MoonserveError, NoWorker, PeerLost
@@ -119,7 +119,9 @@ class ShardedConductors:
 
     async def _call_own(self, method: Method, request: Any, timeout_s: float) -> Any:
         """Calls the shard of the instance that `request` names."""
-        for address in (self._own,) if self._own is not None else self._in_order(_group_of(request)):
+        everyone = (Shard(address=address, weight=1.0) for address in self._addresses)
+        candidates = [shard.address for shard in in_order(_group_of(request).encode(), everyone)]
+        for address in candidates if self._own is None else (self._own,):
             try:
                 reply = await self._call(method, address, request, min(timeout_s, 2 * SILENT_S))
             except PeerLost as error:
@@ -131,10 +133,6 @@ class ShardedConductors:
                 self._own = reply.move_to
             return reply
         raise lost
-
-    def _in_order(self, group: str) -> Iterable[str]:
-        everyone = (Shard(address=address, weight=1.0) for address in self._addresses)
-        return [shard.address for shard in in_order(group.encode(), everyone)]
 
     # All shards
 

@@ -6,8 +6,6 @@ for a request's root, spans are made when they are over, from times on the proce
 different hosts are never compared. OpenTelemetry (extra `tracing`) is imported only if tracing is on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -59,7 +57,7 @@ class TracingConfig:
 class RequestSpan:
     """Open span of a whole request."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: "Span") -> None:
         self._span = span
         self.traceparent = _traceparent(span)
         """The `parent` of the request's parts, in this and in other processes."""
@@ -77,7 +75,7 @@ class RequestSpan:
 class Tracer:
     """Makes spans with OpenTelemetry's SDK. Without a provider it traces nothing, even if a client requests it."""
 
-    def __init__(self, provider: TracerProvider | None = None) -> None:
+    def __init__(self, provider: "TracerProvider | None" = None) -> None:
         self._tracer = None if provider is None else provider.get_tracer("moonserve")
 
     def begin(self, name: str, incoming: str) -> RequestSpan | None:
@@ -115,7 +113,7 @@ def tracing(config: TracingConfig, instance_id: str, role: str) -> Iterator[Trac
         yield Tracer(provider)
 
 
-def _provider(config: TracingConfig, instance_id: str, role: str, stack: contextlib.ExitStack) -> TracerProvider:
+def _provider(config: TracingConfig, instance_id: str, role: str, stack: contextlib.ExitStack) -> "TracerProvider":
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -137,7 +135,7 @@ def _provider(config: TracingConfig, instance_id: str, role: str, stack: context
     return provider
 
 
-def _exporters(config: TracingConfig, instance_id: str, stack: contextlib.ExitStack) -> Iterator[SpanExporter]:
+def _exporters(config: TracingConfig, instance_id: str, stack: contextlib.ExitStack) -> "Iterator[SpanExporter]":
     if config.otlp_traces_endpoint is not None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -154,7 +152,7 @@ def _exporters(config: TracingConfig, instance_id: str, stack: contextlib.ExitSt
         yield ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")
 
 
-def _context(traceparent: str) -> Context:
+def _context(traceparent: str) -> "Context":
     """Returns the context of a traceparent; an empty context if it is malformed."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -162,7 +160,7 @@ def _context(traceparent: str) -> Context:
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
 
 
-def _traceparent(span: Span) -> str:
+def _traceparent(span: "Span") -> str:
     """Returns the traceparent of a span (W3C Trace Context, version 00)."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

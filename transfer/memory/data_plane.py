@@ -6,8 +6,6 @@ pump again. Addresses are not checked: the caller ensures bounds and keeps memor
 segments.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from enum import IntEnum
@@ -303,7 +301,7 @@ def data_plane() -> DataPlane:
 _Place = ctypes.c_char * 0
 
 
-def address_of(buffer: ReadableBuffer | np.ndarray[Any, Any]) -> int:
+def address_of(buffer: "ReadableBuffer | np.ndarray[Any, Any]") -> int:
     """Returns the address of contiguous memory, valid while its owner keeps it in place."""
     # Called at least once per frame: this takes a quarter of a microsecond, numpy's own attribute 1.5 µs.
     memory: Any = buffer

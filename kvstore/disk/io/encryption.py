@@ -1,7 +1,5 @@
 """Encryption at rest of the SSD tier: AES-256-GCM under a key of the folder, derived from the operator's key file."""
 
-from __future__ import annotations
-
 import hmac
 from pathlib import Path
 from typing import TYPE_CHECKING
