@@ -4,8 +4,6 @@ Imports torch only during loading, so that a wrong option is reported at once. D
 the use that the worker makes of the replica.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -45,7 +43,7 @@ class Replica:
 
     config: ReplicaConfig
     plan: PoolPlan
-    thread: EngineThread
+    thread: "EngineThread"
     profiles: Profiles
     device: str = CPU  # cpu, cuda or cpu-staged
     elastic_memory: ElasticMemory | None = None  # None: fixed memory
@@ -56,7 +54,7 @@ class Replica:
         """Free list for the block pool over the replica's memory; None if the memory is fixed."""
         return None if self.elastic_memory is None else self.elastic_memory.free_list
 
-    def make_block_zeroer(self, memory: memoryview) -> BlockZeroer | None:
+    def make_block_zeroer(self, memory: memoryview) -> "BlockZeroer | None":
         """Returns the zeroing function for the pool over `memory`, or None without `--zero-kv-blocks`."""
         if not self.config.zero_kv_blocks:
             return None
@@ -133,7 +131,7 @@ async def running_replica(
 
 
 @contextlib.asynccontextmanager
-async def _other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> AsyncIterator[RankProcesses | None]:
+async def _other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> "AsyncIterator[RankProcesses | None]":
     if config.tensor_parallel_size == 1:
         yield None
         return
@@ -150,7 +148,7 @@ async def load_replica(
     *,
     rank: int = 0,
     num_stages: int = 1,
-    others: RankProcesses | None = None,
+    others: "RankProcesses | None" = None,
 ) -> tuple[Replica, M]:
     """Loads a replica, or one stage of a pipeline, and returns it with its KV memory, which `allocate` creates. Only
     the first stage of a pipeline is measured: its speed stands for all. `others`: the other ranks of the worker, if
@@ -228,8 +226,8 @@ def _load(
     device: str,
     memory: memoryview,
     progress: Callable[[str, float], None],
-    rank_group: RankGroup | None,
-) -> EngineThread:
+    rank_group: "RankGroup | None",
+) -> "EngineThread":
     # Imported here and below so that a wrong option is reported before torch is imported.
     from moonserve.engine.engine import Engine, EngineThread
 
@@ -255,7 +253,7 @@ def _load(
     return EngineThread(engine)
 
 
-def _shared_cores(config: ReplicaConfig) -> SharedCores | None:
+def _shared_cores(config: ReplicaConfig) -> "SharedCores | None":
     from moonserve.engine.kernels.shared_cores import SharedCores
 
     if config.shared_cores is None:
@@ -267,7 +265,7 @@ def _shared_cores(config: ReplicaConfig) -> SharedCores | None:
         return None
 
 
-def _measure(engine: Engine, config: ReplicaConfig) -> Profiles:
+def _measure(engine: "Engine", config: ReplicaConfig) -> Profiles:
     """Measures the engine's speed for the conductor's predictions. Overwrites the pool."""
     from moonserve.engine.speed_profile import measure_cached
 

@@ -3,8 +3,6 @@
 A run grows and shrinks at its end only. It knows nothing of references or eviction order.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,7 +10,7 @@ from types import MappingProxyType
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
 from moonserve.protocol.request import BlockId
 
-_NONE: Mapping[RadixNode, None] = MappingProxyType({})
+_NONE: "Mapping[RadixNode, None]" = MappingProxyType({})
 
 
 class RadixNode:
@@ -21,7 +19,7 @@ class RadixNode:
 
     __slots__ = ("blocks", "children", "first", "keys", "parent")
 
-    def __init__(self, parent: RadixNode | None, first: int) -> None:
+    def __init__(self, parent: "RadixNode | None", first: int) -> None:
         self.parent = parent
         self.first = first
         self.keys = bytearray()
@@ -64,20 +62,20 @@ class RadixNode:
                 length = middle
         return low
 
-    def add_child(self, child: RadixNode) -> None:
+    def add_child(self, child: "RadixNode") -> None:
         """Makes `child` an extension of this run's last block."""
         if not isinstance(self.children, dict):
             self.children = {}
         self.children[child] = None
         child.parent = self
 
-    def remove_child(self, child: RadixNode) -> None:
+    def remove_child(self, child: "RadixNode") -> None:
         assert isinstance(self.children, dict), "a run without children has none to lose"
         del self.children[child]
         if not self.children:
             self.children = _NONE
 
-    def split(self, offset: int) -> RadixNode:
+    def split(self, offset: int) -> "RadixNode":
         """Keeps the blocks before `offset`, at least one, and returns a new only child with the others."""
         rest = RadixNode(self, self.first + offset)
         rest.keys, rest.blocks = self.keys[offset * KEY_BYTES :], self.blocks[offset:]
@@ -88,7 +86,7 @@ class RadixNode:
         self.add_child(rest)
         return rest
 
-    def merge_child(self, child: RadixNode) -> None:
+    def merge_child(self, child: "RadixNode") -> None:
         """Appends the blocks and children of `child`, its only child: the inverse of `split`."""
         self.keys += child.keys
         self.blocks += child.blocks

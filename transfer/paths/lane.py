@@ -6,8 +6,6 @@ which carries only its own work. While the lock is free, nothing waits and nothi
 paths. Results are reported to the peer in the carrying thread, and the peer decides what happens to lost parts.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading
@@ -36,10 +34,10 @@ class LaneListener(Protocol):
     """The peer of a lane. Its methods are called in the carrying thread."""
 
     def connect(self, path: TransferPath, deadline_at: float, while_waiting: Callable[[], None]) -> Session: ...
-    def on_opened(self, lane: Lane) -> None: ...
-    def on_closed(self, lane: Lane) -> None: ...
+    def on_opened(self, lane: "Lane") -> None: ...
+    def on_closed(self, lane: "Lane") -> None: ...
     def on_idle(self) -> None: ...
-    def may_retire(self, lane: Lane) -> bool:
+    def may_retire(self, lane: "Lane") -> bool:
         """Returns True if an idle lane may end. After True it must end."""
 
     def on_unfenced(self, connection_id: int) -> None:
@@ -48,12 +46,12 @@ class LaneListener(Protocol):
     def on_fenced(self, connection_ids: Iterable[int]) -> None:
         """Records that the target no longer serves these connections."""
 
-    def on_arrived(self, lane: Lane, part: Part, seconds: float) -> None: ...
-    def on_refused(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+    def on_arrived(self, lane: "Lane", part: Part, seconds: float) -> None: ...
+    def on_refused(self, lane: "Lane", part: Part, error: MoonserveError) -> None:
         """Handles a part that the peer refused or that arrived corrupt. The session stays usable."""
 
-    def on_lost(self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool) -> None: ...
-    def on_ended(self, lane: Lane, part: Part, error: MoonserveError) -> None:
+    def on_lost(self, lane: "Lane", parts: Sequence[Part], error: MoonserveError, *, connected: bool) -> None: ...
+    def on_ended(self, lane: "Lane", part: Part, error: MoonserveError) -> None:
         """Fails a part that was not started: cancelled, overdue or given up."""
 
 
