@@ -3,8 +3,6 @@
 The system's Redis service is never used. A Redis that is restarted here comes back empty.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal
@@ -51,7 +49,7 @@ class RedisServer:
     def socket_path(self) -> Path:
         return self.folder / "redis.sock"
 
-    def __enter__(self) -> RedisServer:
+    def __enter__(self) -> "RedisServer":
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="redis-")))
         for _ in range(_TRIES):
             self.port = free_port()

@@ -8,8 +8,6 @@ The expected tokens are computed by one coupled engine before the cluster starts
 for any chunking (ARCHITECTURE.md, invariant 6). Prompts are those of a trace, shortened.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -170,7 +168,7 @@ class Clients:
         finally:
             asking.cancel()
 
-    async def _read(self, client: httpx.AsyncClient, wish: Wish, heard: _Heard) -> None:
+    async def _read(self, client: httpx.AsyncClient, wish: Wish, heard: "_Heard") -> None:
         try:
             async with client.stream("POST", "/v1/completions", json=wish.body()) as response:
                 if response.status_code in REFUSALS:
@@ -181,7 +179,7 @@ class Clients:
         except httpx.TransportError as error:
             raise Refused(f"connection broken: {type(error).__name__}") from error
 
-    async def _compare(self, response: httpx.Response, wish: Wish, heard: _Heard) -> None:
+    async def _compare(self, response: httpx.Response, wish: Wish, heard: "_Heard") -> None:
         heard.at, tokens = self._clock.now(), heard.tokens
         async for line in response.aiter_lines():
             if line == "data: [DONE]":

@@ -1,7 +1,5 @@
 """Decode worker in the test's process, with real sockets, real memory and a tiny model, a client and a listener."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -37,15 +35,15 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 class World:
     """A decode worker, a prefill client and a gateway's event listener."""
 
-    client: PrefillClient
+    client: "PrefillClient"
     ears: Ears
     service: DecodeService
 
-    async def tokens(self, prompt: Prompt) -> list[int]:
+    async def tokens(self, prompt: "Prompt") -> list[int]:
         """Returns all tokens of a request once it has finished. The first one is sampled by the client."""
         return [prompt.first_token_id, *await self.ears.all_tokens(prompt.name)]
 
-    async def complete(self, prompt: Prompt) -> list[int]:
+    async def complete(self, prompt: "Prompt") -> list[int]:
         await self.client.hand_off(prompt)
         return await self.tokens(prompt)
 

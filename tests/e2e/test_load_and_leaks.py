@@ -1,8 +1,6 @@
 """Many requests, concurrent, consecutive, and while each process is replaced: all finish with the right tokens, and no
 resources leak."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal
@@ -52,7 +50,7 @@ class Footprint:
     anonymous_kib: int
 
     @classmethod
-    def of(cls, pid: int) -> Footprint:
+    def of(cls, pid: int) -> "Footprint":
         status = Path(f"/proc/{pid}/status").read_text()
         (anonymous,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
         process = psutil.Process(pid)

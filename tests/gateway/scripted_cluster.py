@@ -4,8 +4,6 @@ Every submission is answered with the next tokens of `tokens`, by index, so that
 stopped. A test can supply a script instead. Everything that the gateway sends is recorded and can be waited for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -38,7 +36,7 @@ END_OF_TURN = 4
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     """Worker process, as seen by a gateway."""
 
-    def __init__(self, cluster: ScriptedCluster, instance_id: str, role: common_pb2.Role, epoch: int) -> None:
+    def __init__(self, cluster: "ScriptedCluster", instance_id: str, role: common_pb2.Role, epoch: int) -> None:
         self._cluster = cluster
         self.role = role
         self.endpoint = common_pb2.Endpoint(instance_id=instance_id, epoch=epoch, host="here")
@@ -68,7 +66,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 class Run:
     """One submission, driven by a script."""
 
-    cluster: ScriptedCluster
+    cluster: "ScriptedCluster"
     message: worker_pb2.SubmitRequest
     prefill: ScriptedWorker
     decode: ScriptedWorker

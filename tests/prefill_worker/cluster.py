@@ -1,8 +1,6 @@
 """Prefill worker, decode worker and a gateway's event listener in the test's own process, with real sockets, real
 memory and a tiny model. Gates hold the prefill worker at boundaries where a test inspects or cancels a request."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -79,9 +77,9 @@ class Cluster(Placed):
     """A `Placed` whose processes all run in the test's own process."""
 
     service: PrefillService
-    engine: GatedEngine
-    stores: GatedStores
-    landings: GatedLandings
+    engine: "GatedEngine"
+    stores: "GatedStores"
+    landings: "GatedLandings"
     faults: FaultPlan
 
     async def cancel(self, name: str) -> None:

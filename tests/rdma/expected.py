@@ -1,7 +1,5 @@
 """Prompt of the request that the guest's cluster gets, and its answer by transformers; passed in the results folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ class Expected:
     """Greedy tokens, computed in float32."""
 
     @classmethod
-    def compute(cls) -> Expected:
+    def compute(cls) -> "Expected":
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +30,7 @@ class Expected:
         return cls(prompt, output[0, len(prompt) :].tolist())
 
     @classmethod
-    def read(cls, folder: Path) -> Expected:
+    def read(cls, folder: Path) -> "Expected":
         return cls(**json.loads((folder / _FILE).read_text()))
 
     def write(self, folder: Path) -> None:

@@ -4,8 +4,6 @@ A request ends exactly once: with all its tokens and the right finish reason, in
 cancellation, or with its gateway. No token may differ from those of the undisturbed run.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
@@ -38,7 +36,7 @@ class Asked:
         self.expected, self.reason = undisturbed(self.prompt, self.sampling)
 
     @classmethod
-    def draw(cls, number: int, rng: random.Random, max_model_len: int) -> Asked:
+    def draw(cls, number: int, rng: random.Random, max_model_len: int) -> "Asked":
         """Draws a random request. Prompts share prefixes, so that blocks are shared."""
         family = rng.randrange(3)
         shared = [(family * 7 + position) % VOCABULARY for position in range(rng.randint(0, 16))]

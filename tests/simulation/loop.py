@@ -5,8 +5,6 @@ names the process life it belongs to (`LIFE`), so that callbacks of a stopped pr
 are dropped, whatever their origin. It does not know what the processes do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
@@ -26,7 +24,7 @@ from moonserve.kvstore.state.removals import CLOCK_DRIFT
 class Life:
     """One run of a process, from its start to its death. It can be stopped and continued."""
 
-    def __init__(self, name: str, epoch: int, rng: random.Random, loop: VirtualLoop) -> None:
+    def __init__(self, name: str, epoch: int, rng: random.Random, loop: "VirtualLoop") -> None:
         self.name = name
         self.epoch = epoch
         self.is_alive = True

@@ -4,8 +4,6 @@ Messages are never altered, as over TCP. Two messages may arrive in any order. O
 connections.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable
@@ -142,7 +140,7 @@ class Network:
                 connection.break_off()
         self.loop.call_later(1.0, self._sweep, context=OUTSIDE)
 
-    def server_at(self, address: str) -> Server | None:
+    def server_at(self, address: str) -> "Server | None":
         server = self.servers.get(address)
         return server if server is not None and server.life.is_alive else None
 

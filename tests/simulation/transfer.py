@@ -6,8 +6,6 @@ none of its bytes are transferred, with one exception: bytes that a target had r
 still be stored while the window is open.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,7 +23,7 @@ PATIENT_POLL_S = 0.05
 class SimulatedTransfer:
     """The part of `transfer.TransferEngine` that workers and stores use."""
 
-    def __init__(self, network: Network, life: Life, engines: dict[str, SimulatedTransfer]) -> None:
+    def __init__(self, network: Network, life: Life, engines: "dict[str, SimulatedTransfer]") -> None:
         self.address = f"kv:{life!r}"
         self.life = life
         self.windows: set[int] = set()  # open windows
@@ -79,7 +77,7 @@ class SimulatedTransfer:
 
     # -- target side
 
-    def store(self, write: ScatterTransfer, rows: Rows, data: Sequence[bytes]) -> None:
+    def store(self, write: ScatterTransfer, rows: "Rows", data: Sequence[bytes]) -> None:
         """Stores a write through its window. Raises StaleLease or InvalidRequest if the window does not allow it."""
         window = self._window_table.find(write.window_id or 0, write.remote.segment_id)
         window.require_inside(np.array(rows, np.int64).reshape(-1, 3))
@@ -92,7 +90,7 @@ class SimulatedTransfer:
     def read(self, segment_id: int, offset: int, length: int) -> bytes:
         return bytes(self._segments.find(segment_id).buffer[offset : offset + length])
 
-    def damage(self, memory: memoryview, rows: Rows, side: int) -> None:
+    def damage(self, memory: memoryview, rows: "Rows", side: int) -> None:
         """Flips a bit in one of the rows, with the probability `weather.corruption`."""
         if rows and self.network.rng.random() < self.network.weather.corruption:
             row = self.network.rng.choice(rows)

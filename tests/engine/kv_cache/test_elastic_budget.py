@@ -1,7 +1,5 @@
 """Workers that share a memory budget: the share of each, and the effect of dead, stopped and greedy processes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -351,7 +349,7 @@ class _Looking:
     def __init__(self, nbytes: int, ledger: Ledger, row: int) -> None:
         self._nbytes, self._ledger, self._row = nbytes, ledger, row
 
-    def __rsub__(self, held: int) -> _Looking:
+    def __rsub__(self, held: int) -> "_Looking":
         return _Looking(held - self._nbytes, self._ledger, self._row)
 
     def __index__(self) -> int:

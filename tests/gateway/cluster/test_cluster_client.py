@@ -1,7 +1,5 @@
 """The gateway's view of the cluster, its connections to workers, and its detection of workers that fall silent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -53,8 +51,8 @@ class Scene(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def following(
-    conductor: OneView | None = None,
-    worker: Hasty | None = None,
+    conductor: "OneView | None" = None,
+    worker: "Hasty | None" = None,
     on_batch: Callable[[str, worker_pb2.EventBatch], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Scene]:
     """Yields a gateway's view of a cluster in which one server is conductor and worker, and a queue of its losses."""

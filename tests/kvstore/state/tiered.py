@@ -1,7 +1,5 @@
 """A pure node with two tiers for tests. It also does the shell's work: writing to disk and recovery."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,7 @@ class Tiered:
     @classmethod
     def make(
         cls, memory: int = 4, disk: int | None = 16, *, quotas: dict[str, int] | None = None, **more: Any
-    ) -> Tiered:
+    ) -> "Tiered":
         """Builds a node. Sizes and quotas are in units of one object's space; `disk` None = no disk. `more` is passed
         on to `make_state`."""
         heard, counted = Heard(), Disk((disk or 0) * UNIT)

@@ -1,7 +1,5 @@
 """A scripted store servicer, a process that serves one, and a client that sends arbitrary bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -127,7 +125,7 @@ class Raw:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def dial(cls, address: str) -> Raw:
+    async def dial(cls, address: str) -> "Raw":
         family, target = socket_addresses.parse_address(address)
         sock = socket.socket(family)
         sock.connect(target)

@@ -1,8 +1,6 @@
 """Tests of the socket clients: cancellation, reconnects, concurrent calls, idle connections, threads and time limits;
 when a routed channel dials, what happens to its calls when the socket connection ends, and how it closes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -53,7 +51,7 @@ async def test_call_cancelled_while_dialling_does_not_cancel_the_dial(stub: Any,
 class Silent(contextlib.AsyncExitStack):
     """A server that never answers. `met` is set when a client connects, `ended` when its connection ends."""
 
-    async def __aenter__(self) -> Silent:
+    async def __aenter__(self) -> "Silent":
         self.met, self.ended = asyncio.Event(), asyncio.Event()
         server = await self.enter_async_context(await asyncio.start_server(self.serve, "127.0.0.1", 0))
         self.address = f"lean://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -1,7 +1,5 @@
 """Simulated store nodes: a cluster's, in memory only, and a pool's, with disks, a directory and a registry."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any
@@ -99,7 +97,7 @@ class PoolDirectory(Process):
     async def serve(self) -> None:
         await self._following.run(self.registry)
 
-    def knows(self, nodes: list[PoolNode]) -> bool:
+    def knows(self, nodes: "list[PoolNode]") -> bool:
         """Returns True if all nodes are members and their event logs are followed without a gap."""
         followers = self._following.followers
         return all(
@@ -113,7 +111,7 @@ class PoolDirectory(Process):
         self.registry.validate()
         self.index.validate()
 
-    def differs_from(self, nodes: list[PoolNode]) -> str:
+    def differs_from(self, nodes: "list[PoolNode]") -> str:
         """Returns the first difference between the directory and the nodes' contents; empty if there is none."""
         held: dict[BlockKey, set[str]] = {}
         for node in nodes:

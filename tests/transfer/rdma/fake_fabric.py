@@ -4,8 +4,6 @@ Implements `transfer.rdma.device`, so that the session, target and memory code t
 there is no RDMA device. After `Wire.freeze`, requests are held back instead of executed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -29,20 +27,20 @@ class Wire:
     """Fabric of one test, which connects its devices. It has one port, whose address is this host's loopback."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    regions: dict[int, FakeRegion] = field(default_factory=dict)
-    pairs: dict[int, FakePair] = field(default_factory=dict)
+    regions: "dict[int, FakeRegion]" = field(default_factory=dict)
+    pairs: "dict[int, FakePair]" = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x101))
-    frozen: deque[tuple[FakePair, Request]] | None = None
+    frozen: "deque[tuple[FakePair, Request]] | None" = None
     """Requests that are held back, in order. None: requests are executed at once."""
     has_frozen: threading.Event = field(default_factory=threading.Event)
-    devices: list[FakeDevice] = field(default_factory=list)
+    devices: "list[FakeDevice]" = field(default_factory=list)
     num_to_damage: int = 0
     """Number of next writes whose first byte is flipped on arrival."""
 
     def ports(self) -> list[Port]:
         return [PORT]
 
-    def open(self, port: Port) -> FakeDevice:
+    def open(self, port: Port) -> "FakeDevice":
         self.devices.append(FakeDevice(self, port))
         return self.devices[-1]
 
