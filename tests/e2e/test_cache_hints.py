@@ -1,10 +1,6 @@
 """Clients' hints reach the store: what is not to be stored is not, and what has a low priority leaves first."""
 
-import pytest
-
 from tests.e2e.cluster import UNHURRIED, Cluster, prompt_of
-
-pytestmark = pytest.mark.e2e
 
 BLOCK_SIZE = 32
 FLAGS = (*UNHURRIED, "--block-size", str(BLOCK_SIZE), "--dram", "1MiB")
