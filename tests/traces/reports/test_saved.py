@@ -16,18 +16,18 @@ from tests.traces.reports.made_up import made_up, outcome, rejected, result
 
 seconds = st.floats(allow_nan=False)
 counts = st.integers(0, 2**53)
-BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
-    "int": counts,
-    "float": seconds,
-    "float | None": st.none() | seconds,
-    "str": st.text(),
-    "End": st.sampled_from(results.End),
-    "tuple[int, ...]": st.lists(counts, max_size=4).map(tuple),
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: counts,
+    float: seconds,
+    float | None: st.none() | seconds,
+    str: st.text(),
+    results.End: st.sampled_from(results.End),
+    tuple[int, ...]: st.lists(counts, max_size=4).map(tuple),
 }
 
 
 def rows_of(row: Any) -> st.SearchStrategy[tuple[Any, ...]]:
-    each = st.builds(row, **{field.name: BY_TYPE[str(field.type)] for field in fields(row)})
+    each = st.builds(row, **{field.name: BY_TYPE[field.type] for field in fields(row)})
     return st.lists(each, max_size=4).map(tuple)
 
 
