@@ -172,7 +172,6 @@ async def test_a_registry_that_refuses_the_credentials_ends_the_start(cluster: C
 
 
 async def test_conductor_without_registry_ticks_and_is_found_at_one_of_several_addresses() -> None:
-    """A conductor without a registry removes silent members, and clients find it at one of several addresses."""
     alone = Cluster()
     await alone.start("a", lease_s=0.2, heartbeat_interval_s=0.02)
     alone.addresses["nobody"] = f"127.0.0.1:{free_port()}"

@@ -229,14 +229,6 @@ def queue_of(*jobs: tuple[str, float, float], step_s: float = math.inf) -> Prefi
     return queue
 
 
-def test_prompt_yields_only_to_arrivals_within_its_rank() -> None:
-    """A waiting prompt yields only to prompts that arrive within its rank, so none starves. Ties go by arrival."""
-    queue = queue_of(("running", 4.0, 0.0), ("patient", 1.0, 10.0))
-    assert queue.wait_for(3.0, 6.0) == (NEAR(1.0), 1)
-    assert queue.wait_for(3.0, 7.0) == (NEAR(2.0), 0), "arrived later, yields as much"
-    assert queue.wait_for(11.0, 0.0) == (NEAR(1.0), 0), "too late to be yielded to"
-
-
 def test_lower_rank_runs_before_the_rest_of_a_chunked_prompt() -> None:
     """A lower rank interrupts a running prompt between steps. 10 s of work interrupted after 2 s still need 8 s."""
     queue = queue_of(("running", 10.0, 9.0), step_s=1.0)

@@ -99,15 +99,6 @@ def test_decode_predictions_follow_observed_steps(loads: list[Load], times: floa
 KEYS = chain("a", 20)
 
 
-def beside(*, home: bool) -> Cluster:
-    """Returns a cluster with a prefix in a store, which is on another host than the worker or is its home store."""
-    cluster = Cluster("s0")
-    cluster.prefill("p0", host="host-of-s0" if home else None, home_store="s0" if home else None)
-    cluster.decode("d0")
-    cluster.heartbeat("s0", holds=KEYS)
-    return cluster
-
-
 @pytest.mark.parametrize(
     ("peer", "home", "bytes_per_s", "expected"),
     [
@@ -119,7 +110,10 @@ def beside(*, home: bool) -> Cluster:
 def test_prefix_transfer_is_predicted_by_observed_bandwidth(
     peer: str, home: bool, bytes_per_s: float, expected: float
 ) -> None:
-    cluster = beside(home=home)
+    """`home`: the store with the prefix is the worker's home store, and otherwise on another host."""
+    cluster = Cluster("s0", "d0")
+    cluster.prefill("p0", host="host-of-s0" if home else None, home_store="s0" if home else None)
+    cluster.heartbeat("s0", holds=KEYS)
     for number in range(41):
         nbytes = number * (64 << 20)
         traffic = TrafficTotals(peer=InstanceId(peer), read_bytes=nbytes, read_s=nbytes / bytes_per_s)

@@ -195,14 +195,20 @@ def test_busy_sender_takes_longer_until_its_bytes_have_arrived() -> None:
     assert transfer_s(cluster, "r2") == IDLE
 
 
-@pytest.mark.parametrize("phase", [RequestPhase.FIRST_TOKEN, RequestPhase.FAILED, RequestPhase.CANCELLED, None])
-def test_ended_request_removes_its_transfers(phase: RequestPhase | None) -> None:
-    """A request that ends, or is placed again (None), no longer delays other transfers."""
+@pytest.mark.parametrize(
+    "end", [RequestPhase.FIRST_TOKEN, RequestPhase.FAILED, RequestPhase.CANCELLED, "placed again", "workers restarted"]
+)
+def test_ended_request_removes_its_transfers(end: object) -> None:
+    """A request that ends no longer delays other transfers. A report of its end may follow."""
     cluster = holder()
     transfer_s(cluster, "r0")
-    if phase is not None:
-        cluster.report("r0", phase)
-    assert transfer_s(cluster, "r0" if phase is None else "r1") == IDLE
+    if end == "workers restarted":
+        for name in ("p0", "p1"):
+            cluster.prefill(name, epoch=2)
+    elif isinstance(end, RequestPhase):
+        cluster.report("r0", end)
+    assert transfer_s(cluster, "r0" if end == "placed again" else "r1") == IDLE
+    cluster.report("r0", RequestPhase.FINISHED)
 
 
 def test_rates_are_the_registered_ones() -> None:
@@ -218,12 +224,3 @@ def test_rates_are_the_registered_ones() -> None:
     seconds = transfer_s(cluster, "r0")
     assert seconds == NEAR({"p0": 0.0099, "p1": 0.198, "p2": 0.0495, "p3": 0.0})
     assert cluster.explain("r0").prefill_candidates[3].load_s == NEAR(0.099)
-
-
-def test_leaving_member_removes_its_flows_and_frees_its_row() -> None:
-    cluster = holder()
-    transfer_s(cluster, "r0")
-    for name in ("p0", "p1"):
-        cluster.prefill(name, epoch=2)
-    assert transfer_s(cluster, "r1") == IDLE
-    cluster.report("r0", RequestPhase.FINISHED)

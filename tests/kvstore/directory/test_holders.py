@@ -43,9 +43,6 @@ class Fed:
         self.directory.validate()
 
 
-NOTHING = Changes()
-
-
 def test_a_key_that_is_named_twice_counts_once() -> None:
     fed = Fed()
     fed.take(A, added(3, 3))  # the key has a parent
@@ -149,7 +146,7 @@ class AnyOrder(RuleBasedStateMachine):
     def _send_inventory(self, name: InstanceId) -> None:
         instance = self.instances[name]
         seq = instance.next_seq
-        for index, piece in enumerate([added(n) for n in instance.held] or [NOTHING]):
+        for index, piece in enumerate([added(n) for n in instance.held] or [Changes()]):
             assert self._take(name, instance.epoch, piece, seq, seq, snapshot=index == 0)
         self.known[name] = set(instance.held)
 

@@ -14,7 +14,7 @@ from moonserve.kvstore.disk.base import DiskRead, Pin
 from moonserve.kvstore.disk.compaction import merge_tombstones
 from moonserve.kvstore.disk.io.format import Tombstone
 from moonserve.protocol.kv_blocks import BlockKey
-from tests.kvstore.disk.tiers import faulty, found_in, objects, opened, stuck, until_it_hangs, written
+from tests.kvstore.disk.tiers import failing, found_in, objects, opened, stuck, until_it_hangs, written
 
 
 @pytest.fixture
@@ -33,16 +33,15 @@ async def test_an_object_released_during_its_copy_is_forgotten_before_its_source
 ) -> None:
     """An object released during its copy is forgotten before its source is deleted, also if the folder is full."""
     monkeypatch.setattr(compaction, "_BATCH_BYTES", 1)
-    calls, options = faulty("write")
-    rename = calls.rename
+    async with failing(living, "write") as (calls, stand):
+        rename = calls.rename
 
-    def photographed(source: Path, target: Path) -> None:
-        rename(source, target)
-        if source.name == f"segment-{1:010}.kv":
-            shutil.copytree(living, photo)
+        def photographed(source: Path, target: Path) -> None:
+            rename(source, target)
+            if source.name == f"segment-{1:010}.kv":
+                shutil.copytree(living, photo)
 
-    monkeypatch.setattr(calls, "rename", photographed)
-    async with opened(living, options) as stand:
+        monkeypatch.setattr(calls, "rename", photographed)
         number = 1
         while (await stand.put([written(number, generation=number)]))[0]:
             number += 1  # until only the segment reserved for compaction is free
@@ -58,8 +57,7 @@ async def test_an_object_released_during_its_copy_is_forgotten_before_its_source
 
 @pytest.mark.parametrize("what", ["write", "sync"])
 async def test_an_object_that_could_not_be_copied_stays(tmp_path: Path, what: str) -> None:
-    calls, options = faulty()
-    async with opened(tmp_path, options) as stand:
+    async with failing(tmp_path) as (calls, stand):
         assert await stand.put([written(1), written(2)]) == [True, True]
         segment = await stand.sealed()
         calls.errors[what] = errno.EIO
@@ -73,8 +71,7 @@ async def test_an_object_that_could_not_be_copied_stays(tmp_path: Path, what: st
 
 async def test_an_object_released_during_a_failed_copy_does_not_return(living: Path, photo: Path) -> None:
     """An object released during a failed copy does not come back. The copy is whole; only its flush reports failure."""
-    calls, options = faulty("sync")
-    async with opened(living, options) as stand:
+    async with failing(living, "sync") as (calls, stand):
         assert await stand.put([written(1), written(2)]) == [True, True]
         segment = await stand.sealed()
         calls.num_to_fail = 1

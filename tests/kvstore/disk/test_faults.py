@@ -11,12 +11,11 @@ import pytest
 from moonserve.kvstore.disk import health
 from moonserve.kvstore.disk.base import PAGE, Health
 from moonserve.kvstore.disk.io.format import page_of
-from tests.kvstore.disk.tiers import SMALL, faulty, found_in, objects, opened, stuck, until_it_hangs, written
+from tests.kvstore.disk.tiers import SMALL, failing, found_in, objects, opened, stuck, until_it_hangs, written
 
 
 async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path) -> None:
-    calls, options = faulty()
-    async with opened(tmp_path, options) as stand:
+    async with failing(tmp_path) as (calls, stand):
         await stand.put([written(1)])
         calls.errors["write"] = errno.EROFS
         assert await stand.put([written(2)]) == [False]
@@ -35,8 +34,7 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
 @pytest.mark.parametrize("what", ["write", "sync"])
 async def test_a_failed_write_may_be_repeated(tmp_path: Path, what: str) -> None:
     """An object whose write failed can be written again; the failed attempt is not found by a restart."""
-    calls, options = faulty()
-    async with opened(tmp_path, options) as stand:
+    async with failing(tmp_path) as (calls, stand):
         calls.errors[what] = errno.EIO
         assert await stand.put([written(1), written(2)]) == [False, False]
         calls.errors.clear()
@@ -46,8 +44,7 @@ async def test_a_failed_write_may_be_repeated(tmp_path: Path, what: str) -> None
 
 
 async def test_objects_forgotten_while_the_disk_fails_are_forgotten_later(tmp_path: Path) -> None:
-    calls, options = faulty()
-    async with opened(tmp_path, options) as stand:
+    async with failing(tmp_path) as (calls, stand):
         await stand.put([written(1), written(2)])
         calls.errors["write"] = errno.EIO
         await stand.forget(written(1).object)
@@ -57,9 +54,8 @@ async def test_objects_forgotten_while_the_disk_fails_are_forgotten_later(tmp_pa
 
 
 async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss(tmp_path: Path) -> None:
-    calls, options = faulty("read")
-    calls.num_to_fail = 9  # every blocked call
-    async with opened(tmp_path, options) as stand:
+    async with failing(tmp_path, "read") as (calls, stand):
+        calls.num_to_fail = 9  # every blocked call
         writes = [written(1), written(2)]
         assert await stand.put(writes) == [True, True]
         await stand.sealed()
@@ -75,8 +71,7 @@ async def test_a_segment_that_goes_before_a_failed_read_is_tried_again_is_a_miss
 
 
 async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
-    calls, options = faulty()
-    async with opened(tmp_path, options) as stand:
+    async with failing(tmp_path) as (calls, stand):
         writes = [written(number) for number in range(4)]
         await stand.put(writes)
         calls.bad_offset = page_of(stand.owner.places[writes[1].object]) * PAGE + 5000
@@ -88,8 +83,7 @@ async def test_one_bad_sector_costs_its_object_only(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_cannot_be_read_at_all_fails_and_heals(tmp_path: Path) -> None:
-    calls, options = faulty()
-    async with opened(tmp_path, options) as stand:
+    async with failing(tmp_path) as (calls, stand):
         await stand.put([written(1)])
         calls.errors["read"] = errno.EIO
         for _ in range(health.READ_ERRORS_IN_A_ROW):

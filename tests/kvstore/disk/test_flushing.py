@@ -1,13 +1,14 @@
 """Flushes: one per interval or one per group of writes, the calls that wait for them, and the effects of a failure."""
 
 import asyncio
+import contextlib
 import errno
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from moonserve.kvstore.disk.base import Health
-from moonserve.kvstore.disk.tier import DiskOptions
 from tests.kvstore.disk import tiers
 
 INTERVAL_S = 7.0
@@ -28,18 +29,17 @@ class Ticks:
         await self.ends.get()
 
 
-def lazy() -> tuple[tiers.FaultyCalls, Ticks, DiskOptions]:
-    """Returns options with a flush per interval and with a segment that no test fills, since its end would flush."""
+@contextlib.asynccontextmanager
+async def lazy(folder: Path) -> AsyncIterator[tuple[tiers.FaultyCalls, Ticks, tiers.Stand]]:
+    """Opens a tier with a flush per interval and with a segment that no test fills, since its end would flush."""
     ticks = Ticks()
-    calls, options = tiers.faulty(
-        "sync", sleep=ticks.sleep, sync_interval_s=INTERVAL_S, segment_bytes=16 * tiers.SEGMENT
-    )
-    return calls, ticks, options
+    options = {"sleep": ticks.sleep, "sync_interval_s": INTERVAL_S, "segment_bytes": 16 * tiers.SEGMENT}
+    async with tiers.failing(folder, "sync", CAPACITY, **options) as (calls, stand):
+        yield calls, ticks, stand
 
 
 async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_interval(tmp_path: Path) -> None:
-    calls, ticks, options = lazy()
-    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+    async with lazy(tmp_path) as (calls, ticks, stand):
         for interval in range(3):
             before = calls.num_flushes
             for number in range(2):
@@ -55,8 +55,7 @@ async def test_writes_are_answered_before_they_are_flushed_and_flushed_once_an_i
 
 
 async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals(tmp_path: Path) -> None:
-    calls, _, options = lazy()
-    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+    async with lazy(tmp_path) as (calls, _, stand):
         await stand.put([tiers.written(1), tiers.written(2)])
         with tiers.stuck(calls):
             removal = asyncio.create_task(stand.forget(tiers.written(1).object))
@@ -70,8 +69,7 @@ async def test_a_removal_waits_for_its_flush_and_writes_do_not_wait_for_removals
 
 async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
     """Removals that arrive during a flush share the next one."""
-    calls, _, options = lazy()
-    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+    async with lazy(tmp_path) as (calls, _, stand):
         await stand.put([tiers.written(number) for number in range(8)])
         assert await stand.tier.flush()
         before = calls.num_flushes
@@ -87,9 +85,8 @@ async def test_removals_at_the_same_time_share_flushes(tmp_path: Path) -> None:
 
 
 async def test_no_durable_record_follows_a_failed_flush_in_its_segment(tmp_path: Path) -> None:
-    calls, ticks, options = lazy()
     changed = asyncio.Event()
-    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+    async with lazy(tmp_path) as (calls, ticks, stand):
         stand.tier._health._changed = lambda health, reason: changed.set()
         await stand.put([tiers.written(1), tiers.written(2)])
         active = stand.tier._log.active
@@ -110,8 +107,7 @@ async def test_no_durable_record_follows_a_failed_flush_in_its_segment(tmp_path:
 
 
 async def test_an_orderly_stop_flushes_everything(tmp_path: Path) -> None:
-    calls, _, options = lazy()
-    async with tiers.opened(tmp_path, options, CAPACITY) as stand:
+    async with lazy(tmp_path) as (calls, _, stand):
         await stand.put([tiers.written(1)])
         assert calls.num_flushes == 0
     assert calls.num_flushes >= 2  # of the log, then of its footer
@@ -125,8 +121,7 @@ async def until_landed(stand: tiers.Stand, num_objects: int) -> None:
 
 
 async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Path) -> None:
-    calls, options = tiers.faulty("sync")
-    async with tiers.opened(tmp_path, options) as stand:
+    async with tiers.failing(tmp_path, "sync") as (calls, stand):
         assert await stand.put([tiers.written(0)]) == [True]
         with tiers.stuck(calls):
             first = asyncio.create_task(stand.put([tiers.written(1)]))
@@ -143,8 +138,7 @@ async def test_groups_are_written_while_one_before_is_made_durable(tmp_path: Pat
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_writes_after_a_failed_flush_fail_and_do_not_return(tmp_path: Path, cancelled: bool) -> None:
-    calls, options = tiers.faulty("sync")
-    async with tiers.opened(tmp_path, options) as stand:
+    async with tiers.failing(tmp_path, "sync") as (calls, stand):
         assert await stand.put([tiers.written(0)]) == [True]
         with tiers.stuck(calls):
             calls.num_to_fail = 1

@@ -19,8 +19,7 @@ LIMIT_S = tiers.SMALL.time_limit_s
 @pytest.mark.parametrize("kind", ["write", "sync"])
 async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path, kind: str) -> None:
     clock = Clock()
-    calls, options = tiers.faulty(kind, clock=clock, sleep=tiers.for_ever)
-    async with tiers.opened(tmp_path, options) as stand:
+    async with tiers.failing(tmp_path, kind, clock=clock, sleep=tiers.for_ever) as (calls, stand):
         assert await stand.put([tiers.written(1)]) == [True]
         with tiers.stuck(calls):
             first = asyncio.create_task(stand.put([tiers.written(2)]))
@@ -46,8 +45,7 @@ async def test_a_write_that_hangs_is_refused_and_never_comes_back(tmp_path: Path
 
 async def test_a_read_that_hangs_keeps_its_memory_until_the_disk_is_done_with_it(tmp_path: Path) -> None:
     clock = Clock()
-    calls, options = tiers.faulty("read", clock=clock, sleep=tiers.for_ever)
-    async with tiers.opened(tmp_path, options) as stand:
+    async with tiers.failing(tmp_path, "read", clock=clock, sleep=tiers.for_ever) as (calls, stand):
         await stand.put([tiers.written(1)])
         read = stand.read_of(tiers.written(1).object)
         with tiers.stuck(calls):

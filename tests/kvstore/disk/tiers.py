@@ -201,10 +201,14 @@ class FaultyCalls(FileCalls):
             raise OSError(errno.EIO, "made to fail")
 
 
-def faulty(kind: str = "", **options: Any) -> tuple[FaultyCalls, DiskOptions]:
-    """Returns file calls that can hang or fail, and options of a tier that makes them in threads, without io_uring."""
+@contextlib.asynccontextmanager
+async def failing(
+    folder: Path, kind: str = "", capacity: int = CAPACITY, **options: Any
+) -> AsyncIterator[tuple[FaultyCalls, Stand]]:
+    """Opens a tier whose file calls can hang or fail. It makes them in threads, without io_uring."""
     calls = FaultyCalls(kind)
-    return calls, dataclasses.replace(SMALL, calls=calls, ring=False, **options)
+    async with opened(folder, dataclasses.replace(SMALL, calls=calls, ring=False, **options), capacity) as stand:
+        yield calls, stand
 
 
 @contextlib.contextmanager

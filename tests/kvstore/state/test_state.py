@@ -11,13 +11,9 @@ from moonserve.protocol.errors import StaleLease
 from tests.kvstore.state.tiered import TTL_S, Tiered, chain, key, keys
 
 
-def make(units: int = 4) -> Tiered:
-    return Tiered.make(units, None)
-
-
 def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
     """An object is visible only after its commit was verified; reserved objects missing in the commit are dropped."""
-    node = make()
+    node = Tiered.make(4, None)
     state, writers = node.state, node.state.reservations
     writers.reserve("r", chain(1, 2, 3), TTL_S, 0.0)
     assert state.catalog.present(keys(1, 2)) == [False, False]
@@ -36,7 +32,7 @@ def test_an_object_is_visible_only_after_its_commit_was_verified() -> None:
 
 def test_ended_ids_and_foreign_keys_are_refused() -> None:
     """Ended ids and keys of others are refused, also if an abort or a release arrives before the call that it ends."""
-    node = make()
+    node = Tiered.make(4, None)
     writers, readers = node.state.reservations, node.state.leases
     node.put(chain(9))
     assert writers.abort("aborted", 0.0) is None
@@ -58,7 +54,7 @@ def test_ended_ids_and_foreign_keys_are_refused() -> None:
 
 @pytest.mark.parametrize("first", ["r0", ""])
 def test_ended_ids_are_kept_for_a_limited_time(first: str) -> None:
-    writers = make().state.reservations
+    writers = Tiered.make(4, None).state.reservations
     writers.abort(first, 0.0)
     for number in range(1, 100):
         writers.abort(f"r{number}", float(number))
@@ -68,7 +64,7 @@ def test_ended_ids_are_kept_for_a_limited_time(first: str) -> None:
 
 
 def test_expired_space_is_freed_only_after_its_window_is_closed() -> None:
-    node = make(units=1)
+    node = Tiered.make(1, None)
     node.state.reservations.reserve("r", chain(1), TTL_S, 0.0)
     assert node.state.next_deadline() == TTL_S
     assert node.state.expire(TTL_S - 0.1) == []
@@ -82,7 +78,7 @@ def test_expired_space_is_freed_only_after_its_window_is_closed() -> None:
 
 
 def test_an_expired_lease_is_refused_and_never_revived() -> None:
-    node = make()
+    node = Tiered.make(4, None)
     node.put(chain(1))
     readers = node.state.leases
     readers.grant("l", keys(1), 10.0, 0.0)
@@ -115,7 +111,7 @@ G, P, F = PutOutcome.GRANTED, PutOutcome.PRESENT, PutOutcome.FULL
 def test_the_coldest_leaf_is_evicted_first(
     units: int, before: list[Numbers], leased: Numbers, put: Numbers, outcomes: list[PutOutcome], left: list[int]
 ) -> None:
-    node = make(units)
+    node = Tiered.make(units, None)
     for numbers in before:
         node.put(chain(*numbers))
     node.state.leases.release(node.lease(*leased)[0], 0.0)
@@ -124,7 +120,7 @@ def test_the_coldest_leaf_is_evicted_first(
 
 
 def test_leased_objects_and_useless_victims_are_not_evicted() -> None:
-    node = make(units=3)
+    node = Tiered.make(3, None)
     node.put_each(1, 2, 3)
     node.lease(1)
     behind_it = chain(4, 5)[1]  # it fits, but is of no use without its parent
@@ -135,7 +131,7 @@ def test_leased_objects_and_useless_victims_are_not_evicted() -> None:
 
 
 def test_making_room_for_a_block_does_not_evict_its_parent() -> None:
-    node = make(units=2)
+    node = Tiered.make(2, None)
     node.put_each(1, 9)
     assert node.put(chain(1, 2)[1:]) == [G]
     assert node.in_memory() == [1, 2]

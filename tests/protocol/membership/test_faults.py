@@ -122,17 +122,6 @@ async def test_failover_that_loses_a_join_forgets_the_lease(redis: RedisServer, 
     assert again.endpoint.epoch > late.endpoint.epoch
 
 
-async def test_clock_jump_ahead_ends_leases_and_epochs_still_grow(redis: RedisServer, open_redis: OpenRedis) -> None:
-    """A jump ahead ends leases, and epochs still grow. PEXPIREAT 1 has the effect of a jump on a lease."""
-    registry = open_redis(redis.url, prefix="ahead")
-    joined = await registry.join(member())
-    redis.ask("PEXPIREAT", "ahead:member:store-0", "1")
-    assert await registry.members() == []
-    with pytest.raises(StaleLease):
-        await registry.renew(joined)
-    assert (await registry.join(member())).endpoint.epoch > joined.endpoint.epoch
-
-
 async def test_epochs_grow_after_server_clock_is_set_back(redis: RedisServer, open_redis: OpenRedis) -> None:
     registry = open_redis(redis.url, prefix="back")
     in_2040 = str(2_208_988_800 * 10**9)  # an epoch given before the clock was corrected
