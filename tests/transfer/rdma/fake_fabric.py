@@ -29,7 +29,7 @@ class Wire:
     lock: threading.RLock = field(default_factory=threading.RLock)
     regions: "dict[int, FakeRegion]" = field(default_factory=dict)
     pairs: "dict[int, FakePair]" = field(default_factory=dict)
-    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(0x101))
+    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(0x101))
     frozen: "deque[tuple[FakePair, Request]] | None" = None
     """Requests that are held back, in order. None: requests are executed at once."""
     has_frozen: threading.Event = field(default_factory=threading.Event)
