@@ -165,15 +165,6 @@ def test_a_get_of_too_many_keys_ends_the_connection(published: Published, extra:
     serving.sock.close()
 
 
-def test_a_connection_follows_an_index_that_has_moved(published: Published) -> None:
-    with served(published) as serving:
-        for times in range(2):
-            if times:
-                published.grow()
-            serving.ask(get([1, 99], [inline_protocol.UNLIMITED] * 2))
-            assert serving.answer(2) == expected([1, 99], [inline_protocol.UNLIMITED] * 2, 2**20)
-
-
 @pytest.mark.parametrize("part", [0, 10, 24, 40, 1000])
 def test_a_peer_that_hangs_up_during_a_request_ends_it(published: Published, part: int) -> None:
     serving = Serving(published)
