@@ -23,7 +23,7 @@ from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode, error_of, request
 from moonserve.transfer.tcp.session import StreamSession
 from tests.patience import NEVER_S, PATIENCE_S
-from tests.transfer.conftest import TOKEN, Make, MakePair, Pair, PeerInProcess, run
+from tests.transfer.conftest import TOKEN, Make, MakePair, Pair
 from tests.transfer.stage import authenticated, until_closed
 
 TRANSPORTS = ["shm"]
@@ -168,19 +168,6 @@ def test_registered_memory_and_memory_of_another_host_cannot_be_mapped(make_pair
     with pytest.raises(InvalidRequest):
         pair.near.map(pair.remote, 0, 1)
     read(pair)
-
-
-def test_another_process_reads_and_writes_registered_memory(make_engine: Make, peer: PeerInProcess) -> None:
-    engine = make_engine()
-    remote, window_id = peer.lend(4 * MIB, 7)
-    local = engine.register(bytearray(4 * MIB))
-    for fill in (b"r", b"s"):
-        local.buffer[:] = fill * (4 * MIB)
-        run(engine, Transfer(Op.WRITE, local, 0, remote, 0, 4 * MIB, window_id))
-        assert peer.content(remote) == fill * (4 * MIB)
-    local.buffer[:] = bytes(4 * MIB)
-    engine.run([Transfer(Op.READ, local, 0, remote, 0, 4 * MIB)], deadline_s=PATIENCE_S)
-    assert local.buffer == b"s" * (4 * MIB)
 
 
 NBYTES = 8192
