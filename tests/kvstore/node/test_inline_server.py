@@ -24,8 +24,8 @@ from moonserve.protocol import errors
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
 from moonserve.protocol.pb import common_pb2
 from moonserve.protocol.rpc.wire import failure_from_wire
-from tests.kvstore.client.pools import BOTH, TCP, fresh, store_of
-from tests.kvstore.node.nodes import Node, running_node
+from tests.kvstore.client.pools import TCP, fresh, own_node, store_of
+from tests.kvstore.node.nodes import Node
 from tests.kvstore.node.nodes import key as numbered
 from tests.kvstore.state.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S, until
@@ -41,13 +41,6 @@ FAR_AHEAD = 2.0**62
 def store(node: Node) -> Iterator[KvStore]:
     with store_of(f"node://{node.rpc_address}", TCP) as store:
         yield store
-
-
-@contextlib.contextmanager
-def own_node(*flags: str, transports: tuple[str, ...] = TCP) -> Iterator[tuple[Node, KvStore]]:
-    """Runs a node of its own and a client, for tests that end the node or need other flags."""
-    with running_node("--dram", str(DRAM), *flags) as node, store_of(f"node://{node.rpc_address}", transports) as store:
-        yield node, store
 
 
 def inline_client_of(store: KvStore) -> InlineClient:
@@ -216,7 +209,7 @@ def test_a_peer_that_violates_the_format_is_cut_off_and_the_node_serves_on(store
 
 
 def test_a_node_without_a_free_connection_is_used_over_rpcs() -> None:
-    with own_node() as (node, store), contextlib.ExitStack() as stack:
+    with own_node(transports=TCP) as (node, store), contextlib.ExitStack() as stack:
         store.put(b"key", VALUE)
         for _ in range(255):
             stack.enter_context(link_to(store))
@@ -228,7 +221,7 @@ def test_a_node_without_a_free_connection_is_used_over_rpcs() -> None:
 
 @pytest.mark.parametrize("flags", [("--transfer-rails", "127.0.0.1"), ("--transports", "shm")])
 def test_a_node_with_named_rails_offers_no_inline_connections(flags: tuple[str, ...]) -> None:
-    with own_node(*flags, transports=BOTH) as (_, store):
+    with own_node(*flags) as (_, store):
         store.put(b"key", VALUE)
         assert store.get(b"key") == VALUE
         lean = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).channel
@@ -239,7 +232,7 @@ def test_a_node_with_named_rails_offers_no_inline_connections(flags: tuple[str, 
 @pytest.mark.parametrize("end", [Node.kill, Node.stop])
 def test_a_node_that_ends_during_a_call_raises_peer_lost_at_once(end: Callable[[Node], None]) -> None:
     """The end of a node ends the connection of a put in flight, and a later get raises PeerLost without a timeout."""
-    with own_node() as (node, store), link_to(store) as link:
+    with own_node(transports=TCP) as (node, store), link_to(store) as link:
         store.put(b"key", VALUE)
         inline_protocol.send(link, begun(plain_key(fresh()), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
