@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from moonserve.kvstore import index_layout
-from moonserve.kvstore.directory.block_table import WORD_BITS, BlockTable, Column, SlotIndex, leading_holders
+from moonserve.kvstore.directory.block_table import WORD_BITS, Column, SlotIndex, leading_holders
 from moonserve.kvstore.published_index import KeyIndex
 from moonserve.kvstore.state.eviction.base import RankHeap
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
@@ -323,12 +323,3 @@ def test_runs_are_those_of_a_loop_over_all_bits(columns: list[list[int]], rows: 
         has = [bool(columns[word][row] & 1 << mask) for row in rows]
         expected = has.index(False) if False in has else len(has)
         assert runs[bit] == expected
-
-
-def test_holders_are_read_from_moved_columns() -> None:
-    """The holders are read from a table's new columns after growth has replaced the old ones."""
-    table = BlockTable()
-    for size in (1, 1000):
-        rows = table.find_or_insert(b"".join(map(key_of, range(size))))
-        table.holders[0][rows] = size
-        assert table.leading(key_of(0)).held.tolist() == [[size]]
