@@ -60,15 +60,17 @@ def test_a_batch_fails_after_two_reset_connections(stage: Stage) -> None:
 
 @near_and_far
 def test_a_killed_target_is_lost_at_once(make_engine: Make, peer: PeerInProcess) -> None:
+    """Over shm its memory is still mapped."""
     to = WritesTo(make_engine(), peer)
-    run(to.engine, to.transfer)
+    run(to.engine, to.transfer, to.read)
     peer.stop()  # so that the batch is certainly in flight
     batch = to.engine.submit([to.transfer], deadline_s=NEVER_S)
     peer.process.kill()
     with pytest.raises(PeerLost):
         batch.wait()
-    with pytest.raises(PeerLost):
-        run(to.engine, to.transfer, deadline_s=NEVER_S)
+    for each in (to.read, to.transfer):
+        with pytest.raises(PeerLost):
+            run(to.engine, each, deadline_s=NEVER_S)
 
 
 # Peers and links that fall silent

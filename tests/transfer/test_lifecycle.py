@@ -48,10 +48,6 @@ def engine_of(*transports: str) -> TransferEngine:
     return TransferEngine(cluster_token=TOKEN, options=TransferOptions(transports=transports))
 
 
-def started(*transports: str) -> TransferEngine:
-    return engine_of(*transports).__enter__()
-
-
 @pytest.mark.parametrize("are_missed", [False, True])
 def test_closed_engines_and_lost_peers_leak_nothing(pair: Pair, transport: str, are_missed: bool) -> None:
     def cycle() -> None:
@@ -264,7 +260,7 @@ class Cycles:
 
     def __init__(self) -> None:
         self.rng = random.Random(11)
-        self.near = started("shm", "tcp")
+        self.near = engine_of("shm", "tcp").__enter__()
         self.local = self.near.allocate(NBYTES)
 
     def one(self) -> None:
@@ -307,7 +303,7 @@ class Cycles:
             far.close_window(window_id)
             far.deregister(brought)
         else:
-            near = started("shm", "tcp") if end == "initiator closes" else self.near
+            near = engine_of("shm", "tcp").__enter__() if end == "initiator closes" else self.near
             local = self.local if near is self.near else near.allocate(NBYTES)
             batches = submit(near, local, remote, window_id, NEVER_S)
             (far if near is self.near else near).close()

@@ -1,5 +1,6 @@
 """Peers in other processes that are stopped or forgotten: every batch ends in time. See also test_faulty_links.py."""
 
+import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,19 +13,28 @@ from moonserve.transfer.paths.lane import Lane
 from moonserve.transfer.paths.peer_address import Rail, parse_address
 from moonserve.transfer.tcp import transport as tcp
 from tests.patience import NEVER_S, PATIENCE_S, until
-from tests.transfer.conftest import Make, Pair, PeerInProcess, run
+from tests.transfer.conftest import Make, MakePair, Pair, PeerInProcess, run
 from tests.transfer.stage import WritesTo
 
 TRANSPORTS = ["shm", "tcp", pytest.param("tls", marks=pytest.mark.slow)]
 
 
-def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerInProcess) -> None:
-    to = WritesTo(make_engine(), peer, 1 << 20)
-    to.local.buffer[:4096] = b"x" * 4096
-    run(to.engine, replace(to.transfer, remote_offset=4096, length=8192))
-    assert peer.content(to.remote)[:16384] == bytes(4096) + b"x" * 4096 + b"w" * 4096 + bytes(4096)
-    run(to.engine, to.read)
-    assert to.local.buffer[4096:8192] == b"x" * 4096
+@pytest.mark.parametrize("registered", [False, True])
+def test_two_processes_read_and_write_each_other(make_engine: Make, peer: PeerInProcess, registered: bool) -> None:
+    engine, nbytes = make_engine(), 4 << 20
+    remote, window_id = peer.lend(nbytes, 7)
+    local = engine.register(bytearray(nbytes)) if registered else engine.allocate(nbytes)
+    for seed in range(2):
+        local.buffer[:] = sent = random.Random(seed).randbytes(nbytes)
+        run(engine, Transfer(Op.WRITE, local, 0, remote, 4096, nbytes - 8192, window_id))
+        content = peer.content(remote)
+        assert content == b"\7" * 4096 + sent[:-8192] + b"\7" * 4096
+    read = Transfer(Op.READ, local, 0, remote, 0, nbytes)
+    run(engine, read)
+    assert local.buffer == content
+    local.buffer[:] = bytes(nbytes)
+    engine.run([read], deadline_s=PATIENCE_S)  # in this thread if the transport can
+    assert local.buffer == content
 
 
 def test_open_waits_for_a_silent_peer_until_the_deadline(
@@ -118,21 +128,18 @@ def test_an_address_without_a_reachable_rail_is_refused(pair: Pair, transport: s
                 pair.run(Transfer(Op.READ, pair.local, 0, RemoteSegment(address, 1), 0, 10))
 
 
-def test_planned_faults_happen_the_given_number_of_times(make_engine: Make) -> None:
+def test_planned_faults_happen_the_given_number_of_times(make_pair: MakePair) -> None:
     """Checksums of the transfer do not detect bytes that bad memory corrupts. The checksums of blocks do."""
-    near, far = make_engine(faults=FaultPlan(corrupt_writes=1, drop_connections=1)), make_engine()
-    memory, local = far.allocate(100), near.allocate(100)
-    window_id = far.open_window(memory, [(0, 100)])
-    local.buffer[:] = b"g" * 100
-    remote = RemoteSegment(far.address, memory.segment_id)
-    writes = [Transfer(Op.WRITE, local, at, remote, at, 40, window_id) for at in (0, 60)]
+    pair = make_pair(100, faults=FaultPlan(corrupt_writes=1, drop_connections=1))
+    expected = b"g" * 40 + bytes(pair.memory.buffer[40:60]) + b"g" * 40
+    pair.local.buffer[:] = b"g" * 100
+    writes = [pair.write(at, at, 40) for at in (0, 60)]
     with pytest.raises(PeerLost, match="fault"):
-        run(near, *writes)
-    run(near, *writes)
-    expected = b"g" * 40 + bytes(20) + b"g" * 40
-    assert sum(a != b for a, b in zip(memory.buffer, expected, strict=True)) == 1
-    assert local.buffer == b"g" * 100
-    run(near, *writes)
-    assert memory.buffer == expected
-    near.deregister(local)
-    assert near.usage().num_segments == 0
+        pair.run(*writes)
+    pair.run(*writes)
+    assert sum(a != b for a, b in zip(pair.memory.buffer, expected, strict=True)) == 1
+    assert pair.local.buffer == b"g" * 100
+    pair.run(*writes)
+    assert pair.memory.buffer == expected
+    pair.near.deregister(pair.local)
+    assert pair.near.usage().num_segments == 0

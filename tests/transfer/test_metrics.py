@@ -45,6 +45,9 @@ def test_bytes_slices_seconds_and_incidents_are_counted_once(
     assert 0 < readings.of("seconds_sum", **labels) < 30
     assert readings.of("connects_total", **labels) == 1
     assert readings.of("failures_total") == readings.of("retries_total") == 0
+    pair.run_inline(pair.read(0, 0, 77))
+    assert readings.of("bytes_total", op="read") == 1077
+    assert readings.of("slices_total") == readings.of("seconds_count") == 3
     injector.orders["slice"] = [Outcome.CORRUPT]
     pair.run(pair.write(0, 0, 4096))
     assert readings.of("integrity_failures_total") == readings.of("retries_total") == 1
@@ -54,14 +57,6 @@ def test_bytes_slices_seconds_and_incidents_are_counted_once(
         pair.run(pair.write(0, 0, 10, 999))
     assert readings.of("failures_total") == 1
     assert readings.of("bytes_in_flight") == readings.of("slices_in_flight") == 0
-
-
-def test_an_inline_read_is_counted_once(pair: Pair) -> None:
-    readings = Readings(pair.near)
-    pair.run(pair.read(0, 0, 1000))
-    pair.run_inline(pair.read(0, 0, 77))
-    assert readings.of("bytes_total", op="read") == 1077
-    assert readings.of("slices_total") == readings.of("seconds_count") == 2
 
 
 def test_usage_shows_segments_windows_and_connections(pair: Pair) -> None:

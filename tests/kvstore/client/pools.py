@@ -9,7 +9,7 @@ import pytest
 from moonserve.kvstore.client import KvStore, connect
 from moonserve.kvstore.client.node_access.background import BackgroundLoop
 from moonserve.transfer import TransferOptions
-from tests.kvstore.node.nodes import TOKEN
+from tests.kvstore.node.nodes import TOKEN, Node, running_node
 from tests.patience import PATIENCE_S
 from tests.protocol.membership.conftest import served
 
@@ -27,6 +27,13 @@ def fresh() -> bytes:
 def store_of(url: str, transports: tuple[str, ...] = BOTH) -> KvStore:
     options = TransferOptions(transports=transports, checksums=False)
     return connect(url, cluster_token=TOKEN, options=options, timeout_s=PATIENCE_S)
+
+
+@contextlib.contextmanager
+def own_node(*flags: str, transports: tuple[str, ...] = BOTH) -> Iterator[tuple[Node, KvStore]]:
+    """Runs a node of its own and a client, for tests that end the node or need other flags."""
+    with running_node("--dram", str(DRAM), *flags) as node, store_of(f"node://{node.rpc_address}", transports) as store:
+        yield node, store
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ class Published:
 
     engine: TransferEngine
     data: Segment
-    index_segments: list[Segment] = field(default_factory=list)
     index: KeyIndex = field(init=False)
     used: int = 0
     generation: int = 0
@@ -24,8 +23,7 @@ class Published:
         self.index = KeyIndex(self._allocate)
 
     def _allocate(self, nbytes: int) -> memoryview:
-        self.index_segments.append(self.engine.allocate(nbytes, readable=True, name="index"))
-        return self.index_segments[-1].buffer
+        return self.engine.allocate(nbytes, readable=True, name="index").buffer
 
     def put(self, number: int, value: bytes) -> Entry:
         offset = self.used
@@ -35,11 +33,3 @@ class Published:
         entry = Entry(number, self.generation, checksum([value]), len(value), offset)
         self.index.insert(key(number), entry)
         return entry
-
-    def grow(self) -> None:
-        """Inserts objects until the index has moved to a larger segment."""
-        before = len(self.index_segments)
-        number = 1 << 20
-        while len(self.index_segments) == before:
-            self.put(number, b"filler")
-            number += 1

@@ -11,7 +11,7 @@ import pytest
 from moonserve.kvstore.client import KvStore, store_lease
 from moonserve.kvstore.client.node_access.objects import Key, block_of
 from moonserve.protocol.errors import PeerLost, StaleLease
-from tests.kvstore.client.pools import DRAM, TCP, both_ways, fresh, store_of
+from tests.kvstore.client.pools import DRAM, TCP, both_ways, fresh, own_node
 from tests.kvstore.faults.pool import Pool
 from tests.kvstore.node.nodes import running_node
 from tests.patience import PATIENCE_S, until
@@ -126,18 +126,15 @@ def test_a_stopped_node_costs_a_part_of_the_time_and_then_none(pool: Pool, trans
 
 
 def test_a_node_that_comes_back_under_its_address_is_used_again() -> None:
-    with running_node("--dram", str(DRAM)) as node:
-        url = f"node://{node.rpc_address}"
-        port = node.rpc_address.rpartition(":")[2]
-        with store_of(url) as store:
-            store.put(b"key", VALUE)
-            node.stop()
-            until(lambda: _unreachable(store))
-            with running_node("--dram", str(DRAM), "--port", port):
-                until(lambda: not any(each.resting for each in store.nodes()))
-                assert store.get(b"key") is None
-                store.put(b"key", b"another")
-                assert store.get(b"key") == b"another"
+    with own_node() as (node, store):
+        store.put(b"key", VALUE)
+        node.stop()
+        until(lambda: _unreachable(store))
+        with running_node("--dram", str(DRAM), "--port", node.rpc_address.rpartition(":")[2]):
+            until(lambda: not any(each.resting for each in store.nodes()))
+            assert store.get(b"key") is None
+            store.put(b"key", b"another")
+            assert store.get(b"key") == b"another"
 
 
 def _unreachable(store: KvStore) -> bool:

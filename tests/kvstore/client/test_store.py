@@ -16,9 +16,9 @@ from moonserve.kvstore.client.node_access.node import StoreNode
 from moonserve.kvstore.client.node_access.objects import plain_key
 from moonserve.kvstore.index_layout import IndexMoved
 from moonserve.protocol.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, Unauthenticated
-from tests.kvstore.client.pools import BOTH, TCP, fresh, store_of
+from tests.kvstore.client.pools import BOTH, TCP, fresh, own_node, store_of
 from tests.kvstore.client.pools import DRAM as SMALL_DRAM
-from tests.kvstore.node.nodes import TOKEN, Node, key, running_node
+from tests.kvstore.node.nodes import TOKEN, Node, key
 
 T = TypeVar("T")
 BLOCK = 64 * 1024
@@ -28,8 +28,7 @@ DRAM = 4 * SMALL_DRAM
 @pytest.fixture(scope="module")
 def own_store() -> Iterator[KvStore]:
     """A client of a node that never evicts ahead of need. Tests may fill the node and must leave it empty."""
-    own = running_node("--dram", str(SMALL_DRAM), "--evict-above", "1", "--evict-share", "0")
-    with own as node, store_of(f"node://{node.rpc_address}") as store:
+    with own_node("--evict-above", "1", "--evict-share", "0") as (_, store):
         yield store
 
 
@@ -223,10 +222,7 @@ def test_a_store_full_of_leased_objects_says_so(own_store: KvStore) -> None:
 
 
 def test_a_tenant_over_its_quota_loses_its_own_and_is_told_what_does_not_fit() -> None:
-    with (
-        running_node("--dram", str(SMALL_DRAM), "--tenant-quota", "alice=1MiB") as node,
-        store_of(f"node://{node.rpc_address}") as store,
-    ):
+    with own_node("--tenant-quota", "alice=1MiB") as (_, store):
         store.put(b"of nobody", b"value")
         for number in range(16):
             store.put(b"of alice %d" % number, bytes(2**17), tenant="alice")
@@ -239,10 +235,8 @@ def test_a_tenant_over_its_quota_loses_its_own_and_is_told_what_does_not_fit() -
 
 
 def test_readers_follow_an_index_that_grows() -> None:
-    with running_node("--dram", str(SMALL_DRAM)) as node, contextlib.ExitStack() as stores:
-        url = f"node://{node.rpc_address}"
-        writer = stores.enter_context(store_of(url))
-        readers = [stores.enter_context(store_of(url, way)) for way in (BOTH, TCP)]
+    with own_node() as (node, writer), contextlib.ExitStack() as stores:
+        readers = [stores.enter_context(store_of(f"node://{node.rpc_address}", way)) for way in (BOTH, TCP)]
         assert [reader.get(b"0") for reader in readers] == [None, None]
         for first in range(0, 1000, 100):
             writer.batch_put((b"%d" % n, b"v%d" % n) for n in range(first, first + 100))

@@ -14,9 +14,8 @@ from moonserve.kvstore.client import KvStore
 from moonserve.kvstore.client.node_access import inline_protocol
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.deadline import Deadline
-from moonserve.kvstore.client.node_access.inline_client import GET_BYTES, GET_KEYS, InlineClient
-from moonserve.kvstore.client.node_access.lease_and_put import PutOptions
-from moonserve.kvstore.client.node_access.objects import PutObject, ReadMiss, plain_key
+from moonserve.kvstore.client.node_access.inline_client import GET_KEYS, InlineClient
+from moonserve.kvstore.client.node_access.objects import plain_key
 from moonserve.kvstore.node.inline_puts import LocalWrites
 from moonserve.kvstore.node.inline_server import InlineConnections
 from moonserve.kvstore.node.tier_mover import TierMover
@@ -25,10 +24,8 @@ from moonserve.protocol import errors
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, checksum
 from moonserve.protocol.pb import common_pb2
 from moonserve.protocol.rpc.wire import failure_from_wire
-from moonserve.transfer import Segment
-from moonserve.transfer.memory.segments import SegmentTable
-from tests.kvstore.client.pools import BOTH, TCP, store_of
-from tests.kvstore.node.nodes import Node, running_node
+from tests.kvstore.client.pools import TCP, fresh, own_node, store_of
+from tests.kvstore.node.nodes import Node
 from tests.kvstore.node.nodes import key as numbered
 from tests.kvstore.state.states import Heard, make_state
 from tests.patience import NEVER_S, PATIENCE_S, until
@@ -46,18 +43,6 @@ def store(node: Node) -> Iterator[KvStore]:
         yield store
 
 
-@contextlib.contextmanager
-def own_node(*flags: str, transports: tuple[str, ...] = TCP) -> Iterator[tuple[Node, KvStore]]:
-    """Runs a node of its own and a client, for tests that end the node or need other flags."""
-    with running_node("--dram", str(DRAM), *flags) as node, store_of(f"node://{node.rpc_address}", transports) as store:
-        yield node, store
-
-
-@pytest.fixture
-def local(store: KvStore) -> Segment:
-    return store.allocate(GET_BYTES)
-
-
 def inline_client_of(store: KvStore) -> InlineClient:
     inline = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).inline
     assert inline is not None
@@ -67,26 +52,6 @@ def inline_client_of(store: KvStore) -> InlineClient:
 def link_to(store: KvStore) -> contextlib.closing[inline_protocol.InlineConnection]:
     """Opens a raw connection, for requests that a real client does not send."""
     return contextlib.closing(inline_protocol.InlineConnection(inline_client_of(store)._dial(10.0)))
-
-
-def fresh() -> BlockKey:
-    return BlockKey(os.urandom(16))
-
-
-def put(inline: InlineClient, key: BlockKey, value: bytes) -> PutOutcome:
-    memory = SegmentTable().add(memoryview(bytearray(len(value) or 1)), readable=False)
-    memory.buffer[: len(value)] = value
-    slots = BufferSlots.packed(memory, [len(value)])
-    item = PutObject(key=key, parent=None, checksum=checksum([value]))
-    [outcome] = inline.put([item], slots, PutOptions(), Deadline(PATIENCE_S))
-    return outcome
-
-
-def get(inline: InlineClient, key: BlockKey, local: Segment, room: int = 2**20) -> object:
-    """Gets one key. Returns its value, or its fate if there is no value."""
-    slots = BufferSlots.packed(local, [room])
-    [found] = inline.get([key], slots, Deadline(PATIENCE_S))
-    return bytes(slots.memory(0, found)) if isinstance(found, int) else found
 
 
 def begun(key: BlockKey, *lengths: int, deadline_ms: int = 30_000) -> bytes:
@@ -145,21 +110,19 @@ def test_values_larger_than_a_response_are_read_with_READs(store: KvStore) -> No
     store.batch_remove(names)
 
 
-def test_bytes_that_do_not_match_are_not_stored(store: KvStore, local: Segment) -> None:
+def test_bytes_that_do_not_match_are_not_stored(store: KvStore) -> None:
     """A value that does not match its checksum is dropped and reported as CORRUPT; its neighbour is stored."""
-    key = fresh()
+    name = fresh()
     damaged, good = os.urandom(5_000), os.urandom(6_000)
     with link_to(store) as link:
         told = checksums_of(damaged[:-1] + bytes([damaged[-1] ^ 1]), good)
-        inline_protocol.send(link, begun(key, 5_000, 6_000) + damaged + good + told, FAR_AHEAD)
+        inline_protocol.send(link, begun(plain_key(name), 5_000, 6_000) + damaged + good + told, FAR_AHEAD)
         assert outcomes(link) == bytes([PutOutcome.CORRUPT, PutOutcome.STORED])
-    assert get(inline_client_of(store), key, local) is ReadMiss.ABSENT
+    assert not store.exists(name)
     assert reserved(store) == 0
 
 
-def test_a_client_gets_an_error_if_its_value_arrived_damaged(
-    store: KvStore, local: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_gets_an_error_if_its_value_arrived_damaged(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonserve.kvstore.client.node_access.objects.checksum", lambda _: 1)
     with pytest.raises(errors.IntegrityError, match="1 of 1 values arrived damaged"):
         store.put(b"damaged", VALUE)
@@ -167,39 +130,40 @@ def test_a_client_gets_an_error_if_its_value_arrived_damaged(
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 50_000, 100_000, 100_007])
-def test_an_interrupted_put_leaves_nothing_behind(store: KvStore, local: Segment, nbytes: int) -> None:
+def test_an_interrupted_put_leaves_nothing_behind(store: KvStore, nbytes: int) -> None:
     """A put whose connection breaks before the value, in it, before its checksum or in it frees its space."""
-    key, held = fresh(), store.stats().total.held_bytes
+    name, held = fresh(), store.stats().total.held_bytes
+    whole = begun(plain_key(name), len(VALUE)) + VALUE + checksums_of(VALUE)
     with link_to(store) as link:
-        inline_protocol.send(link, (begun(key, len(VALUE)) + VALUE + checksums_of(VALUE))[: 64 + nbytes], FAR_AHEAD)
+        inline_protocol.send(link, whole[: 64 + nbytes], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
     until(lambda: reserved(store) == 0)
-    assert get(inline_client_of(store), key, local) is ReadMiss.ABSENT
+    assert not store.exists(name)
     assert store.stats().total.held_bytes == held
-    assert put(inline_client_of(store), key, VALUE) is PutOutcome.STORED
+    store.put(name, VALUE)
+    assert store.get(name) == VALUE
 
 
 def test_a_writer_that_is_too_slow_loses_its_space(store: KvStore) -> None:
     """A put that misses its own deadline loses its space and its connection, so that later bytes go nowhere."""
-    key = fresh()
     with link_to(store) as link:
-        inline_protocol.send(link, begun(key, len(VALUE), deadline_ms=200) + VALUE[:10], FAR_AHEAD)
+        inline_protocol.send(link, begun(plain_key(fresh()), len(VALUE), deadline_ms=200) + VALUE[:10], FAR_AHEAD)
         until_ended(link)
     assert reserved(store) == 0
 
 
-def test_the_second_of_two_writers_learns_that_the_first_stores(store: KvStore, local: Segment) -> None:
-    key = fresh()
+def test_the_second_of_two_writers_learns_that_the_first_stores(store: KvStore) -> None:
+    key = plain_key(name := fresh())
     another = begun(key, 7) + b"another" + checksums_of(b"another")
     with link_to(store) as first, link_to(store) as second:
         inline_protocol.send(first, begun(key, len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
         inline_protocol.send(second, another, FAR_AHEAD)
         assert outcomes(second) == bytes([PutOutcome.IN_PROGRESS])
-        assert get(inline_client_of(store), key, local) is ReadMiss.ABSENT
+        assert not store.exists(name)
         inline_protocol.send(first, VALUE[1_000:] + checksums_of(VALUE), FAR_AHEAD)
         assert outcomes(first) == bytes([PutOutcome.STORED])
-        assert get(inline_client_of(store), key, local) == VALUE
+        assert store.get(name) == VALUE
         inline_protocol.send(second, another, FAR_AHEAD)
         assert outcomes(second) == bytes([PutOutcome.PRESENT])
 
@@ -221,7 +185,7 @@ def test_a_refused_put_gets_the_reason_and_the_connection_stays_open(store: KvSt
     with link_to(store) as link:
         inline_protocol.send(link, begun(NO_PARENT, 5) + value, FAR_AHEAD)
         assert isinstance(outcomes(link), errors.InvalidRequest)
-        inline_protocol.send(link, begun(fresh(), 5) + value, FAR_AHEAD)
+        inline_protocol.send(link, begun(plain_key(fresh()), 5) + value, FAR_AHEAD)
         assert outcomes(link) == bytes([PutOutcome.STORED])
 
 
@@ -230,9 +194,9 @@ def test_a_refused_put_gets_the_reason_and_the_connection_stays_open(store: KvSt
     [
         inline_protocol.pack_request(inline_protocol.RequestKind.PUT, 1, 1000, inline_protocol.MAX_BYTES + 1),
         inline_protocol.pack_request(inline_protocol.RequestKind.PUT, 1, 1000, 5)
-        + inline_protocol.pack_put_rows([fresh()], [NO_PARENT], [6]),
+        + inline_protocol.pack_put_rows([numbered(0)], [NO_PARENT], [6]),
         inline_protocol.pack_request(inline_protocol.RequestKind.PUT, 2, 1000, 4)
-        + inline_protocol.pack_put_rows([fresh(), fresh()], [NO_PARENT] * 2, [2**64 - 4, 8]),
+        + inline_protocol.pack_put_rows([numbered(0), numbered(1)], [NO_PARENT] * 2, [2**64 - 4, 8]),
     ],
     ids=["bytes", "sum", "overflow"],
 )
@@ -245,7 +209,7 @@ def test_a_peer_that_violates_the_format_is_cut_off_and_the_node_serves_on(store
 
 
 def test_a_node_without_a_free_connection_is_used_over_rpcs() -> None:
-    with own_node() as (node, store), contextlib.ExitStack() as stack:
+    with own_node(transports=TCP) as (node, store), contextlib.ExitStack() as stack:
         store.put(b"key", VALUE)
         for _ in range(255):
             stack.enter_context(link_to(store))
@@ -257,7 +221,7 @@ def test_a_node_without_a_free_connection_is_used_over_rpcs() -> None:
 
 @pytest.mark.parametrize("flags", [("--transfer-rails", "127.0.0.1"), ("--transports", "shm")])
 def test_a_node_with_named_rails_offers_no_inline_connections(flags: tuple[str, ...]) -> None:
-    with own_node(*flags, transports=BOTH) as (_, store):
+    with own_node(*flags) as (_, store):
         store.put(b"key", VALUE)
         assert store.get(b"key") == VALUE
         lean = store._cluster.view.nodes[0].attached(Deadline(PATIENCE_S)).channel
@@ -268,9 +232,9 @@ def test_a_node_with_named_rails_offers_no_inline_connections(flags: tuple[str, 
 @pytest.mark.parametrize("end", [Node.kill, Node.stop])
 def test_a_node_that_ends_during_a_call_raises_peer_lost_at_once(end: Callable[[Node], None]) -> None:
     """The end of a node ends the connection of a put in flight, and a later get raises PeerLost without a timeout."""
-    with own_node() as (node, store), link_to(store) as link:
+    with own_node(transports=TCP) as (node, store), link_to(store) as link:
         store.put(b"key", VALUE)
-        inline_protocol.send(link, begun(fresh(), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
+        inline_protocol.send(link, begun(plain_key(fresh()), len(VALUE)) + VALUE[:1_000], FAR_AHEAD)
         until(lambda: reserved(store) > 0)
         end(node)
         until_ended(link)
@@ -283,7 +247,7 @@ def test_calls_of_a_stopped_node_fail_within_the_time_given(node: Node, store: K
     inline, slots = inline_client_of(store), BufferSlots.packed(store.allocate(100), [100])
     with stopped(node.process.pid):
         with pytest.raises(errors.DeadlineExceeded):
-            inline.get([fresh()], slots, Deadline(0.3))
+            inline.get([plain_key(fresh())], slots, Deadline(0.3))
         for call in (
             lambda: store.get(b"key", timeout_s=0.5),
             lambda: store.put(b"new", b"value", timeout_s=0.5),

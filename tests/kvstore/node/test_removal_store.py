@@ -143,23 +143,18 @@ async def test_a_repeated_removal_waits_for_the_first_and_changes_nothing(folder
         assert life.node.present(range(4)) == [0, 1, 2, 3]
 
 
-async def test_a_removal_goes_on_if_its_caller_is_cancelled(folder: Path) -> None:
-    async with life_in(folder) as life:
-        removing = asyncio.create_task(life.remove(1))
-        await life.at_rest()
-        removing.cancel()
-        await asyncio.gather(removing, return_exceptions=True)
-        assert not life.remembering.is_saved
-        await life.recover()
-    assert await present_after(folder) == [0, 2, 3]
-    assert kept(folder) == {REMOVAL}
-
-
-async def test_a_learned_removal_is_saved_after_the_disk_has_forgotten(folder: Path) -> None:
+@pytest.mark.parametrize("origin", ["learned", "caller cancelled"])
+async def test_a_removal_is_saved_after_the_disk_has_forgotten(folder: Path, origin: str) -> None:
     async with life_in(folder) as life:
         assert life.remembering.is_saved
-        await life.remembering.learn([ReportedRemoval(key(1), REMOVAL, 0.0)])
-        await life.at_rest()
+        if origin == "learned":
+            await life.remembering.learn([ReportedRemoval(key(1), REMOVAL, 0.0)])
+            await life.at_rest()
+        else:
+            removing = asyncio.create_task(life.remove(1))
+            await life.at_rest()
+            removing.cancel()
+            await asyncio.gather(removing, return_exceptions=True)
         assert not life.remembering.is_saved
         left = killed(folder)
         await life.recover()

@@ -146,15 +146,6 @@ def test_every_copy_step_is_guarded_and_none_follows_a_refusal(threads: int) -> 
     assert stored == 3
 
 
-def test_a_copy_from_a_deregistered_source_fails() -> None:
-    other = Segments()
-    assert other.owned.memory is not None
-    other.owned.memory.mark_dead()
-    rows = scatter.rows((0, 0, 100))
-    with pytest.raises(InvalidRequest):
-        Copier(1).copy(other.source, other.into, rows, to_column=LOCAL, verified=True)
-
-
 def test_a_copy_without_helper_threads_runs_once_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     segments, copier, whole = Segments(), Copier(3), scatter.rows((0, 0, NBYTES))
     with monkeypatch.context() as exhausted:
@@ -171,7 +162,7 @@ def test_a_copy_without_helper_threads_runs_once_in_the_callers_thread(monkeypat
 # Memory of another process that cannot be mapped
 
 CONTENT = np.arange(1 << 17, dtype=np.int64).view(np.uint8)
-"""Read by the same system call as the memory of another process. test_shm.py has engines in two processes."""
+"""Read by the same system call as the memory of another process. test_lost_peers.py has engines in two processes."""
 Borrow = Callable[..., ProcessMemory]
 
 
