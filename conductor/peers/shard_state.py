@@ -30,6 +30,8 @@ MOVED_SHARE = 1 / 2
 """Share of the surplus instances that move at once."""
 SETTLE_S = 1.0
 """Time after a move for the other shard's summary to show it."""
+FORGET_MOVES_S = 5.0
+"""Instances hear of a move with their next heartbeat, so those of one group at different times."""
 _USELESS = 10**9
 
 
@@ -43,7 +45,6 @@ class ShardState:
         self._shards: tuple[Shard, ...] = ()  # of the peers
         self._moves: dict[InstanceId, str] = {}
         self._moved_at = -math.inf
-        self._num_ticks = 0
         self.hot: HotPrefixes = {}
         """What is hot in the fleet."""
 
@@ -67,10 +68,13 @@ class ShardState:
             hot=own_hot,
         )
         self.hot = merged_hot((own, *peers))
-        self._num_ticks += 1
+        if now > self._moved_at + FORGET_MOVES_S:
+            self._moves.clear()  # of instances that are gone
         # In the mean, one shard gives away instances at a time: with old figures, all would fill the same one.
-        is_turn = digest64(self.address, self._num_ticks) % (1 + len(peers)) == 0
-        self._moves = _moves(own, peers, members) if is_turn and now > self._moved_at + SETTLE_S else {}
+        is_turn = digest64(self.address, round(now * 1e3)) % (1 + len(peers)) == 0
+        if is_turn and not self._moves and now > self._moved_at + SETTLE_S:
+            self._moves = _moves(own, peers, members)
+            self._moved_at = now
         return own
 
     def hear(self, summary: ShardSummary, now: float) -> None:

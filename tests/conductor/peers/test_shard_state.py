@@ -38,7 +38,9 @@ class Shards:
                 if address != summary.address:
                     shard.hear(summary, self.now)
         self._num_exchanges += 1
-        for name, address in list(self.where.items()) if self._num_exchanges % 4 == 0 else ():
+        for number, (name, address) in enumerate(list(self.where.items())):
+            if (number + self._num_exchanges) % 4:
+                continue
             beat = events.Heartbeat(instance_id=InstanceId(name), epoch=1, load=events.Load())
             *_, seen = self.states[address].handle(beat, self.now)
             assert isinstance(seen, events.HeartbeatSeen)
