@@ -121,6 +121,8 @@ class ConductorState:
             if known is not None:
                 actions.append(self._remove(known, RemovalReason.REPLACED))
             instance = self._members.add(event, now)
+            if self._shard is not None:
+                self._shard.joined(now)
             # Enter the instance into the index before its first block, so that every table row has an index number.
             self._directory.apply_pairs(instance.instance_id, event.endpoint.epoch, (), (), 1, 1, False)
             instance.set_directory_bit(self._directory.bit(instance.instance_id))

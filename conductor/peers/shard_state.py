@@ -28,10 +28,9 @@ MIN_GAIN_S = 0.02
 """Seconds that it must save besides: another call and stale figures cost as much."""
 MOVED_SHARE = 1 / 2
 """Share of the surplus instances that move at once."""
-SETTLE_S = 1.0
-"""Time after a move for the other shard's summary to show it."""
+SETTLE_S = 1.5
+"""Time after a move for the rest of the group to follow, each with its next heartbeat, and for summaries to show it."""
 FORGET_MOVES_S = 5.0
-"""Instances hear of a move with their next heartbeat, so those of one group at different times."""
 _USELESS = 10**9
 
 
@@ -45,25 +44,23 @@ class ShardState:
         self._shards: tuple[Shard, ...] = ()  # of the peers
         self._moves: dict[InstanceId, str] = {}
         self._moved_at = -math.inf
-        self.hot: HotPrefixes = {}
-        """What is hot in the fleet."""
+        self.hot: HotPrefixes = {}  # in the fleet
 
     # Summaries
 
     def tick(self, members: Members, now: float) -> ShardSummary:
         """Forgets silent shards, decides which instances move, and returns the own summary."""
-        for address, (_, heard_at) in list(self._peers.items()):
-            if now - heard_at > SILENT_AFTER_S:
-                del self._peers[address]
+        self._peers = {a: (told, at) for a, (told, at) in self._peers.items() if now - at <= SILENT_AFTER_S}
         peers = [summary for summary, _ in self._peers.values()]
         self._shards = tuple(peer.shard for peer in peers)
         fleet_requests = self._learner.num_requests + sum(peer.num_requests for peer in peers)
         own_hot = self._learner.hot(self.hot, 1 + len(peers), fleet_requests, now)
+        waits_s = members.prefills.estimate_s(now)[members.prefills.is_open]
         own = ShardSummary(
             address=self.address,
             num_prefills=int(members.prefills.is_open.sum()),
             num_decodes=int(members.decodes.is_open.sum()),
-            wait_s=_usual_wait_s(members, now),
+            wait_s=float(np.median(waits_s)) if len(waits_s) else math.inf,
             num_requests=self._learner.num_requests,
             hot=own_hot,
         )
@@ -96,17 +93,16 @@ class ShardState:
         gain_s = wait_s - other.wait_s - WAIT_PER_WORK * max(added_s, 0.0)
         return address if gain_s > MIN_GAIN_S and wait_s > SPILL_FACTOR * other.wait_s else None
 
+    def joined(self, now: float) -> None:
+        """Records that an instance has registered here. Others of its group may follow."""
+        self._moved_at = now
+
     def move_of(self, instance_id: InstanceId, now: float) -> str | None:
         """Returns the shard where an instance should register instead, at most once, or None."""
         address = self._moves.pop(instance_id, None)
         if address is not None:
             self._moved_at = now
         return address
-
-
-def _usual_wait_s(members: Members, now: float) -> float:
-    waits = members.prefills.estimate_s(now)[members.prefills.is_open]
-    return float(np.median(waits)) if len(waits) else math.inf
 
 
 def _moves(own: ShardSummary, peers: Sequence[ShardSummary], members: Members) -> dict[InstanceId, str]:
@@ -130,9 +126,10 @@ def _moves(own: ShardSummary, peers: Sequence[ShardSummary], members: Members) -
 
 
 def _imbalance(num_prefills: int, num_decodes: int) -> int:
-    """Returns a shard's part of the sum that moves lower. Equal shares of both roles have the least; a shard whose
-    workers can place nothing costs more than any shares."""
-    return num_prefills**2 + num_decodes**2 + _USELESS * ((num_prefills == 0) != (num_decodes == 0))
+    """Returns a shard's part of the sum that moves lower. Equal shares of both roles, and of their difference, have the
+    least; a shard whose workers can place nothing costs more than any shares."""
+    unequal = num_prefills**2 + num_decodes**2 + (num_prefills - num_decodes) ** 2
+    return unequal + _USELESS * ((num_prefills == 0) != (num_decodes == 0))
 
 
 def _groups(members: Members) -> dict[tuple[int, int], list[list[Instance]]]:

@@ -80,10 +80,10 @@ def test_instances_are_shared_equally_with_both_roles_together(
     for each in registrations(num_prefills, num_decodes, homes):
         name = each.endpoint.instance_id
         shards.join(each, group[name[1:]] if homes else f"host:{dice.randrange(max(count - 1, 1))}")
-    for _ in range(count * 24):
+    for _ in range(count * 60):
         shards.exchange()
     moves = shards.num_moves
-    for _ in range(count * 8):
+    for _ in range(count * 12):
         shards.exchange()
     assert shards.num_moves == moves, "instances move to and fro"
     parts = [{name for name, where in shards.where.items() if where == address} for address in shards.shards]
