@@ -30,7 +30,6 @@ MOVED_SHARE = 1 / 2
 """Share of the surplus instances that move at once."""
 SETTLE_S = 1.5
 """Time after a move for the rest of the group to follow, each with its next heartbeat, and for summaries to show it."""
-FORGET_MOVES_S = 5.0
 _USELESS = 10**9
 
 
@@ -65,7 +64,7 @@ class ShardState:
             hot=own_hot,
         )
         self.hot = merged_hot((own, *peers))
-        if now > self._moved_at + FORGET_MOVES_S:
+        if now > self._moved_at + 3 * SETTLE_S:
             self._moves.clear()  # of instances that are gone
         # In the mean, one shard gives away instances at a time: with old figures, all would fill the same one.
         is_turn = digest64(self.address, round(now * 1e3)) % (1 + len(peers)) == 0

@@ -123,7 +123,7 @@ class HintTable:
         return record, self._of[record]
 
     def due(self, now: float) -> Iterator[tuple[Record, ObjectHints]]:
-        """Yields the objects whose hints have ended at `now`, MAX_EXPIRIES at most."""
+        """Yields the objects whose hints have ended at `now`, MAX_EXPIRIES at most. The caller sets new ones."""
         for _ in range(MAX_EXPIRIES):
             if not self._deadlines or self._deadlines[0][0] > now:
                 return
@@ -131,9 +131,11 @@ class HintTable:
             hints = self._of.get(record)
             if hints is None or hints.queued_at != at:
                 continue
-            self.set(record, replace(hints, queued_at=math.inf))  # queued again if it was used since
+            hints = replace(hints, queued_at=math.inf)
             if hints.ends_at <= now:
                 yield record, hints
+            else:  # used since
+                self.set(record, hints)
 
     def validate(self) -> None:
         """Raises AssertionError unless `kept_bytes` is right and every end is queued."""

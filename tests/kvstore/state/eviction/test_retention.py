@@ -146,7 +146,7 @@ HINTS = st.builds(
     low_priority=st.booleans(),
 )
 STEPS = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(1, 4), HINTS, st.sampled_from([0.0, 1.0, 10.0]), st.booleans()),
+    st.tuples(st.integers(1, 6), st.integers(1, 4), HINTS, st.sampled_from([0.0, 1.0, 10.0]), st.booleans()),
     max_size=40,
 )
 
@@ -157,7 +157,8 @@ STEPS = st.lists(
 def test_hints_conserve_space_and_bound_what_they_keep(
     policy: str, steps: list[tuple[int, int, CacheHints, float, bool]], disk: int | None
 ) -> None:
-    """`validate`, which `tiers` calls, checks both, and so does what is kept when much else arrives."""
+    """`validate`, which `tiers` calls, checks both. What lasts when much else arrives shows it too, where the policy
+    keeps nothing for its uses."""
     node, now = Tiered.make(8, disk, policy=policy), 0.0
     for number, depth, hints, seconds, uses in steps:
         now += seconds
@@ -172,8 +173,8 @@ def test_hints_conserve_space_and_bound_what_they_keep(
         put(node, number, now=now)
         node.written(node.demotions() if disk is not None else ())
     kept = [number for number in node.in_memory() if number < 100]
-    assert len(kept) <= 8 * MAX_KEPT_SHARE
-    assert all(parent in kept for parent, follower in pairwise(range(60)) if follower in kept and follower % 10)
+    assert len(kept) <= 8 * MAX_KEPT_SHARE or policy not in ("lru", "fifo")
+    assert all(parent in kept for parent, follower in pairwise(range(70)) if follower in kept and follower % 10)
 
 
 def test_a_circle_of_parents_is_not_expected() -> None:
