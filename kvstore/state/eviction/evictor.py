@@ -131,7 +131,7 @@ class Evictor:
         self._rows = catalog.rows
         self._index = index
         self._shares = shares
-        self._hints = HintTable()
+        self._hints = HintTable(self._parent)
         self._turnover = Turnover(catalog.allocator.capacity)
         self._now = 0.0
 
@@ -165,7 +165,9 @@ class Evictor:
 
     def used(self, record: Record) -> None:
         hints = self._hints.get(record)
-        if hints is not None:
+        if hints is not None and self._hints.keeps_follower(record):  # the return of the whole chain is still expected
+            self._set_hints(record, replace(hints, used_at=self._now, is_over=False))
+        elif hints is not None:
             self._set_hints(record, hints.after_use(self._now))
         self._policy(record).used(record)
 
@@ -203,6 +205,10 @@ class Evictor:
 
     def _candidates(self, record: Record) -> EvictionCandidates:
         return self.share(record).candidates[self.tier(record)]
+
+    def _parent(self, record: Record) -> Record:
+        parent = self._rows.parent(record)
+        return NO_RECORD if parent is None else self._index.record_of(parent)
 
     def _order(self, record: Record) -> LeaveOrder:
         hints = self._hints.get(record)

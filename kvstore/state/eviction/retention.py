@@ -9,11 +9,12 @@ use, which is long ago if the return did not come.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum, auto
 
-from moonserve.kvstore.index_layout import Record
+from moonserve.kvstore.index_layout import NO_RECORD, Record
 from moonserve.kvstore.state.objects import Tier
 
 MAX_KEPT_SHARE = 0.5
@@ -87,7 +88,11 @@ class ObjectHints:
 class HintTable:
     """The hints of a node's objects: about 300 bytes for each object that has some."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent_of: Callable[[Record], Record]) -> None:
+        """`parent_of`: returns the object before one in its chain, or NO_RECORD."""
+        self._parent_of = parent_of
+        self._parents: dict[Record, Record] = {}  # of those kept in memory
+        self._num_kept_followers: Counter[Record] = Counter()
         self._of: dict[Record, ObjectHints] = {}
         self._deadlines: list[tuple[float, Record]] = []  # heap; entries that are not an object's `queued_at` are void
         self._kept: dict[Record, None] = {}  # expected last at the end, and each block after those that follow it
@@ -107,6 +112,7 @@ class HintTable:
         before = self._of.pop(record, None)
         self.kept_bytes -= 0 if before is None else before.kept_bytes
         self._kept.pop(record, None)
+        self._num_kept_followers[self._parents.pop(record, NO_RECORD)] -= 1
         if hints is None or hints.is_empty:
             return
         if hints.ends_at < hints.queued_at:
@@ -116,6 +122,12 @@ class HintTable:
         self.kept_bytes += hints.kept_bytes
         if hints.expected is Expected.KEPT:
             self._kept[record] = None
+            self._parents[record] = parent = self._parent_of(record)
+            self._num_kept_followers[parent] += 1
+
+    def keeps_follower(self, record: Record) -> bool:
+        """Returns True if a block after this one is kept: then this one cannot leave either."""
+        return self._num_kept_followers[record] > 0
 
     def expected_first(self) -> tuple[Record, ObjectHints]:
         """Returns the object of those kept in memory whose return was expected first."""
@@ -131,11 +143,12 @@ class HintTable:
             hints = self._of.get(record)
             if hints is None or hints.queued_at != at:
                 continue
-            hints = replace(hints, queued_at=math.inf)
             if hints.ends_at <= now:
-                yield record, hints
-            else:  # used since
-                self.set(record, hints)
+                yield record, replace(hints, queued_at=math.inf)
+                continue
+            self._of[record] = replace(hints, queued_at=hints.ends_at)  # `set` would move it among the kept ones
+            if hints.ends_at < math.inf:
+                heapq.heappush(self._deadlines, (hints.ends_at, record))
 
     def validate(self) -> None:
         """Raises AssertionError unless `kept_bytes` is right and every end is queued."""
