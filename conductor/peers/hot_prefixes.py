@@ -44,8 +44,7 @@ class HotPrefixLearner:
     def __init__(self) -> None:
         self._counts: dict[BlockKey, _Count] = {}
         self._decayed_at = 0.0
-        self.num_requests = 0.0
-        """Decayed number of prompts."""
+        self.num_requests = 0.0  # decayed number of prompts
 
     def observe(self, block_keys: Sequence[BlockKey], hot: HotPrefixes) -> None:
         """Counts a prompt at its routing key and at the hot blocks before it."""

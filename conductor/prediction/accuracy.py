@@ -144,9 +144,6 @@ class RatioInterval:
         """Returns the interval that is to contain `INTERVAL_SHARE` of the actual values; None if too few are known."""
         return None if self._edges is None else (predicted * self._edges[0], predicted * self._edges[1])
 
-    def validate(self) -> None:
-        self._ratios.validate()
-
 
 def _bin_of(error: float) -> int:
     if error <= _SMALLEST_ERROR:

@@ -155,7 +155,6 @@ class LearnedEstimates:
     def validate(self) -> None:
         self.lengths.validate()
         self.accuracy.validate()
-        self.tbt.validate()
         self.overtaking.validate()
         self.overhead.validate()
 

@@ -4,8 +4,6 @@ Single tokens come first in a step and are one attention call, chunks another. K
 nothing behind a sequence's end. Plans are made on the host, without waiting for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -40,8 +38,8 @@ class Pool(Protocol):
 class Plan:
     """A planned step: its first rows are single tokens, the others chunks."""
 
-    singles: DecodeBatch | None  # None = no single tokens
-    chunks: ChunkBatch | None  # None = no chunks
+    singles: "DecodeBatch | None"  # None = no single tokens
+    chunks: "ChunkBatch | None"  # None = no chunks
     window: int | None
 
 
@@ -78,12 +76,12 @@ class TritonAttention:
             window,
         )
 
-    def _plan_singles(self, spans: Sequence[Span], window: int | None) -> DecodeBatch:
+    def _plan_singles(self, spans: Sequence[Span], window: int | None) -> "DecodeBatch":
         ends = np.array([span.end for span in spans], dtype=np.int32)
         num_parts = self._kernels.parts_for(int(ends.max()), window)
         return self._kernels.DecodeBatch(self._to_device(_tables(spans)), self._to_device(ends), num_parts)
 
-    def _plan_chunks(self, spans: Sequence[Span], first_row: int) -> ChunkBatch:
+    def _plan_chunks(self, spans: Sequence[Span], first_row: int) -> "ChunkBatch":
         lengths = [span.end - span.start for span in spans]
         rows = first_row + np.cumsum([0, *lengths[:-1]])
         chunks = [(int(row), one.start, one.end) for row, one in zip(rows, spans, strict=True)]

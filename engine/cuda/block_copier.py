@@ -6,8 +6,6 @@ at the speed of the bus, and most of the GPU stays free for the engine. Rule: th
 is done. Does not know the owners of blocks. On a CPU all copies are immediate.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -7,8 +7,6 @@ run in Triton's interpreter if TRITON_INTERPRET=1 was set before Triton was impo
 `engine.cuda.staging` reaches, like a GPU's, so that a missing load or store is detected without a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,7 +29,7 @@ LEAST_CAPABILITY = (8, 0)
 _TRACES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"), ("/dev", "dxg"))
 
 
-def require_triton(device: torch.device) -> None:
+def require_triton(device: "torch.device") -> None:
     """Raises ConfigError, with the remedy, if Triton kernels cannot run on tensors of `device`."""
     if find_spec("triton") is None:
         raise ConfigError(f"Triton is not installed: {INSTALL}")
@@ -68,7 +66,7 @@ def list_gpus() -> list[tuple[str, int, int]]:
     return found
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str) -> "torch.device":
     """Returns the torch device called `name`. Raises ConfigError if the name is invalid or there is no CUDA device."""
     import torch
 

@@ -5,8 +5,6 @@ inputs are tensors at fixed addresses that are filled before each replay. A smal
 no context and store nothing, and whose results are cut off. Steps with prompts or with `on_layer` run without a graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -67,7 +65,7 @@ class GraphedModel:
             return None
         return next((batch for batch in BATCHES if batch >= rows), None)
 
-    def _make(self, batch: int) -> tuple[_Inputs, Replay]:
+    def _make(self, batch: int) -> "tuple[_Inputs, Replay]":
         inputs = _Inputs(batch, self._columns, self._num_slots, self._device)
         step = inputs.step(self._longest)
         plans = {window: inputs.plan(self._longest, window) for window in self._model.windows}

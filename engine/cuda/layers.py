@@ -3,8 +3,6 @@
 The output of a half layer is added to the residual stream by the next norm, which has to read both anyway.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 class _Pass:
     hidden: torch.Tensor  # [tokens, hidden_size], updated in place
     pending: torch.Tensor | None  # not yet added to `hidden`
-    rotation: Positions
+    rotation: "Positions"
 
 
 def longest_sequence(config: ModelConfig, pool: KvTensors) -> int:

@@ -6,8 +6,6 @@ read. **A findable block is equal in both**, so it can be computed from or sent.
 the copy is done. Does not know the owners of blocks.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +64,7 @@ class StagingThread:
     """`Staging` through its own copier in its own thread, so that steps continue meanwhile. Copies run one after
     another in the order of the calls, each layer by layer."""
 
-    def __init__(self, copier: BlockCopier) -> None:
+    def __init__(self, copier: "BlockCopier") -> None:
         self._copier = copier
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 

@@ -1,7 +1,5 @@
 """Typed access to torch's CUDA streams and events, asynchronous copies of small tensors, and mapped host memory."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, Protocol
 
