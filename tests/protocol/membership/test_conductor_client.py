@@ -49,15 +49,18 @@ class Scripted(conductor_pb2_grpc.ConductorServicer, leadership_pb2_grpc.Leaders
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: Any) -> conductor_pb2.ExplainReply:
         self.asked.append("explain")
         self.reached.set()
-        await self.answers.wait()
-        if self.error is not None:
-            raise self.error
+        await self._wait()
         if not self.epoch:
             raise NotLeader("not me")
         return conductor_pb2.ExplainReply(found=request.request_id == self.name, decision_json=self.name)
 
-    async def Exchange(self, request: Any, context: Any) -> conductor_pb2.ShardSummary:
+    async def _wait(self) -> None:
         await self.answers.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def Exchange(self, request: Any, context: Any) -> conductor_pb2.ShardSummary:
+        await self._wait()
         return conductor_pb2.ShardSummary(
             address=self.address, num_prefills=1, num_decodes=1,
             hot_keys=b"".join(self.hot), branches=self.hot.values(),
@@ -65,7 +68,7 @@ class Scripted(conductor_pb2_grpc.ConductorServicer, leadership_pb2_grpc.Leaders
 
     async def Place(self, request: conductor_pb2.PlaceRequest, context: Any) -> Reply:
         self.asked.append("sent" if request.is_redirected else "place")
-        await self.answers.wait()
+        await self._wait()
         if self.outcome is not None and not request.is_redirected:
             return self.outcome
         return Reply(placement=common_pb2.Placement(request_id=self.name))
@@ -85,6 +88,7 @@ class Scripted(conductor_pb2_grpc.ConductorServicer, leadership_pb2_grpc.Leaders
         return conductor_pb2.RegisterReply()
 
     async def Heartbeat(self, request: Any, context: Any) -> conductor_pb2.HeartbeatReply:
+        await self._wait()
         self.asked.append("heartbeat")
         return conductor_pb2.HeartbeatReply(known=not self.move_to, move_to=self.move_to)
 
@@ -287,7 +291,7 @@ async def test_a_lost_a_stopped_and_a_useless_shard_are_passed_over(shards: Rig)
     first = await shards.place()
     shards.named(first).answers.clear()
     second = await shards.place()
-    await shards.named(second).server.stop(0)
+    shards.named(second).error = PeerLost("gone")
     third = await shards.place()
     assert {first, second, third} == {"a", "b", "c"}
     shards.named(third).outcome = Reply(failure=common_pb2.Failure(code=NoWorker.code, message="nobody"))
@@ -306,7 +310,7 @@ async def test_a_prompt_is_placed_where_a_shard_sends_it(shards: Rig) -> None:
     first.outcome = Reply(elsewhere=other.address)
     assert await shards.place() == other.name
     assert other.asked == ["sent"]
-    await other.server.stop(0)
+    other.error = PeerLost("gone")
     assert await shards.place() == first.name
     assert first.asked[-2:] == ["place", "sent"]
 
@@ -339,7 +343,7 @@ async def test_an_instance_stays_until_it_is_sent_away_or_its_shard_is_lost(shar
     assert not await shards.beat()
     assert await shards.beat()
     assert target.asked == ["heartbeat"]
-    await target.server.stop(0)
-    await own.server.stop(0)
+    target.error = PeerLost("gone")
+    own.error = PeerLost("gone")
     assert await shards.beat()
     assert other.asked[-1] == "heartbeat"
