@@ -40,20 +40,6 @@ def in_order(key: bytes, shards: Iterable[Shard]) -> list[Shard]:
     return sorted(shards, key=score, reverse=True)
 
 
-def capacity(num_prefills: int, num_decodes: int) -> float:
-    """Returns the weight of a shard with these workers: 0 if it cannot place anything."""
-    return float(num_prefills if num_decodes else 0)
-
-
-def merged_hot(parts: Iterable[HotPrefixes]) -> HotPrefixes:
-    """Returns what is hot at any shard, with the earliest place at which its prompts differ."""
-    merged: dict[BlockKey, int] = {}
-    for part in parts:
-        for key, branch in part.items():
-            merged[key] = min(branch, merged.get(key, branch))
-    return merged
-
-
 def routing_key(block_keys: Sequence[BlockKey], hot: HotPrefixes, otherwise: bytes) -> bytes:
     """Returns the key by which a prompt is routed: its first block that is not hot, or `otherwise`."""
     depth = 0
