@@ -124,6 +124,18 @@ class Cluster(LocalCluster):
             process.kill()
         return [worker, *engine]
 
+    @contextlib.contextmanager
+    def suspended_engine(self, instance_id: str) -> Iterator[None]:
+        """Suspends the processes of a worker's engine for the length of the block."""
+        engine = self._process(instance_id).children(recursive=True)
+        for process in engine:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in engine:
+                process.resume()
+
     def counters(self, instance_id: str) -> dict[str, int]:
         """Returns the counters of a worker."""
         with grpc.insecure_channel(self.instances()[instance_id]["rpc_address"]) as channel:
@@ -133,6 +145,11 @@ class Cluster(LocalCluster):
 
     def instances(self) -> dict[str, dict[str, Any]]:
         return {each["instance_id"]: each for each in self.call("/v1/cluster")["instances"]}
+
+    def num_requests(self, instance_id: str) -> int:
+        load = self.instances()[instance_id]["load"]
+        found: int = load["num_running"] + load["num_waiting"]
+        return found
 
     def wait_until_idle(self) -> None:
         def is_idle() -> bool:

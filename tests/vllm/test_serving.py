@@ -62,6 +62,7 @@ def test_a_decode_worker_gets_the_prompts_kv_instead_of_computing_it(cluster: Cl
 
 
 def test_a_short_prompt_overtakes_long_ones_that_wait(cluster: Cluster) -> None:
+    """The engine is suspended until all prompts wait: how fast they come decides nothing."""
     prompts = [*(_prompt(1000, seed=100 + number) for number in range(24)), _prompt(8, seed=100)]
     order: list[int] = []
 
@@ -69,9 +70,10 @@ def test_a_short_prompt_overtakes_long_ones_that_wait(cluster: Cluster) -> None:
         cluster.complete(prompt, 1)
         order.append(len(prompt))
 
-    with ThreadPoolExecutor(len(prompts)) as threads:
+    with ThreadPoolExecutor(len(prompts)) as threads, cluster.suspended_engine("prefill-0"):
         for prompt in prompts:
             threads.submit(ask, prompt)
+        until(lambda: cluster.num_requests("prefill-0") == len(prompts))
     assert sorted(order) == [8, *[1000] * 24]
     assert order.index(8) < 20, "by arrival it would be the last"
 
