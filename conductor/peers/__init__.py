@@ -5,10 +5,8 @@ Neither kind shares state. A new leader, and a shard that gets instances, learn 
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.shards import HotPrefixes, Shard
 
 
@@ -25,19 +23,4 @@ class ShardSummary:
 
     @property
     def shard(self) -> Shard:
-        """The shard with its capacity as weight: 0 if it cannot place anything."""
-        return Shard(address=self.address, weight=float(self.num_prefills if self.num_decodes else 0))
-
-    @property
-    def is_useless(self) -> bool:
-        """True if it has workers that can place nothing, because a role is missing."""
-        return (self.num_prefills == 0) != (self.num_decodes == 0)
-
-
-def merged_hot(summaries: Iterable[ShardSummary]) -> HotPrefixes:
-    """Returns what is hot at any shard, with the earliest place at which its prompts differ."""
-    merged: dict[BlockKey, int] = {}
-    for summary in summaries:
-        for key, branch in summary.hot.items():
-            merged[key] = min(branch, merged.get(key, branch))
-    return merged
+        return Shard.of_workers(self.address, self.num_prefills, self.num_decodes)

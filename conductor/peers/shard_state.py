@@ -12,11 +12,11 @@ import numpy as np
 
 from moonserve.conductor.events import Place
 from moonserve.conductor.members import Instance, Members
-from moonserve.conductor.peers import ShardSummary, merged_hot
+from moonserve.conductor.peers import ShardSummary
 from moonserve.conductor.peers.hot_prefixes import HotPrefixLearner
 from moonserve.conductor.placement.in_flight import PlacementPlan
 from moonserve.protocol.kv_blocks import digest64
-from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, routing_key
+from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
 from moonserve.protocol.request import InstanceId, Role
 
 SILENT_AFTER_S = 1.0
@@ -63,7 +63,7 @@ class ShardState:
             num_requests=self._learner.num_requests,
             hot=own_hot,
         )
-        self.hot = merged_hot((own, *peers))
+        self.hot = merged_hot(shard.hot for shard in (own, *peers))
         if now > self._moved_at + 3 * SETTLE_S:
             self._moves.clear()  # of instances that are gone
         # In the mean, one shard gives away instances at a time: with old figures, all would fill the same one.
@@ -108,10 +108,11 @@ def _moves(own: ShardSummary, peers: Sequence[ShardSummary], members: Members) -
     """Returns the instances that this shard has too many of, with their new shards: those whose move lowers
     `_imbalance` most. Instances that share a home store stay together."""
     best: tuple[int, ShardSummary, list[list[Instance]]] | None = None
-    everything = {(own.num_prefills, own.num_decodes): [list(members)]}
-    for (prefills, decodes), groups in (everything if own.is_useless else _groups(members)).items():
+    here = own.num_prefills, own.num_decodes
+    movable = {here: [list(members)]} if _is_useless(*here) else _groups(members)
+    for (prefills, decodes), groups in movable.items():
         for peer in peers:
-            here, there = (own.num_prefills, own.num_decodes), (peer.num_prefills, peer.num_decodes)
+            there = peer.num_prefills, peer.num_decodes
             gain = _imbalance(*here) + _imbalance(*there)
             gain -= _imbalance(here[0] - prefills, here[1] - decodes)
             gain -= _imbalance(there[0] + prefills, there[1] + decodes)
@@ -128,7 +129,12 @@ def _imbalance(num_prefills: int, num_decodes: int) -> int:
     """Returns a shard's part of the sum that moves lower. Equal shares of both roles, and of their difference, have the
     least; a shard whose workers can place nothing costs more than any shares."""
     unequal = num_prefills**2 + num_decodes**2 + (num_prefills - num_decodes) ** 2
-    return unequal + _USELESS * ((num_prefills == 0) != (num_decodes == 0))
+    return unequal + _USELESS * _is_useless(num_prefills, num_decodes)
+
+
+def _is_useless(num_prefills: int, num_decodes: int) -> bool:
+    """Returns True for workers that can place nothing, because a role is missing."""
+    return (num_prefills == 0) != (num_decodes == 0)
 
 
 def _groups(members: Members) -> dict[tuple[int, int], list[list[Instance]]]:

@@ -24,6 +24,7 @@ import uvloop
 from benchmarks.conductor.placement_load import DECODE, LAYOUT, POOL_BLOCKS, PREFILL, PROMPT_BLOCKS
 from moonserve.conductor.events import Register
 from moonserve.deploy.launcher.ports import free_port
+from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import KEY_BYTES
 from moonserve.protocol.membership.conductor_client import ConductorClient
 from moonserve.protocol.membership.heartbeats import BlockLog, Membership
@@ -164,7 +165,7 @@ async def _gateway(addresses: str, seconds: float) -> None:
             try:
                 reply = await conductors.call(lambda stub: stub.Place, request, timeout_s=TIMEOUT_S)
                 failed += not reply.HasField("placement")
-            except Exception:
+            except MoonserveError:
                 failed += 1
                 continue
             took.append(time.monotonic() - began_at)
@@ -172,7 +173,7 @@ async def _gateway(addresses: str, seconds: float) -> None:
                 of_first.append(took[-1])
             for phase in (conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN, conductor_pb2.ReportRequest.PHASE_FINISHED):
                 report = conductor_pb2.ReportRequest(request_id=request.request_id, phase=phase, elapsed_s=0.05)
-                with contextlib.suppress(Exception):  # of a conductor that was killed
+                with contextlib.suppress(MoonserveError):  # of a conductor that was killed
                     await conductors.call(lambda stub: stub.Report, report, timeout_s=1.0)
 
     await asyncio.gather(*(one_after_another() for _ in range(WIDTH)))

@@ -29,13 +29,13 @@ from moonserve.conductor.events import (
     Register,
     Report,
 )
-from moonserve.conductor.peers import ShardSummary, merged_hot
+from moonserve.conductor.peers import ShardSummary
 from moonserve.conductor.peers.shard_state import ShardState
 from moonserve.conductor.placement.admission import AdmissionMode, Limits
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
-from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, routing_key
+from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
 from moonserve.protocol.request import Endpoint, InstanceId, RequestId, RequestPhase, Role
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
@@ -217,7 +217,7 @@ class Fleet:
             began_s = time.thread_time()
             self._told = {a: self._conductors[a][0].tick_shard(self.now) for a in sorted(self._alive)}
             self.cpu_s["exchange"] = self.cpu_s.get("exchange", 0.0) + time.thread_time() - began_s
-            hot = merged_hot(self._told.values())
+            hot = merged_hot(told.hot for told in self._told.values())
             self._gateway = tuple(s.shard for s in self._told.values()), hot
         else:
             self._gateway = (Shard(address=self.addresses[0], weight=1.0),), {}
