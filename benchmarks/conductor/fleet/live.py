@@ -52,7 +52,7 @@ def _row(num_shards: int, seconds: float, kill: bool) -> Row:
     addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
     token = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
-        conductors = [stack.enter_context(_conductor(port, addresses, num_shards, token)) for port in ports]
+        conductors = [stack.enter_context(started_conductor(port, addresses, num_shards, token)) for port in ports]
         workers = stack.enter_context(_helper("workers", addresses, token))
         assert workers.stdout is not None
         workers.stdout.readline()
@@ -84,8 +84,11 @@ def _cpu_s(processes: Sequence[subprocess.Popen[str]]) -> float:
 
 
 @contextlib.contextmanager
-def _conductor(port: int, addresses: str, num_shards: int, token: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "moonserve", "conductor", "--port", str(port), "--admission", "none"]
+def started_conductor(
+    port: int, addresses: str, num_shards: int, token: str, *flags: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Runs one of `num_shards` conductors within the block."""
+    command = [sys.executable, "-m", "moonserve", "conductor", "--port", str(port), "--admission", "none", *flags]
     command += ["--shards", addresses] if num_shards > 1 else []
     with _started(command, token) as process:
         yield process

@@ -36,7 +36,7 @@ from moonserve.conductor.placement.policies import DEFAULT_POLICY, make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
 from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
-from moonserve.protocol.request import Endpoint, InstanceId, RequestId, RequestPhase, Role
+from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, RequestPhase, Role
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 HEARTBEAT_S = 0.5
@@ -107,10 +107,16 @@ class Served:
     shard: str
 
 
+def hit_ratio(served: Sequence[Served]) -> float:
+    """Returns the share of all blocks that prefill instances had."""
+    return sum(each.hit_blocks for each in served) / sum(each.num_blocks for each in served)
+
+
 class Fleet:
     """Runs one scenario."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, addresses: Sequence[str] = ()) -> None:
+        """`addresses`: those of the shards; empty = any."""
         self.scenario = scenario
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = itertools.count()
@@ -119,7 +125,7 @@ class Fleet:
         self.num_redirected = self._num_arrived = 0
         self.unplaced_s: list[float] = []  # time without placement of prompts whose shard was dead
         self.cpu_s: dict[str, float] = {}
-        self.addresses = [f"shard-{n}:1" for n in range(scenario.num_shards)]
+        self.addresses = list(addresses) or [f"shard-{n}:1" for n in range(scenario.num_shards)]
         self._alive = set(self.addresses)
         self._cut: set[str] = set()
         self._conductors = {address: self._conductor(address) for address in self.addresses}
@@ -137,6 +143,7 @@ class Fleet:
     def run(self) -> None:
         scenario = self.scenario
         shards = [Shard(address=address, weight=1.0) for address in self.addresses]
+        self.now = -(NUM_EARLIER_EXCHANGES + 1) * GOSSIP_S
         for index, instance in enumerate(self._instances.values()):
             self._join(instance, shards)
             self._at(HEARTBEAT_S * index / len(self._instances), self._beat, instance)
@@ -240,17 +247,19 @@ class Fleet:
                 self._register(instance, shard.address)
                 return
 
-    def _register(self, instance: Instance, address: str) -> None:
+    def _registration(self, instance: Instance) -> Register:
         endpoint = Endpoint(
             instance_id=instance.name, epoch=1, rpc_address=f"{instance.name}:1",
             transfer_address=f"{instance.name}:2", host=instance.name,
         )  # fmt: skip
-        register = Register(
+        return Register(
             endpoint=endpoint, role=instance.role, layout=LAYOUT, fingerprint="fleet", num_blocks=POOL_BLOCKS,
             prefill_profile=self.scenario.profile, decode_profile=DECODE, max_num_seqs=100_000,
             max_model_len=10_000_000, bytes_per_s=1e12, max_num_batched_tokens=10**9,
         )  # fmt: skip
-        self._handle(address, register)
+
+    def _register(self, instance: Instance, address: str) -> None:
+        self._handle(address, self._registration(instance))
         instance.shard = address
         added = tuple(instance.cache.items())
         instance.changes.clear()
@@ -274,13 +283,15 @@ class Fleet:
             instance, BlockChanges(first_seq=first, next_seq=instance.next_seq, added=added, removed=removed)
         )
 
-    def _heartbeat(self, instance: Instance, changes: BlockChanges) -> None:
-        load = Load(
+    def _load(self, instance: Instance) -> Load:
+        return Load(
             num_waiting=len(instance.queue), num_running=instance.num_running or int(instance.running is not None),
             free_blocks=POOL_BLOCKS - instance.num_running * 24, queued_tokens=instance.queued_tokens,
             context_tokens=instance.context_tokens,
         )  # fmt: skip
-        beat = Heartbeat(instance_id=instance.name, epoch=1, load=load, changes=changes)
+
+    def _heartbeat(self, instance: Instance, changes: BlockChanges) -> None:
+        beat = Heartbeat(instance_id=instance.name, epoch=1, load=self._load(instance), changes=changes)
         seen = self._handle(instance.shard, beat)
         assert isinstance(seen, HeartbeatSeen)
         if seen.resync:
@@ -290,7 +301,9 @@ class Fleet:
 
     # Requests
 
-    def _arrive(self, prompt: Prompt, since: float, begin: Callable[[str, Placed, Prompt], None] | None = None) -> None:
+    def _arrive(
+        self, prompt: Prompt, since: float, begin: Callable[[str, Placement, Prompt], None] | None = None
+    ) -> None:
         shards, hot = self._gateway
         request_id = RequestId(f"{prompt.session}@{prompt.at}")
         key = routing_key(prompt.keys, hot, request_id.encode())
@@ -312,17 +325,17 @@ class Fleet:
                 )  # fmt: skip
                 answer = self._handle(address, moved)
             if isinstance(answer, Placed):
-                (begin or self._begin)(address, answer, prompt)
+                (begin or self._begin)(address, answer.placement, prompt)
                 if self.now > since:
                     self.unplaced_s.append(self.now - since)
                 return
             assert isinstance(answer, Refused), answer
         self._at(self.now + RETRY_S, self._arrive, prompt, since)
 
-    def _answered(self, address: str, placed: Placed, prompt: Prompt) -> None:
+    def _answered(self, address: str, placement: Placement, prompt: Prompt) -> None:
         """Fills a cache with a prompt of an earlier time. Some stay in flight, so that placements spread."""
-        self._cache(self._instances[placed.placement.prefill.instance_id], prompt.keys)
-        self._earlier.append((address, placed.placement.request_id))
+        self._cache(self._instances[placement.prefill.instance_id], prompt.keys)
+        self._earlier.append((address, placement.request_id))
         if len(self._earlier) > EARLIER_IN_FLIGHT * self.scenario.num_prefills:
             self._forget_earlier()
 
@@ -330,12 +343,12 @@ class Fleet:
         address, request_id = self._earlier.popleft()
         self._handle(address, Report(request_id=request_id, phase=RequestPhase.CANCELLED, elapsed_s=0.0))
 
-    def _begin(self, address: str, placed: Placed, prompt: Prompt) -> None:
-        prefill = self._instances[placed.placement.prefill.instance_id]
-        decode = self._instances[placed.placement.decode.instance_id]
-        request_id = placed.placement.request_id
+    def _begin(self, address: str, placement: Placement, prompt: Prompt) -> None:
+        prefill = self._instances[placement.prefill.instance_id]
+        decode = self._instances[placement.decode.instance_id]
+        request_id = placement.request_id
         self._placed_by[request_id] = (address, prefill, decode)
-        heapq.heappush(prefill.queue, (self.now + placed.placement.rank, next(self._number), request_id, prompt))
+        heapq.heappush(prefill.queue, (self.now + placement.rank, next(self._number), request_id, prompt))
         prefill.queued_tokens += prompt.num_tokens
         if prefill.running is None:
             self._compute(prefill)
