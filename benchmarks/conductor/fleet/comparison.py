@@ -1,13 +1,13 @@
 """The same fleet twice: simulated, and with conductors as real processes in real time.
 
-`python -m benchmarks.conductor.fleet --compare --instances 64 --shards 4 --rate 200 --warm-s 8 --measured-s 24` sends
-the same prompts to both. The live side has the same models of instances as the simulation; placements, reports,
+`benchmarks.conductor.fleet --compare --instances 64 --shards 4 --rate 200 --load 0.4 --warm-s 8 --measured-s 16` sends the same prompts to both. The live side has the same models of instances as the simulation; placements, reports,
 summaries and heartbeats go over sockets, by the product's clients. Addresses, which decide who gets what, are equal.
 """
 
 import asyncio
 import contextlib
 import secrets
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -47,10 +47,12 @@ def compared_rows(scenario: Scenario) -> list[Row]:
         simulated.run()
     rows = [_row("simulated", simulated), _row("live", live)]
     ratios = {name: rows[1][name] / rows[0][name] for name in rows[0] if name not in ("fleet", "prompts")}
+    placing_ms = float(np.median(live.placing_s)) * 1e3
+    print(f"median placement, live: {placing_ms:.1f} ms", file=sys.stderr)
     return [*rows, {"fleet": "live ÷ simulated", "prompts": "", **ratios}]
 
 
-async def _live(scenario: Scenario, addresses: Sequence[str], token: str) -> Fleet:
+async def _live(scenario: Scenario, addresses: Sequence[str], token: str) -> LiveFleet:
     async with Channels(token) as channels:
         fleet = LiveFleet(scenario, addresses, channels)
         with infrequent_gc():
@@ -77,6 +79,7 @@ class LiveFleet(Fleet):
         self._client = ConductorClient(channels, ",".join(addresses))
         self._logs = {name: BlockLog() for name in self._instances}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.placing_s: list[float] = []  # from each prompt's arrival to its placement
 
     async def run_live(self) -> None:
         scenario = self.scenario
@@ -92,6 +95,7 @@ class LiveFleet(Fleet):
             self._forget_earlier()
         await asyncio.sleep(1.0)  # heartbeats with what is cached
         self._began_at = self._loop.time()
+        self.placing_s.clear()
         for prompt in sessions.until(scenario.warm_s + scenario.measured_s):
             await asyncio.sleep(prompt.at - (self._loop.time() - self._began_at))
             self._hold(self._place(prompt, self._begin))
@@ -151,6 +155,7 @@ class LiveFleet(Fleet):
         request = to_message(conductor_pb2.PlaceRequest, place)
         reply = await self._client.call(lambda stub: stub.Place, request, timeout_s=TIMEOUT_S)
         self.now = self._loop.time() - self._began_at
+        self.placing_s.append(self.now - prompt.at)
         begin(self.addresses[0], from_message(Placement, reply.placement), prompt)  # which shard it was is not needed
 
     def _handle(self, address: str, event: Any) -> None:

@@ -1,7 +1,7 @@
 """A fleet in virtual time: active conductors, each a real `ConductorState`, over simple models of instances.
 
 A prefill instance computes prompts one after another in order of arrival; it caches blocks in LRU order and reports
-changes with its heartbeats. Decode instances hold sequences for a fixed time. The conductors exchange summaries with a
+changes with its heartbeats, soon after the first one. Decode instances hold sequences for a fixed time. The conductors exchange summaries with a
 delay of one interval. Gateways see the summaries that the conductors see.
 """
 
@@ -35,11 +35,12 @@ from moonserve.conductor.placement.admission import AdmissionMode, Limits
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
+from moonserve.protocol.membership.heartbeats import GATHER_S
 from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
 from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, RequestPhase, Role
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 1.0  # without changes of the cache
 GOSSIP_S = 0.25
 DECODE_S = 1.0
 RETRY_S = 0.1
@@ -91,6 +92,7 @@ class Instance:
     cache: OrderedDict[BlockKey, BlockKey] = field(default_factory=OrderedDict)  # key → parent
     changes: dict[BlockKey, BlockKey | None] = field(default_factory=dict)  # since the last heartbeat; None = removed
     next_seq: int = 1
+    is_gathering: bool = False  # a heartbeat with the changes is due soon
     num_running: int = 0
     context_tokens: int = 0
     queued_tokens: int = 0
@@ -271,6 +273,10 @@ class Fleet:
         self._at(self.now + HEARTBEAT_S, self._beat, instance)
         self._send_heartbeat(instance)
 
+    def _gathered(self, instance: Instance) -> None:
+        instance.is_gathering = False
+        self._send_heartbeat(instance)
+
     def _send_heartbeat(self, instance: Instance) -> None:
         if instance.shard not in self._alive:
             self._join(instance, [Shard(address=address, weight=1.0) for address in self.addresses])
@@ -370,6 +376,9 @@ class Fleet:
         request_id, prompt = instance.running
         instance.queued_tokens -= prompt.num_tokens
         self._cache(instance, prompt.keys)
+        if instance.changes and not instance.is_gathering:
+            instance.is_gathering = True
+            self._at(self.now + GATHER_S, self._gathered, instance)
         address, _, decode = self._placed_by[request_id]
         ttft_s = self.now - prompt.at
         self.served.append(Served(prompt.at, ttft_s, hits, len(prompt.keys), address))
