@@ -1,14 +1,19 @@
 """The same fleet twice: simulated, and with conductors as real processes in real time.
 
-`benchmarks.conductor.fleet --compare --instances 64 --shards 4 --rate 200 --load 0.4 --warm-s 8 --measured-s 16` sends the same prompts to both. The live side has the same models of instances as the simulation; placements, reports,
-summaries and heartbeats go over sockets, by the product's clients. Addresses, which decide who gets what, are equal.
+`python -m benchmarks.conductor.fleet --compare --instances 64 --shards 4 --rate 200 --load 0.4 --warm-s 8
+--measured-s 16` sends the same prompts to both. The live side has the same models of instances as the simulation;
+placements, reports, summaries and heartbeats go over sockets, by the product's clients. Addresses, which decide who
+gets what, are equal.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +40,7 @@ Row = dict[str, Any]
 
 def compared_rows(scenario: Scenario) -> list[Row]:
     """Runs both and returns a row for each, and one with live ÷ simulated."""
+    scenario = replace(scenario, reports_changes=True)
     ports = [free_port() for _ in range(scenario.num_shards)]
     addresses = [f"127.0.0.1:{port}" for port in ports]
     token = secrets.token_hex(8)

@@ -1,7 +1,7 @@
 """A fleet in virtual time: active conductors, each a real `ConductorState`, over simple models of instances.
 
 A prefill instance computes prompts one after another in order of arrival; it caches blocks in LRU order and reports
-changes with its heartbeats, soon after the first one. Decode instances hold sequences for a fixed time. The conductors exchange summaries with a
+changes with its heartbeats. Decode instances hold sequences for a fixed time. The conductors exchange summaries with a
 delay of one interval. Gateways see the summaries that the conductors see.
 """
 
@@ -40,7 +40,7 @@ from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, m
 from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, RequestPhase, Role
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
-HEARTBEAT_S = 1.0  # without changes of the cache
+HEARTBEAT_S = 0.5
 GOSSIP_S = 0.25
 DECODE_S = 1.0
 RETRY_S = 0.1
@@ -62,6 +62,7 @@ class Scenario:
     warm_s: float = 5.0
     measured_s: float = 5.0
     seed: int = 1
+    reports_changes: bool = False  # heartbeats also soon after each change of a cache, as workers send them
     dies_at: float | None = None  # of the first shard
     cut_at: float | None = None  # from here on, the first shard and the others do not hear each other
     back_at: float | None = None
@@ -376,7 +377,7 @@ class Fleet:
         request_id, prompt = instance.running
         instance.queued_tokens -= prompt.num_tokens
         self._cache(instance, prompt.keys)
-        if instance.changes and not instance.is_gathering:
+        if self.scenario.reports_changes and instance.changes and not instance.is_gathering:
             instance.is_gathering = True
             self._at(self.now + GATHER_S, self._gathered, instance)
         address, _, decode = self._placed_by[request_id]
