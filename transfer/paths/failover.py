@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from moonserve.protocol.errors import Cancelled, Incompatible, IntegrityError, MoonserveError, PeerLost, Unauthenticated
@@ -18,7 +18,7 @@ from moonserve.transfer.config import FaultPlan
 from moonserve.transfer.paths.connection_pool import ConnectionPool, UnfencedConnections
 from moonserve.transfer.paths.lane import Lane
 from moonserve.transfer.paths.lane_queue import Group
-from moonserve.transfer.paths.path_selection import PathSelector, TransferPath, paths_between
+from moonserve.transfer.paths.path_selection import PathSelector, TransferPath, paths_between, streams_for
 from moonserve.transfer.paths.peer_address import Address, Rail
 from moonserve.transfer.paths.rail_health import RailHealth
 from moonserve.transfer.paths.topology import Topology
@@ -44,7 +44,8 @@ class PeerContext:
     topology: Topology
     stats: TransferStats
     faults: FaultPlan
-    streams: int
+    streams: int | None
+    """TCP connections per pair of rails; None: by the round-trip time of the first."""
     endpoints: ConnectionPool
     unfenced: UnfencedConnections
 
@@ -60,11 +61,10 @@ class Peer:
         self.used_at = time.monotonic()
         self._context = context
         self._lock = threading.Lock()
-        paths = list(paths_between(local_rails, address, context.streams))
+        paths = list(paths_between(local_rails, address, context.streams or 1))
         if not paths:
             raise PeerLost("this process and the peer have no transport in common", peer=self.label)
         self.transports = tuple(dict.fromkeys(path.transport for path in paths))
-        self._num_paths = len(paths)
         self._selector = PathSelector(paths, context.topology, RailHealth())
         self._lanes: dict[TransferPath, Lane] = {}
         self._shm_lane: Lane | None = None
@@ -88,7 +88,7 @@ class Peer:
         lane = self._shm_lane or self._idle_lane(single, began)
         if lane is None or (single.op is Op.WRITE and self._context.unfenced.at(self.address.instance)):
             return False
-        if self._num_paths > 1:  # leaves time for another path
+        if self._selector.num_paths > 1:  # leaves time for another path
             single.deadline_at -= (single.deadline_at - began) / 2
         if not lane.run_inline(single):
             return False
@@ -114,7 +114,7 @@ class Peer:
                 lane = self._lane(path)
                 lane.num_callers += 1
             tried.append(path)
-            others_left = len(tried) < self._num_paths
+            others_left = len(tried) < self._selector.num_paths
             try:
                 return lane.with_session(work, now + (deadline_at - now) / (2 if others_left else 1))
             except PeerLost as error:
@@ -167,7 +167,7 @@ class Peer:
             self._fail(lane, part, error)
             return
         part.tried.append(lane.path)
-        if len(part.tried) >= self._num_paths:
+        if len(part.tried) >= self._selector.num_paths:
             part.tried.clear()
         lane.stats.count(Incident.RETRY)
         self._dispatch(part.job, (part,), failed_on=lane, error=error)
@@ -222,7 +222,7 @@ class Peer:
         if overdue or self._forgotten or part.job.cancelled or isinstance(error, _NOT_RETRYABLE):
             self._fail(lane, part, error)
             return
-        if len(part.tried) >= self._num_paths:
+        if len(part.tried) >= self._selector.num_paths:
             part.rounds += 1
             part.tried.clear()
             if part.rounds >= _ROUNDS or not connected:
@@ -292,7 +292,7 @@ class Peer:
         path = self._selector.choose(part.local.location, part.nbytes, now, part.tried)
         if path is not None:
             self._selector.sent(path, part.nbytes)
-            part.has_alternative = self._num_paths - len(part.tried) > 1
+            part.has_alternative = self._selector.num_paths - len(part.tried) > 1
             if part.op is Op.WRITE and (left := self._context.unfenced.at(self.address.instance)):
                 part.fences += set(left).difference(part.fences)
         return path
@@ -313,6 +313,18 @@ class Peer:
 
     def connect(self, path: TransferPath, deadline_at: float, while_waiting: Callable[[], None]) -> Session:
         try:
-            return self._context.connect(self.address, path, deadline_at, while_waiting)
+            session = self._context.connect(self.address, path, deadline_at, while_waiting)
         except OSError as error:
             raise PeerLost(f"cannot connect: {error}", peer=self.label) from error
+        if self._context.streams is None and path.transport == "tcp":
+            self._add_streams(path, session.round_trip_s())
+        return session
+
+    def _add_streams(self, path: TransferPath, round_trip_s: float | None) -> None:
+        """Adds paths over the same rails if a connection shows that they are far apart. The next parts use them."""
+        paths = [replace(path, stream=stream) for stream in range(streams_for(round_trip_s))]
+        with self._lock:
+            num_added = self._selector.add(paths)
+        if num_added and round_trip_s:
+            text = "%d connections from %s to %s: a round trip takes %.1f ms"
+            _log.info(text, len(paths), path.local.name, self.label, round_trip_s * 1e3)

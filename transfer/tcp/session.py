@@ -48,6 +48,9 @@ class StreamSession:
     def alive(self) -> bool:
         return not self._connection.hung_up()
 
+    def round_trip_s(self) -> float | None:
+        return self._connection.round_trip_s()
+
     def abort(self) -> None:
         self._connection.abort()
 
