@@ -45,13 +45,7 @@ class TransferOptions:
     def __post_init__(self) -> None:
         if not self.transports:
             raise ConfigError("no transports: choose from shm, tcp, rdma")
-        for name in (
-            "streams",
-            "slice_bytes",
-            "max_in_flight_bytes",
-            "copy_threads",
-            "max_endpoints",
-        ):
+        for name in ("streams", "slice_bytes", "max_in_flight_bytes", "copy_threads", "max_endpoints"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"transfer {name.replace('_', ' ')} must be at least 1")
         if self.tls is not None and "rdma" in self.transports:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from moonserve.protocol.errors import Cancelled, Incompatible, IntegrityError, MoonserveError, PeerLost, Unauthenticated
-from moonserve.transfer.batch import Job, Part, Planned
+from moonserve.transfer.batch import Job, Part
 from moonserve.transfer.config import FaultPlan
 from moonserve.transfer.paths.connection_pool import ConnectionPool, UnfencedConnections
 from moonserve.transfer.paths.lane import Lane
@@ -45,7 +45,6 @@ class PeerContext:
     stats: TransferStats
     faults: FaultPlan
     streams: int | None
-    """TCP connections per pair of rails; None: by the round-trip time of the first."""
     endpoints: ConnectionPool
     unfenced: UnfencedConnections
 
@@ -65,6 +64,7 @@ class Peer:
         if not paths:
             raise PeerLost("this process and the peer have no transport in common", peer=self.label)
         self.transports = tuple(dict.fromkeys(path.transport for path in paths))
+        self._num_paths = len(paths)
         self._selector = PathSelector(paths, context.topology, RailHealth())
         self._lanes: dict[TransferPath, Lane] = {}
         self._shm_lane: Lane | None = None
@@ -76,9 +76,6 @@ class Peer:
     def idle(self) -> bool:
         return not self._lanes
 
-    def put(self, job: Job, planned: Planned) -> None:
-        self._dispatch(job, planned.parts)
-
     def run_inline(self, single: Slice) -> bool:
         """Carries a slice in the caller's thread. Returns False if that did not happen: then plan it and `put` it.
 
@@ -88,7 +85,7 @@ class Peer:
         lane = self._shm_lane or self._idle_lane(single, began)
         if lane is None or (single.op is Op.WRITE and self._context.unfenced.at(self.address.instance)):
             return False
-        if self._selector.num_paths > 1:  # leaves time for another path
+        if self._num_paths > 1:  # leaves time for another path
             single.deadline_at -= (single.deadline_at - began) / 2
         if not lane.run_inline(single):
             return False
@@ -114,7 +111,7 @@ class Peer:
                 lane = self._lane(path)
                 lane.num_callers += 1
             tried.append(path)
-            others_left = len(tried) < self._selector.num_paths
+            others_left = len(tried) < self._num_paths
             try:
                 return lane.with_session(work, now + (deadline_at - now) / (2 if others_left else 1))
             except PeerLost as error:
@@ -167,10 +164,10 @@ class Peer:
             self._fail(lane, part, error)
             return
         part.tried.append(lane.path)
-        if len(part.tried) >= self._selector.num_paths:
+        if len(part.tried) >= self._num_paths:
             part.tried.clear()
         lane.stats.count(Incident.RETRY)
-        self._dispatch(part.job, (part,), failed_on=lane, error=error)
+        self.put(part.job, (part,), failed_on=lane, error=error)
 
     def on_lost(self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool) -> None:
         self._failed_on(lane, parts, error)
@@ -222,14 +219,14 @@ class Peer:
         if overdue or self._forgotten or part.job.cancelled or isinstance(error, _NOT_RETRYABLE):
             self._fail(lane, part, error)
             return
-        if len(part.tried) >= self._selector.num_paths:
+        if len(part.tried) >= self._num_paths:
             part.rounds += 1
             part.tried.clear()
             if part.rounds >= _ROUNDS or not connected:
                 self._fail(lane, part, error)
                 return
         lane.stats.count(Incident.RETRY)
-        self._dispatch(part.job, (part,), failed_on=lane, error=error)
+        self.put(part.job, (part,), failed_on=lane, error=error)
 
     def _fail(self, lane: Lane, part: Part, error: MoonserveError) -> None:
         if not isinstance(error, Cancelled):
@@ -243,13 +240,8 @@ class Peer:
             self._selector.dropped(lane.path, part.nbytes)
         lane.stats.left(part.nbytes)
 
-    def _dispatch(
-        self,
-        job: Job,
-        parts: Sequence[Part],
-        *,
-        failed_on: Lane | None = None,
-        error: MoonserveError | None = None,
+    def put(
+        self, job: Job, parts: Sequence[Part], *, failed_on: Lane | None = None, error: MoonserveError | None = None
     ) -> None:
         """Puts each part into the queue of the path that currently suits it best."""
         groups: dict[Lane, list[Part]] = {}
@@ -292,7 +284,7 @@ class Peer:
         path = self._selector.choose(part.local.location, part.nbytes, now, part.tried)
         if path is not None:
             self._selector.sent(path, part.nbytes)
-            part.has_alternative = self._selector.num_paths - len(part.tried) > 1
+            part.has_alternative = self._num_paths - len(part.tried) > 1
             if part.op is Op.WRITE and (left := self._context.unfenced.at(self.address.instance)):
                 part.fences += set(left).difference(part.fences)
         return path
@@ -325,6 +317,7 @@ class Peer:
         paths = [replace(path, stream=stream) for stream in range(streams_for(round_trip_s))]
         with self._lock:
             num_added = self._selector.add(paths)
+            self._num_paths += num_added
         if num_added and round_trip_s:
             text = "%d connections from %s to %s: a round trip takes %.1f ms"
             _log.info(text, len(paths), path.local.name, self.label, round_trip_s * 1e3)

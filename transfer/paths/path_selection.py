@@ -80,10 +80,6 @@ class PathSelector:
         self._only = next(iter(self._states)) if len(self._states) == 1 else None
         return len(self._states) - before
 
-    @property
-    def num_paths(self) -> int:
-        return len(self._states)
-
     def choose(
         self, location: str, nbytes: int, now: float, tried: Collection[TransferPath] = ()
     ) -> TransferPath | None:
@@ -218,8 +214,7 @@ class BandwidthEstimate:
 _LONG_ROUND_TRIP_S = 2e-3
 """Longer than a round trip within a data center, where one connection fills the link."""
 _LONG_STREAMS = 4
-"""TCP connections over a long round trip. The kernel's limit of 4 MiB of unacknowledged data and the congestion window
-after each loss limit one of them (docs/networks.md)."""
+"""TCP connections over a long round trip, where losses and the kernel's send buffer limit one (docs/networks.md)."""
 
 
 def streams_for(round_trip_s: float | None) -> int:

@@ -231,12 +231,7 @@ def authenticate(connection: Connection, dial: Dial) -> handshake.Agreement:
     connection.tick = dial.while_waiting
     try:
         connection.finish_connect()
-        return handshake.initiate(
-            connection,
-            dial.credentials,
-            dial.address.instance,
-            checksums=dial.options.checksums,
-        )
+        return handshake.initiate(connection, dial.credentials, dial.address.instance, checksums=dial.options.checksums)
     except BaseException:  # also on interruption, since no caller can close it
         connection.close()
         raise

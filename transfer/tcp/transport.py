@@ -118,7 +118,7 @@ def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection]
     sock = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
     connection = make(sock, str(ip))
     try:
-        _bind_to_rail(sock, dial.local)
+        sock.bind((dial.local.endpoint.rpartition(":")[0].strip("[]"), 0))  # to the rail that the scheduler chose
         tune(sock, str(ip))  # before connecting: the handshake fixes the largest window
         code = sock.connect_ex((str(ip), port_number))
     except OverflowError:
@@ -145,15 +145,8 @@ def _require_same_tls(dial: Dial) -> None:
         )
 
 
-def _bind_to_rail(sock: socket.socket, rail: Rail) -> None:
-    """Binds the socket to the rail that the scheduler chose."""
-    host, _, _ = rail.endpoint.rpartition(":")
-    sock.bind((host.strip("[]"), 0))
-
-
 def tune(sock: socket.socket, peer_ip: str) -> None:
-    """Sets the options of a bound socket to a peer, alike at both ends. Another network namespace of this machine is
-    another host: a delay may lie between."""
+    """Sets the options of a bound socket. A peer in another network namespace of this machine may be distant."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if peer_ip == sock.getsockname()[0] or ipaddress.ip_address(peer_ip).is_loopback:
