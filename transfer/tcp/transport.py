@@ -118,7 +118,7 @@ def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection]
     sock = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
     connection = make(sock, str(ip))
     try:
-        sock.bind((dial.local.endpoint.rpartition(":")[0].strip("[]"), 0))  # to the rail that the scheduler chose
+        _bind_to_rail(sock, dial.local)
         tune(sock, str(ip))  # before connecting: the handshake fixes the largest window
         code = sock.connect_ex((str(ip), port_number))
     except OverflowError:
@@ -143,6 +143,10 @@ def _require_same_tls(dial: Dial) -> None:
         raise Incompatible(
             "this process uses TLS on tcp and the peer does not: give the peer a TLS certificate, key and authority"
         )
+
+
+def _bind_to_rail(sock: socket.socket, rail: Rail) -> None:
+    sock.bind((rail.endpoint.rpartition(":")[0].strip("[]"), 0))
 
 
 def tune(sock: socket.socket, peer_ip: str) -> None:
