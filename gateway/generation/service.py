@@ -139,11 +139,9 @@ class Gateway:
             return replace(hints, return_within_s=hints.return_within_s + returns.reply_s)
         if predicted is None or not hints.store or hints.low_priority:
             return hints
-        text = "the next request of the session is expected in %.1f to %.1f s, by the pauses of: %s"
-        log.debug(
-            text, predicted.after_s, predicted.within_s, predicted.source, extra=request_extra(request.request_id)
-        )
-        return replace(hints, return_within_s=predicted.within_s, return_after_s=predicted.after_s)
+        text = "the next request of the session is expected within %.1f s, by the pauses of: %s"
+        log.debug(text, predicted.within_s, predicted.source, extra=request_extra(request.request_id))
+        return replace(hints, return_within_s=predicted.within_s)
 
     def _start(self, request: GenerationRequest, generations: Sequence[Generation]) -> None:
         """Starts choices so that equal prompts share blocks, if they fill more than one, and log-probabilities: the
