@@ -27,7 +27,7 @@ class Prediction(NamedTuple):
     """When the next request is likely to come, in seconds after the arrival of the current one."""
 
     within_s: float
-    source: str  # "session" or the kind of request
+    source: str  # "the session" or the kind of request
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class SessionReturns:
         self._sessions[session_id] = session
         self._forget(now)
         alike = self._alike.get(kind, ())
-        pauses, source = sorted(session.pauses), "session"
+        pauses, source = sorted(session.pauses), "the session"
         if len(pauses) < MIN_OWN:
             pauses, source = sorted(pause for pause in alike if pause < math.inf), kind
             if len(alike) < MIN_ALIKE or len(pauses) < MIN_RETURNS * len(alike):
