@@ -57,8 +57,8 @@ and when the overload ends, and the weakness of the bound.
 
 - Weighing 16 instances with a dozen prompts each takes about 15 µs of processor time; Algorithm 1 takes 9. Of more
   instances only the 16 with the shortest waits in order of arrival are examined exactly.
-- Long prompts pay for the lower mean. Under overload without admission, a few wait until it ends, at most for 30
-  objectives and ten times their own prefill time. With admission they are rejected at once.
+- Long prompts pay for the lower mean. Under overload without admission, a few wait until it ends, at most for 7
+  objectives and 18 times their own prefill time. With admission they are rejected at once.
 - Without admission, a steeper price for long prompts, as with admission, has a lower mean and median, but makes more
   prompts wait until the overload ends (last row above).
 - Short queues leave nothing to gain: at the trace's own speed, waiting is a tenth of the TTFT.

@@ -43,8 +43,8 @@ class Weights:
     keeps_objective: bool = True
     steepness: float | None = 4.0  # of prompts that admission rejects; 3 to 6 differ little; None = no price
     served_steepness: float | None = 1.0  # of prompts that are served late
-    late: float = 30.0  # objectives that a too expensive prompt yields for: 15 minutes at 30 s
-    late_patience: float = 10.0  # `patience` among too expensive prompts
+    late: float = 7.0  # objectives that a too expensive prompt yields for: with 30, p99s are higher
+    late_patience: float = 18.0  # `patience` among too expensive prompts: the longest wait longest
     counts_delayed: bool = True
     copy: float = 0.1  # 0.3 saves half of all fetches, but raises the mean TTFT of idle clusters by 1 %
 
