@@ -370,6 +370,7 @@ class PlacementPlanner:
             place.request_id,
             session,
             ttft_slo_s,
+            self._limits.admission is not AdmissionMode.NONE,
         )
 
 
