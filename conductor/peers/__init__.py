@@ -5,11 +5,11 @@ Neither kind shares state. A new leader, and a shard that gets instances, learn 
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.shards import HotPrefixes, Shard
+
+_USELESS = 10**9  # above the imbalance of any shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,22 +22,20 @@ class ShardSummary:
     wait_s: float = math.inf  # usual wait of a new prompt for its prefill; infinite = there is no instance
     num_requests: float = 0.0  # in about the last minute, as `HotPrefixLearner` counts
     hot: HotPrefixes = field(default_factory=dict)  # as this shard sees it
+    missing_homes: frozenset[str] = frozenset()  # home stores of its workers that are registered elsewhere or nowhere
 
     @property
     def shard(self) -> Shard:
-        """The shard with its capacity as weight: 0 if it cannot place anything."""
-        return Shard(address=self.address, weight=float(self.num_prefills if self.num_decodes else 0))
-
-    @property
-    def is_useless(self) -> bool:
-        """True if it has workers that can place nothing, because a role is missing."""
-        return (self.num_prefills == 0) != (self.num_decodes == 0)
+        return Shard.of_workers(self.address, self.num_prefills, self.num_decodes)
 
 
-def merged_hot(summaries: Iterable[ShardSummary]) -> HotPrefixes:
-    """Returns what is hot at any shard, with the earliest place at which its prompts differ."""
-    merged: dict[BlockKey, int] = {}
-    for summary in summaries:
-        for key, branch in summary.hot.items():
-            merged[key] = min(branch, merged.get(key, branch))
-    return merged
+def imbalance(num_prefills: int, num_decodes: int) -> int:
+    """Returns a shard's part of the sum that moves lower. Equal shares of both roles, and of their difference, have the
+    least; a shard whose workers can place nothing costs more than any shares."""
+    unequal = num_prefills**2 + num_decodes**2 + (num_prefills - num_decodes) ** 2
+    return unequal + _USELESS * is_useless(num_prefills, num_decodes)
+
+
+def is_useless(num_prefills: int, num_decodes: int) -> bool:
+    """Returns True for workers that can place nothing, because a role is missing."""
+    return (num_prefills == 0) != (num_decodes == 0)

@@ -6,7 +6,7 @@ long system prompt is one entry.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonserve.protocol.kv_blocks import BlockKey
@@ -67,12 +67,9 @@ class HotPrefixLearner:
         over all shards; `fleet_requests`: `num_requests` of all shards together."""
         self._decay(now)
         limit = max(HOT_SHARE * fleet_requests / num_shards, MIN_COUNT)
-        return dict(self._above(known, limit, limit / 2 / num_shards))
-
-    def _above(self, known: HotPrefixes, limit: float, kept_limit: float) -> Iterator[tuple[BlockKey, int]]:
-        for key, counted in self._counts.items():
-            if counted.count >= (kept_limit if key in known else limit):
-                yield key, counted.num_common
+        kept_limit = limit / 2 / num_shards
+        counts = self._counts.items()
+        return {key: c.num_common for key, c in counts if c.count >= (kept_limit if key in known else limit)}
 
     def _decay(self, now: float) -> None:
         share = math.exp2((self._decayed_at - now) / HALF_LIFE_S)

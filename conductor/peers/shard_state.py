@@ -12,11 +12,11 @@ import numpy as np
 
 from moonserve.conductor.events import Place
 from moonserve.conductor.members import Instance, Members
-from moonserve.conductor.peers import ShardSummary, merged_hot
+from moonserve.conductor.peers import ShardSummary, imbalance, is_useless
 from moonserve.conductor.peers.hot_prefixes import HotPrefixLearner
 from moonserve.conductor.placement.in_flight import PlacementPlan
 from moonserve.protocol.kv_blocks import digest64
-from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, routing_key
+from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
 from moonserve.protocol.request import InstanceId, Role
 
 SILENT_AFTER_S = 1.0
@@ -30,7 +30,6 @@ MOVED_SHARE = 1 / 2
 """Share of the surplus instances that move at once."""
 SETTLE_S = 1.5
 """Time after a move for the rest of the group to follow, each with its next heartbeat, and for summaries to show it."""
-_USELESS = 10**9
 
 
 class ShardState:
@@ -62,8 +61,9 @@ class ShardState:
             wait_s=float(np.median(waits_s)) if len(waits_s) else math.inf,
             num_requests=self._learner.num_requests,
             hot=own_hot,
+            missing_homes=frozenset(home for home in map(_home, members) if members.find(home) is None),
         )
-        self.hot = merged_hot((own, *peers))
+        self.hot = merged_hot(shard.hot for shard in (own, *peers))
         if now > self._moved_at + 3 * SETTLE_S:
             self._moves.clear()  # of instances that are gone
         # In the mean, one shard gives away instances at a time: with old figures, all would fill the same one.
@@ -105,16 +105,22 @@ class ShardState:
 
 
 def _moves(own: ShardSummary, peers: Sequence[ShardSummary], members: Members) -> dict[InstanceId, str]:
-    """Returns the instances that this shard has too many of, with their new shards: those whose move lowers
-    `_imbalance` most. Instances that share a home store stay together."""
+    """Returns instances with their new shards: those with a home store here that workers of another shard lack, or else
+    those that this shard has too many of, whose move lowers `imbalance` most. Instances that share a home store stay
+    together."""
+    for peer in peers:
+        lacked = {home for home in peer.missing_homes if members.find(home)}
+        if lacked:
+            return {instance.instance_id: peer.address for instance in members if _home(instance) in lacked}
     best: tuple[int, ShardSummary, list[list[Instance]]] | None = None
-    everything = {(own.num_prefills, own.num_decodes): [list(members)]}
-    for (prefills, decodes), groups in (everything if own.is_useless else _groups(members)).items():
+    here = own.num_prefills, own.num_decodes
+    movable = {here: [list(members)]} if is_useless(*here) else _groups(members)
+    for (prefills, decodes), groups in movable.items():
         for peer in peers:
-            here, there = (own.num_prefills, own.num_decodes), (peer.num_prefills, peer.num_decodes)
-            gain = _imbalance(*here) + _imbalance(*there)
-            gain -= _imbalance(here[0] - prefills, here[1] - decodes)
-            gain -= _imbalance(there[0] + prefills, there[1] + decodes)
+            there = peer.num_prefills, peer.num_decodes
+            gain = imbalance(*here) + imbalance(*there)
+            gain -= imbalance(here[0] - prefills, here[1] - decodes)
+            gain -= imbalance(there[0] + prefills, there[1] + decodes)
             if gain > 0 and (best is None or gain > best[0]):
                 surplus = max((here[0] - there[0]) * (prefills > 0), (here[1] - there[1]) * (decodes > 0)) // 2
                 best = gain, peer, groups[: max(int(surplus * MOVED_SHARE) // (prefills + decodes), 1)]
@@ -124,18 +130,16 @@ def _moves(own: ShardSummary, peers: Sequence[ShardSummary], members: Members) -
     return {instance.instance_id: target.address for group in groups for instance in group}
 
 
-def _imbalance(num_prefills: int, num_decodes: int) -> int:
-    """Returns a shard's part of the sum that moves lower. Equal shares of both roles, and of their difference, have the
-    least; a shard whose workers can place nothing costs more than any shares."""
-    unequal = num_prefills**2 + num_decodes**2 + (num_prefills - num_decodes) ** 2
-    return unequal + _USELESS * ((num_prefills == 0) != (num_decodes == 0))
+def _home(instance: Instance) -> InstanceId:
+    """Returns the name that instances which belong together share: that of their home store."""
+    return instance.registration.home_store or instance.instance_id
 
 
 def _groups(members: Members) -> dict[tuple[int, int], list[list[Instance]]]:
     """Returns the groups of instances that stay together, by their numbers of prefill and decode workers."""
     by_home: dict[str, list[Instance]] = {}
     for instance in members:
-        by_home.setdefault(instance.registration.home_store or instance.instance_id, []).append(instance)
+        by_home.setdefault(_home(instance), []).append(instance)
     groups: dict[tuple[int, int], list[list[Instance]]] = {}
     for group in by_home.values():
         roles = [instance.role for instance in group if not instance.draining]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from moonserve.protocol.errors import ConfigError, MoonserveError, NotLeader, PeerLost
-from moonserve.protocol.membership.sharded_conductors import ShardedConductors
+from moonserve.protocol.membership.sharded_conductors import ShardedConductors, Stub
 from moonserve.protocol.pb import conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.rpc.grpc_transport import Channels
@@ -23,7 +23,7 @@ from moonserve.protocol.rpc.grpc_transport import Channels
 log = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
-Stub: TypeAlias = "conductor_pb2_grpc.ConductorAsyncStub"
+Method: TypeAlias = Callable[[Stub], Callable[..., Awaitable[Reply]]]
 
 SILENT_LEADER_S = 0.3
 """Interval at which the other conductors are queried while a leader is silent. A placement takes milliseconds."""
@@ -63,12 +63,7 @@ class ConductorClient:
         self._search: asyncio.Task[Leader | None] | None = None  # shared by all waiting calls
 
     async def call(
-        self,
-        method: Callable[[Stub], Callable[..., Awaitable[Reply]]],
-        request: object,
-        *,
-        timeout_s: float,
-        wait_for_ready: bool = False,
+        self, method: Method[Reply], request: object, *, timeout_s: float, wait_for_ready: bool = False
     ) -> Reply:
         """Calls a method of the leader and returns its reply. `method` picks it: `lambda conductor: conductor.Place`.
 
@@ -91,12 +86,7 @@ class ConductorClient:
                 log.debug("calling again: %s", error)
             await asyncio.sleep(RETRY_S)
 
-    async def _call_once(
-        self,
-        method: Callable[[Stub], Callable[..., Awaitable[Reply]]],
-        request: object,
-        timeout_s: float,
-    ) -> Reply:
+    async def _call_once(self, method: Method[Reply], request: object, timeout_s: float) -> Reply:
         leader = self._leader
         if leader is None and self._sharded is None:
             leader = await self._find()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from moonserve.protocol.errors import MoonserveError, NoWorker, PeerLost
 from moonserve.protocol.kv_blocks import unpack_keys
-from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, routing_key
+from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
 from moonserve.protocol.pb import conductor_pb2, conductor_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import Channels
 
@@ -147,12 +147,8 @@ class ShardedConductors:
         summaries = await self._call_all(lambda stub: stub.Exchange, conductor_pb2.ShardSummary(), or_none=True)
         self._queried_at = time.monotonic()
         shards = [s for s in summaries if s.address in self._addresses]
-        self._shards = {
-            s.address: Shard(address=s.address, weight=float(s.num_prefills if s.num_decodes else 0)) for s in shards
-        }
-        self._hot = {
-            key: branch for s in shards for key, branch in zip(unpack_keys(s.hot_keys), s.branches, strict=True)
-        }
+        self._shards = {s.address: Shard.of_workers(s.address, s.num_prefills, s.num_decodes) for s in shards}
+        self._hot = merged_hot(dict(zip(unpack_keys(s.hot_keys), s.branches, strict=True)) for s in shards)
 
     async def _call_all(self, method: Method, request: Any, or_none: bool = False) -> list[Any]:
         """Returns the replies of the shards that answer in time. Raises PeerLost if none does, unless `or_none`."""

@@ -9,6 +9,7 @@ leaves or changes its weight moves only the keys that it wins or loses.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import xxhash
 
@@ -29,6 +30,11 @@ class Shard:
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", digest64(self.address))
 
+    @classmethod
+    def of_workers(cls, address: str, num_prefills: int, num_decodes: int) -> Self:
+        """Returns the shard with its capacity as weight: 0 if it cannot place anything."""
+        return cls(address=address, weight=float(num_prefills if num_decodes else 0))
+
 
 def in_order(key: bytes, shards: Iterable[Shard]) -> list[Shard]:
     """Returns the shards in the order in which they are asked for `key`; those of weight 0 last."""
@@ -38,6 +44,15 @@ def in_order(key: bytes, shards: Iterable[Shard]) -> list[Shard]:
         return -shard.weight / math.log((draw + 0.5) / 2**64), draw
 
     return sorted(shards, key=score, reverse=True)
+
+
+def merged_hot(parts: Iterable[HotPrefixes]) -> HotPrefixes:
+    """Returns what is hot at any shard, with the earliest place at which its prompts differ."""
+    merged: dict[BlockKey, int] = {}
+    for part in parts:
+        for key, branch in part.items():
+            merged[key] = min(branch, merged.get(key, branch))
+    return merged
 
 
 def routing_key(block_keys: Sequence[BlockKey], hot: HotPrefixes, otherwise: bytes) -> bytes:

@@ -31,6 +31,7 @@ class ShardSummary(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     HOT_KEYS_FIELD_NUMBER: _builtins.int
     BRANCHES_FIELD_NUMBER: _builtins.int
+    MISSING_HOMES_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port, as clients know it; empty = the sender is none of them"""
     num_prefills: _builtins.int
@@ -46,6 +47,10 @@ class ShardSummary(_message.Message):
     def branches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of each: index in the chain at which its prompts differ"""
 
+    @_builtins.property
+    def missing_homes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """home stores of its workers that are registered elsewhere or nowhere"""
+
     def __init__(
         self,
         *,
@@ -56,10 +61,11 @@ class ShardSummary(_message.Message):
         num_requests: _builtins.float = ...,
         hot_keys: _builtins.bytes = ...,
         branches: _abc.Iterable[_builtins.int] | None = ...,
+        missing_homes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "branches", b"branches", "hot_keys", b"hot_keys", "num_decodes", b"num_decodes", "num_prefills", b"num_prefills", "num_requests", b"num_requests", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "branches", b"branches", "hot_keys", b"hot_keys", "missing_homes", b"missing_homes", "num_decodes", b"num_decodes", "num_prefills", b"num_prefills", "num_requests", b"num_requests", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,8 +2,9 @@
 
 `python -m benchmarks.conductor.fleet --instances 1000 --shards 1 16` simulates. 50,000 prompts per second arrive;
 instances are as fast as the load asks for. `--faults` adds a run in which one shard dies and returns, and one in which
-it is cut off from the others. `--live` measures processes (`benchmarks.conductor.fleet.live`), `--growth` memory and
-processor time of one conductor by blocks and instances.
+it is cut off from the others. `--live` measures processes (`benchmarks.conductor.fleet.live`), `--compare` runs the
+same fleet simulated and live (`benchmarks.conductor.fleet.comparison`), `--growth` measures memory and processor time
+of one conductor by blocks and instances.
 """
 
 import argparse
@@ -15,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.conductor.fleet.comparison import compared_rows
 from benchmarks.conductor.fleet.growth import growth_rows
 from benchmarks.conductor.fleet.live import live_rows
-from benchmarks.conductor.fleet.simulation import Fleet, Scenario, Served
+from benchmarks.conductor.fleet.simulation import Fleet, Scenario, Served, hit_ratio
 from benchmarks.harness.measure import table, write_json
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, POLICY_NAMES
 from moonserve.protocol.process.lifecycle import infrequent_gc
@@ -33,6 +35,9 @@ def main() -> int:
     if arguments.live:
         result["live"] = live_rows(arguments.measured_s)
         _show(result["live"])
+    elif arguments.compare:
+        result["compared"] = compared_rows(_scenario(arguments.instances[0], arguments.shards[0], arguments))
+        _show(result["compared"])
     elif arguments.growth:
         result["growth"] = growth_rows(arguments.instances, arguments.blocks)
         _show(result["growth"])
@@ -58,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--measured-s", type=float, default=2.0)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--live", action="store_true")
+    parser.add_argument("--compare", action="store_true")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--blocks", type=int, nargs="+", default=[100_000, 1_000_000, 4_000_000])
     parser.add_argument("--seed", type=int, default=1)
@@ -97,7 +103,7 @@ def _rows(num_instances: int, arguments: argparse.Namespace) -> list[Row]:
         row = {
             "instances": num_instances,
             "conductors": num_shards,
-            "hit ratio": _hit_ratio(served),
+            "hit ratio": hit_ratio(served),
             "TTFT p50 ms": 1e3 * float(np.percentile(ttft_s, 50)),
             "p90": 1e3 * float(np.percentile(ttft_s, 90)),
             "p99": 1e3 * float(np.percentile(ttft_s, 99)),
@@ -112,10 +118,6 @@ def _rows(num_instances: int, arguments: argparse.Namespace) -> list[Row]:
         rows.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
     return rows
-
-
-def _hit_ratio(served: list[Served]) -> float:
-    return sum(each.hit_blocks for each in served) / sum(each.num_blocks for each in served)
 
 
 def _fault_row(num_instances: int, arguments: argparse.Namespace, kind: str) -> Row:
@@ -139,8 +141,8 @@ def _fault_row(num_instances: int, arguments: argparse.Namespace, kind: str) -> 
         "longest without placement s": max(fleet.unplaced_s, default=0.0),
         "worst mean TTFT ÷ before": max(ttft_s[step] for step in range(before, back)) / usual_s,
         "s until within 10 %": (slow[-1] + 1 - before) * STEP_S if slow else 0.0,
-        "lowest hit ratio": min(_hit_ratio(steps[step]) for step in range(before, back)),
-        "before": _hit_ratio([each for step in range(before) for each in steps[step]]),
+        "lowest hit ratio": min(hit_ratio(steps[step]) for step in range(before, back)),
+        "before": hit_ratio([each for step in range(before) for each in steps[step]]),
         "worst mean TTFT after return ÷ before": max(ttft_s[step] for step in range(back, last)) / usual_s,
         "its instances at the end": fleet.num_instances_of_first(),
     }

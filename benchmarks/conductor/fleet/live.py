@@ -24,6 +24,7 @@ import uvloop
 from benchmarks.conductor.placement_load import DECODE, LAYOUT, POOL_BLOCKS, PREFILL, PROMPT_BLOCKS
 from moonserve.conductor.events import Register
 from moonserve.deploy.launcher.ports import free_port
+from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import KEY_BYTES
 from moonserve.protocol.membership.conductor_client import ConductorClient
 from moonserve.protocol.membership.heartbeats import BlockLog, Membership
@@ -51,7 +52,7 @@ def _row(num_shards: int, seconds: float, kill: bool) -> Row:
     addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
     token = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
-        conductors = [stack.enter_context(_conductor(port, addresses, num_shards, token)) for port in ports]
+        conductors = [stack.enter_context(started_conductor(port, addresses, num_shards, token)) for port in ports]
         workers = stack.enter_context(_helper("workers", addresses, token))
         assert workers.stdout is not None
         workers.stdout.readline()
@@ -83,8 +84,11 @@ def _cpu_s(processes: Sequence[subprocess.Popen[str]]) -> float:
 
 
 @contextlib.contextmanager
-def _conductor(port: int, addresses: str, num_shards: int, token: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "moonserve", "conductor", "--port", str(port), "--admission", "none"]
+def started_conductor(
+    port: int, addresses: str, num_shards: int, token: str, *flags: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Runs one of `num_shards` conductors within the block."""
+    command = [sys.executable, "-m", "moonserve", "conductor", "--port", str(port), "--admission", "none", *flags]
     command += ["--shards", addresses] if num_shards > 1 else []
     with _started(command, token) as process:
         yield process
@@ -164,7 +168,7 @@ async def _gateway(addresses: str, seconds: float) -> None:
             try:
                 reply = await conductors.call(lambda stub: stub.Place, request, timeout_s=TIMEOUT_S)
                 failed += not reply.HasField("placement")
-            except Exception:
+            except MoonserveError:
                 failed += 1
                 continue
             took.append(time.monotonic() - began_at)
@@ -172,7 +176,7 @@ async def _gateway(addresses: str, seconds: float) -> None:
                 of_first.append(took[-1])
             for phase in (conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN, conductor_pb2.ReportRequest.PHASE_FINISHED):
                 report = conductor_pb2.ReportRequest(request_id=request.request_id, phase=phase, elapsed_s=0.05)
-                with contextlib.suppress(Exception):  # of a conductor that was killed
+                with contextlib.suppress(MoonserveError):  # of a conductor that was killed
                     await conductors.call(lambda stub: stub.Report, report, timeout_s=1.0)
 
     await asyncio.gather(*(one_after_another() for _ in range(WIDTH)))

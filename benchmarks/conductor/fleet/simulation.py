@@ -29,14 +29,15 @@ from moonserve.conductor.events import (
     Register,
     Report,
 )
-from moonserve.conductor.peers import ShardSummary, merged_hot
+from moonserve.conductor.peers import ShardSummary
 from moonserve.conductor.peers.shard_state import ShardState
 from moonserve.conductor.placement.admission import AdmissionMode, Limits
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
-from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, routing_key
-from moonserve.protocol.request import Endpoint, InstanceId, RequestId, RequestPhase, Role
+from moonserve.protocol.membership.heartbeats import GATHER_S
+from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
+from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, RequestPhase, Role
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 HEARTBEAT_S = 0.5
@@ -61,6 +62,7 @@ class Scenario:
     warm_s: float = 5.0
     measured_s: float = 5.0
     seed: int = 1
+    reports_changes: bool = False  # heartbeats also soon after each change of a cache, as workers send them
     dies_at: float | None = None  # of the first shard
     cut_at: float | None = None  # from here on, the first shard and the others do not hear each other
     back_at: float | None = None
@@ -91,6 +93,7 @@ class Instance:
     cache: OrderedDict[BlockKey, BlockKey] = field(default_factory=OrderedDict)  # key → parent
     changes: dict[BlockKey, BlockKey | None] = field(default_factory=dict)  # since the last heartbeat; None = removed
     next_seq: int = 1
+    is_gathering: bool = False  # a heartbeat with the changes is due soon
     num_running: int = 0
     context_tokens: int = 0
     queued_tokens: int = 0
@@ -107,10 +110,16 @@ class Served:
     shard: str
 
 
+def hit_ratio(served: Sequence[Served]) -> float:
+    """Returns the share of all blocks that prefill instances had."""
+    return sum(each.hit_blocks for each in served) / sum(each.num_blocks for each in served)
+
+
 class Fleet:
     """Runs one scenario."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, addresses: Sequence[str] = ()) -> None:
+        """`addresses`: those of the shards; empty = any."""
         self.scenario = scenario
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = itertools.count()
@@ -119,7 +128,7 @@ class Fleet:
         self.num_redirected = self._num_arrived = 0
         self.unplaced_s: list[float] = []  # time without placement of prompts whose shard was dead
         self.cpu_s: dict[str, float] = {}
-        self.addresses = [f"shard-{n}:1" for n in range(scenario.num_shards)]
+        self.addresses = list(addresses) or [f"shard-{n}:1" for n in range(scenario.num_shards)]
         self._alive = set(self.addresses)
         self._cut: set[str] = set()
         self._conductors = {address: self._conductor(address) for address in self.addresses}
@@ -137,6 +146,7 @@ class Fleet:
     def run(self) -> None:
         scenario = self.scenario
         shards = [Shard(address=address, weight=1.0) for address in self.addresses]
+        self.now = -(NUM_EARLIER_EXCHANGES + 1) * GOSSIP_S
         for index, instance in enumerate(self._instances.values()):
             self._join(instance, shards)
             self._at(HEARTBEAT_S * index / len(self._instances), self._beat, instance)
@@ -217,7 +227,7 @@ class Fleet:
             began_s = time.thread_time()
             self._told = {a: self._conductors[a][0].tick_shard(self.now) for a in sorted(self._alive)}
             self.cpu_s["exchange"] = self.cpu_s.get("exchange", 0.0) + time.thread_time() - began_s
-            hot = merged_hot(self._told.values())
+            hot = merged_hot(told.hot for told in self._told.values())
             self._gateway = tuple(s.shard for s in self._told.values()), hot
         else:
             self._gateway = (Shard(address=self.addresses[0], weight=1.0),), {}
@@ -240,17 +250,19 @@ class Fleet:
                 self._register(instance, shard.address)
                 return
 
-    def _register(self, instance: Instance, address: str) -> None:
+    def _registration(self, instance: Instance) -> Register:
         endpoint = Endpoint(
             instance_id=instance.name, epoch=1, rpc_address=f"{instance.name}:1",
             transfer_address=f"{instance.name}:2", host=instance.name,
         )  # fmt: skip
-        register = Register(
+        return Register(
             endpoint=endpoint, role=instance.role, layout=LAYOUT, fingerprint="fleet", num_blocks=POOL_BLOCKS,
             prefill_profile=self.scenario.profile, decode_profile=DECODE, max_num_seqs=100_000,
             max_model_len=10_000_000, bytes_per_s=1e12, max_num_batched_tokens=10**9,
         )  # fmt: skip
-        self._handle(address, register)
+
+    def _register(self, instance: Instance, address: str) -> None:
+        self._handle(address, self._registration(instance))
         instance.shard = address
         added = tuple(instance.cache.items())
         instance.changes.clear()
@@ -260,6 +272,10 @@ class Fleet:
 
     def _beat(self, instance: Instance) -> None:
         self._at(self.now + HEARTBEAT_S, self._beat, instance)
+        self._send_heartbeat(instance)
+
+    def _gathered(self, instance: Instance) -> None:
+        instance.is_gathering = False
         self._send_heartbeat(instance)
 
     def _send_heartbeat(self, instance: Instance) -> None:
@@ -274,13 +290,15 @@ class Fleet:
             instance, BlockChanges(first_seq=first, next_seq=instance.next_seq, added=added, removed=removed)
         )
 
-    def _heartbeat(self, instance: Instance, changes: BlockChanges) -> None:
-        load = Load(
+    def _load(self, instance: Instance) -> Load:
+        return Load(
             num_waiting=len(instance.queue), num_running=instance.num_running or int(instance.running is not None),
             free_blocks=POOL_BLOCKS - instance.num_running * 24, queued_tokens=instance.queued_tokens,
             context_tokens=instance.context_tokens,
         )  # fmt: skip
-        beat = Heartbeat(instance_id=instance.name, epoch=1, load=load, changes=changes)
+
+    def _heartbeat(self, instance: Instance, changes: BlockChanges) -> None:
+        beat = Heartbeat(instance_id=instance.name, epoch=1, load=self._load(instance), changes=changes)
         seen = self._handle(instance.shard, beat)
         assert isinstance(seen, HeartbeatSeen)
         if seen.resync:
@@ -290,7 +308,9 @@ class Fleet:
 
     # Requests
 
-    def _arrive(self, prompt: Prompt, since: float, begin: Callable[[str, Placed, Prompt], None] | None = None) -> None:
+    def _arrive(
+        self, prompt: Prompt, since: float, begin: Callable[[str, Placement, Prompt], None] | None = None
+    ) -> None:
         shards, hot = self._gateway
         request_id = RequestId(f"{prompt.session}@{prompt.at}")
         key = routing_key(prompt.keys, hot, request_id.encode())
@@ -312,17 +332,17 @@ class Fleet:
                 )  # fmt: skip
                 answer = self._handle(address, moved)
             if isinstance(answer, Placed):
-                (begin or self._begin)(address, answer, prompt)
+                (begin or self._begin)(address, answer.placement, prompt)
                 if self.now > since:
                     self.unplaced_s.append(self.now - since)
                 return
             assert isinstance(answer, Refused), answer
         self._at(self.now + RETRY_S, self._arrive, prompt, since)
 
-    def _answered(self, address: str, placed: Placed, prompt: Prompt) -> None:
+    def _answered(self, address: str, placement: Placement, prompt: Prompt) -> None:
         """Fills a cache with a prompt of an earlier time. Some stay in flight, so that placements spread."""
-        self._cache(self._instances[placed.placement.prefill.instance_id], prompt.keys)
-        self._earlier.append((address, placed.placement.request_id))
+        self._cache(self._instances[placement.prefill.instance_id], prompt.keys)
+        self._earlier.append((address, placement.request_id))
         if len(self._earlier) > EARLIER_IN_FLIGHT * self.scenario.num_prefills:
             self._forget_earlier()
 
@@ -330,12 +350,12 @@ class Fleet:
         address, request_id = self._earlier.popleft()
         self._handle(address, Report(request_id=request_id, phase=RequestPhase.CANCELLED, elapsed_s=0.0))
 
-    def _begin(self, address: str, placed: Placed, prompt: Prompt) -> None:
-        prefill = self._instances[placed.placement.prefill.instance_id]
-        decode = self._instances[placed.placement.decode.instance_id]
-        request_id = placed.placement.request_id
+    def _begin(self, address: str, placement: Placement, prompt: Prompt) -> None:
+        prefill = self._instances[placement.prefill.instance_id]
+        decode = self._instances[placement.decode.instance_id]
+        request_id = placement.request_id
         self._placed_by[request_id] = (address, prefill, decode)
-        heapq.heappush(prefill.queue, (self.now + placed.placement.rank, next(self._number), request_id, prompt))
+        heapq.heappush(prefill.queue, (self.now + placement.rank, next(self._number), request_id, prompt))
         prefill.queued_tokens += prompt.num_tokens
         if prefill.running is None:
             self._compute(prefill)
@@ -357,6 +377,9 @@ class Fleet:
         request_id, prompt = instance.running
         instance.queued_tokens -= prompt.num_tokens
         self._cache(instance, prompt.keys)
+        if self.scenario.reports_changes and instance.changes and not instance.is_gathering:
+            instance.is_gathering = True
+            self._at(self.now + GATHER_S, self._gathered, instance)
         address, _, decode = self._placed_by[request_id]
         ttft_s = self.now - prompt.at
         self.served.append(Served(prompt.at, ttft_s, hits, len(prompt.keys), address))

@@ -108,9 +108,9 @@ class Rig:
     def client(self, names: str = "ab") -> ConductorClient:
         return ConductorClient(self.channels, ", ".join(self.named(name).address for name in names))
 
-    async def place(self, key: bytes = b"k" * 16) -> str:
+    async def place(self, key: bytes = b"k" * 16, request_id: str = "r") -> str:
         """Returns the name of the active conductor that placed a prompt."""
-        request = conductor_pb2.PlaceRequest(request_id="r", block_keys=key)
+        request = conductor_pb2.PlaceRequest(request_id=request_id, block_keys=key)
         reply = await self.of_all.call(lambda stub: stub.Place, request, timeout_s=PATIENCE_S)
         return str(reply.placement.request_id or reply.WhichOneof("outcome"))
 
@@ -318,7 +318,9 @@ async def test_a_prompt_is_placed_where_a_shard_sends_it(shards: Rig) -> None:
 async def test_prompts_with_a_hot_prefix_are_spread_by_what_follows(shards: Rig) -> None:
     hot = BlockKey(b"h" * 16)
     for shard in shards.conductors:
-        shard.hot = {hot: 1}
+        shard.hot = {hot: 2}
+    shards.a.hot = {hot: 1}  # where the earliest prompts differ, also for the others
+    assert len({await shards.place(hot + b"k" * 16, str(n)) for n in range(30)}) == 1
     assert {await shards.place(hot + bytes([n]) * 16) for n in range(30)} == {"a", "b", "c"}
 
 
