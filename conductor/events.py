@@ -120,6 +120,7 @@ class Place:
     tenant: str = ""
     excluded_instances: frozenset[str] = frozenset()
     session_id: str | None = None  # given by the client; None = the chain of blocks identifies the conversation
+    expected_return: str = ""  # of the session's next request, and its source, for the record
     client_id: str = ""  # the client's name for the request; "" = its id
     ticket: bytes = b""  # equal for equal requests of one client, to recognize a retry; b"" = none
     is_redirected: bool = False  # another active conductor sent it here

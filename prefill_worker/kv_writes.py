@@ -21,6 +21,7 @@ from moonserve.protocol.request import BlockId, Endpoint
 from moonserve.transfer import Batch, Op, RemoteSegment, ScatterTransfer, TransferEngine
 from moonserve.transfer.config import TransferTimeout
 from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.memory.scatter import LENGTH, LOCAL, REMOTE, Rows
 from moonserve.worker.process import KvMemory
 
@@ -59,7 +60,7 @@ class KvRoute:
 def block_runs(pairs: Sequence[tuple[BlockId, BlockId]], layout: KvLayout) -> Rows:
     """Returns the ranges of whole blocks, given as (own, target's). Ranges adjacent on both sides are merged."""
     own, target = np.array(pairs, np.int64).reshape(-1, 2).T
-    return scatter.merge(_blocks(own, target, layout))
+    return data_plane().joined(_blocks(own, target, layout))
 
 
 def token_runs(table: Sequence[BlockId], target: Sequence[BlockId], start: int, end: int, layout: KvLayout) -> Rows:
@@ -70,7 +71,7 @@ def token_runs(table: Sequence[BlockId], target: Sequence[BlockId], start: int, 
     skipped = start % size * token_bytes
     runs[-1, LENGTH] -= -end % size * token_bytes
     runs[0] += (skipped, skipped, -skipped)
-    return scatter.merge(runs)
+    return data_plane().joined(runs)
 
 
 def _blocks(own: Indexes, target: Indexes, layout: KvLayout) -> Rows:

@@ -116,19 +116,18 @@ class CacheHints:
 
     store: bool = True  # False = its new blocks are neither stored nor kept in device caches
     return_within_s: float | None = None  # the chain is likely to be used again so soon after it was stored
-    return_after_s: float | None = None  # and hardly before; None = as `return_within_s`
     ttl_s: float | None = None  # time without a use after which a block leaves first
     low_priority: bool = False  # leaves before all blocks of normal priority
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for a time that is not a number above 0."""
-        for seconds in (self.return_within_s, self.return_after_s, self.ttl_s):
+        for seconds in (self.return_within_s, self.ttl_s):
             if seconds is not None and not 0.0 < seconds < math.inf:
                 raise InvalidRequest(f"a cache hint of {seconds} s; it must be above 0", param="cache_hints")
 
     def without_return(self) -> "CacheHints":
         """Returns the hints of the blocks before the last one of the chain."""
-        return replace(self, return_within_s=None, return_after_s=None)
+        return replace(self, return_within_s=None)
 
 
 NO_HINTS = CacheHints()

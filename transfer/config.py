@@ -26,8 +26,8 @@ class TransferOptions:
     """Transport names in order of preference."""
     rails: tuple[str, ...] = ()
     """Local addresses (TCP, one rail each) and device ports (RDMA, "mlx5_0:1"). Empty: discovered."""
-    streams: int = 1
-    """TCP connections per pair of rails. More help on links whose window one connection cannot fill."""
+    streams: int | None = None
+    """TCP connections per pair of rails. None: chosen by the round-trip time of the first (`streams_for`)."""
     checksums: bool = True
     """Protects every slice by XXH3-64, computed by the sender and verified by the receiver. A copy within a host is
     compared with its source instead."""
@@ -45,13 +45,7 @@ class TransferOptions:
     def __post_init__(self) -> None:
         if not self.transports:
             raise ConfigError("no transports: choose from shm, tcp, rdma")
-        for name in (
-            "streams",
-            "slice_bytes",
-            "max_in_flight_bytes",
-            "copy_threads",
-            "max_endpoints",
-        ):
+        for name in ("streams", "slice_bytes", "max_in_flight_bytes", "copy_threads", "max_endpoints"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"transfer {name.replace('_', ' ')} must be at least 1")
         if self.tls is not None and "rdma" in self.transports:
@@ -147,8 +141,8 @@ class TransferConfig(TlsConfig):
         (),
         help="local IP addresses and RDMA ports (mlx5_0:1) that carry KV; discovered if not given",
     )
-    transfer_streams: int = option(
-        _DEFAULTS.streams, help="TCP connections per pair of rails; more than 1 helps on long links"
+    transfer_streams: int | None = option(
+        None, help="TCP connections per pair of rails; default: 1, or 4 where a round trip takes 2 ms or more"
     )
     transfer_checksums: bool = option(
         _DEFAULTS.checksums, help="checksum every slice of KV in transit, in addition to the blocks' checksums"

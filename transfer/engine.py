@@ -285,7 +285,7 @@ class TransferEngine:
             self._corrupt(planned.parts[0], batch)
         job = Job(planned, batch, deadline_at)
         if planned.parts:
-            peer.put(job, planned)
+            peer.put(job, planned.parts)
 
     def _corrupt(self, part: Part, batch: Batch) -> None:
         """Makes the part send a copy of its bytes whose first byte is flipped, if the fault plan requests it."""

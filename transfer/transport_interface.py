@@ -154,6 +154,9 @@ class Session(Protocol):
     def alive(self) -> bool:
         """Returns False if the peer is known to be gone. Does not wait."""
 
+    def round_trip_s(self) -> float | None:
+        """Returns the shortest round trip measured on a tcp session; None if none was."""
+
     def abort(self) -> None:
         """Makes the current or next wait of the session fail."""
 

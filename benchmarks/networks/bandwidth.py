@@ -62,7 +62,8 @@ CASES = (
     _case(1, 20, 0.01, "reno"),
     _case(1, 20, 0.05),
 )
-STREAMS = (1, 4)
+STREAMS = (1, None)
+"""Connections: one, and as many as the engine chooses."""
 
 
 def rows(cases: Sequence[Case], seconds: float, rounds: int) -> Iterator[list[Any]]:
@@ -117,8 +118,12 @@ def _command(*arguments: object) -> list[str]:
 
 def report(cases: Sequence[Case], seconds: float, rounds: int) -> str:
     headers = ["link", "plain connection"]
-    headers += [f"{op}, {streams}" for streams in STREAMS for op in ("WRITE", "READ")]
+    headers += [f"{op}, {streams or 'default'}" for streams in STREAMS for op in ("WRITE", "READ")]
     return table(headers, list(rows(cases, seconds, rounds)))
+
+
+def _number(streams: str) -> int | None:
+    return None if streams == "None" else int(streams)
 
 
 TOKEN = "networks"
@@ -132,7 +137,7 @@ RAW_PORT = 6000
 
 def target(host: str, streams: str) -> None:
     """Offers a segment for reads and writes, and discards the data of raw connections."""
-    options = TransferOptions(host=host, transports=("tcp",), streams=int(streams))
+    options = TransferOptions(host=host, transports=("tcp",), streams=_number(streams))
     with (
         TransferEngine(cluster_token=TOKEN, options=options) as engine,
         socket.create_server((host, RAW_PORT)) as listener,
@@ -146,7 +151,7 @@ def target(host: str, streams: str) -> None:
 
 def initiator(host: str, streams: str, address: str, segment: str, window: str, op: str, seconds: str) -> None:
     """Keeps batches in flight for `seconds` and prints bytes per second; the start-up phase does not count."""
-    options = TransferOptions(host=host, transports=("tcp",), streams=int(streams))
+    options = TransferOptions(host=host, transports=("tcp",), streams=_number(streams))
     with TransferEngine(cluster_token=TOKEN, options=options) as engine:
         local = engine.allocate(POOL_BYTES)
         remote = RemoteSegment(address, int(segment))

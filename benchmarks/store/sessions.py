@@ -152,7 +152,7 @@ class HintedCluster(DisaggregatedCluster):
             return CacheHints(return_within_s=2 * turn.likely_pause_s + self._returns.reply_s)
         if predicted is None:
             return NO_HINTS
-        return CacheHints(return_within_s=predicted.within_s, return_after_s=predicted.after_s)
+        return CacheHints(return_within_s=predicted.within_s)
 
     def _publish(self, prompt: Prompt) -> None:
         request = self._request_of[prompt.request_id]

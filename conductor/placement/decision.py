@@ -111,6 +111,7 @@ class Decision:
     rank: float  # seconds; prompts wait at the prefill instance in the order of arrival + rank
     turn: TenantStanding  # standing of the tenant, which may have lowered the rank, even below 0
     priority: int  # of the request; lower is more urgent
+    expected_return: str  # when the session's next request is expected, and by whose hint; "" = there is none
     sources: tuple[tuple[str, int, int], ...]  # (store, first block, number of blocks)
     predicted_ttft_s: float
     predicted_tbt_s: float

@@ -306,6 +306,7 @@ class PlacementPlanner:
             rank=prefill.rank,
             turn=prefill.queueing.standing,
             priority=place.priority,
+            expected_return=place.expected_return,
             sources=_named(prefill.sources),
             predicted_ttft_s=ttft_s,
             predicted_tbt_s=tbt_s,
@@ -369,6 +370,7 @@ class PlacementPlanner:
             place.request_id,
             session,
             ttft_slo_s,
+            self._limits.admission is not AdmissionMode.NONE,
         )
 
 

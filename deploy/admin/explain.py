@@ -69,6 +69,8 @@ def _heading(decision: Record, output: Output) -> None:
     policy = decision["policy"] + ("" if threshold is None else f", balancing threshold {threshold:g}")
     output.line(f"placed by {policy}; longest prefix in a store {decision['best_blocks']} blocks")
     output.line(_fairness_text(decision["turn"], decision["rank"], decision["priority"]))
+    if expected := decision.get("expected_return"):  # an older conductor has none
+        output.line(f"the session's next request is expected {expected}")
     if decision["excluded_instances"]:
         output.line(f"excluded, because they failed this request: {', '.join(decision['excluded_instances'])}")
 

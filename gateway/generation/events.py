@@ -199,6 +199,7 @@ class GenerationRequest:
     session_id: str = ""  # id of the client's conversation; empty if it names none
     has_tools: bool = False
     cache_hints: CacheHints = NO_HINTS
+    expected_return: str = ""  # time and source of the expected return in the hints
     choices: tuple[Choice, ...]
     priority: int = 0
     tenant: str = ""

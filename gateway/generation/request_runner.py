@@ -253,6 +253,7 @@ class Generation:
             excluded_instances=sorted(self._context.cluster.instances_to_avoid(action.excluded)),
             session_id=self._request.session_id,
             traceparent=self.timings.traceparent,
+            expected_return=self._request.expected_return,
             client_id=self._client_id(action.request_id),
             ticket=self._ticket(action),
         )

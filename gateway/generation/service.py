@@ -36,7 +36,7 @@ from moonserve.protocol.process.event_loop import LoggedTasks
 from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.process.machine import host_identity
 from moonserve.protocol.process.tracing import Tracer
-from moonserve.protocol.request import CacheHints, DecodeReport, GatewayId, PrefillReport, new_id
+from moonserve.protocol.request import DecodeReport, GatewayId, PrefillReport, new_id
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import failure_from_wire, from_message, token_from_wire
 
@@ -119,7 +119,7 @@ class Gateway:
         """Starts the generations of a request. Raises NoWorker if the gateway is stopping."""
         if self._refuses:
             raise NoWorker("this gateway is shutting down")
-        request = replace(request, cache_hints=self._cache_hints(request))
+        request = self._with_return(request)
         metrics = self._context.metrics
         answer = Answer(request, self._context.tracer.begin("request", request.traceparent), metrics)
         metrics.num_choices.add(len(request.choices))
@@ -128,22 +128,23 @@ class Gateway:
         self._start(request, answer.generations)
         return answer
 
-    def _cache_hints(self, request: GenerationRequest) -> CacheHints:
-        """Returns the client's hints, with a predicted return if it names a session and no time. A time counts from the
-        end of the reply, for which the mean duration of replies is added."""
+    def _with_return(self, request: GenerationRequest) -> GenerationRequest:
+        """Returns the request with a predicted return in its hints if it names a session and no time. A time counts
+        from the end of the reply, for which the mean duration of replies is added."""
         hints, returns, predicted = request.cache_hints, self._context.returns, None
         if request.session:
             kind = "requests with tools" if request.has_tools else "requests without tools"
             predicted = returns.began(request.session, kind, request.arrived_at)
+        if not hints.store or hints.low_priority:
+            return request
         if hints.return_within_s is not None:
-            return replace(hints, return_within_s=hints.return_within_s + returns.reply_s)
-        if predicted is None or not hints.store or hints.low_priority:
-            return hints
-        text = "the next request of the session is expected in %.1f to %.1f s, by the pauses of: %s"
-        log.debug(
-            text, predicted.after_s, predicted.within_s, predicted.source, extra=request_extra(request.request_id)
-        )
-        return replace(hints, return_within_s=predicted.within_s, return_after_s=predicted.after_s)
+            within_s, source = hints.return_within_s + returns.reply_s, "the client's hint"
+        elif predicted is not None:
+            within_s, source = predicted.within_s, f"the pauses of {predicted.source}"
+        else:
+            return request
+        text = f"within {within_s:.1f} s, by {source}"
+        return replace(request, cache_hints=replace(hints, return_within_s=within_s), expected_return=text)
 
     def _start(self, request: GenerationRequest, generations: Sequence[Generation]) -> None:
         """Starts choices so that equal prompts share blocks, if they fill more than one, and log-probabilities: the

@@ -17,8 +17,8 @@ MIN_OWN, MIN_ALIKE = 3, 20
 """Pauses from which a session, or a kind of request, is predicted."""
 MIN_RETURNS = 0.5
 """Share of a kind's requests that must have been followed by another one."""
-WITHIN, AFTER = 0.9, 0.25
-"""Shares of the pauses that end before `within_s` and before `after_s` (measured: docs/store-eviction.md)."""
+WITHIN = 0.9
+"""Share of the pauses that end before `within_s` (measured: docs/store-eviction.md)."""
 REPLY_WEIGHT = 0.02
 """Of the latest reply in the mean duration of replies."""
 
@@ -27,8 +27,7 @@ class Prediction(NamedTuple):
     """When the next request is likely to come, in seconds after the arrival of the current one."""
 
     within_s: float
-    after_s: float
-    source: str  # "session" or the kind of request
+    source: str  # "the session" or the kind of request
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +58,12 @@ class SessionReturns:
         self._sessions[session_id] = session
         self._forget(now)
         alike = self._alike.get(kind, ())
-        pauses, source = sorted(session.pauses), "session"
+        pauses, source = sorted(session.pauses), "the session"
         if len(pauses) < MIN_OWN:
             pauses, source = sorted(pause for pause in alike if pause < math.inf), kind
             if len(alike) < MIN_ALIKE or len(pauses) < MIN_RETURNS * len(alike):
                 return None
-        within_s, after_s = (pauses[math.ceil(share * len(pauses)) - 1] + self.reply_s for share in (WITHIN, AFTER))
-        return Prediction(within_s, after_s, source)
+        return Prediction(pauses[math.ceil(WITHIN * len(pauses)) - 1] + self.reply_s, source)
 
     def ended(self, session_id: str, now: float) -> None:
         """Records the end of the reply to the session's latest request."""

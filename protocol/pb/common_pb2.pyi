@@ -259,13 +259,11 @@ class CacheHints(_message.Message):
 
     STORE_FIELD_NUMBER: _builtins.int
     RETURN_WITHIN_S_FIELD_NUMBER: _builtins.int
-    RETURN_AFTER_S_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     LOW_PRIORITY_FIELD_NUMBER: _builtins.int
     store: _builtins.bool
     """unset = true"""
     return_within_s: _builtins.float
-    return_after_s: _builtins.float
     ttl_s: _builtins.float
     low_priority: _builtins.bool
     def __init__(
@@ -273,24 +271,19 @@ class CacheHints(_message.Message):
         *,
         store: _builtins.bool | None = ...,
         return_within_s: _builtins.float | None = ...,
-        return_after_s: _builtins.float | None = ...,
         ttl_s: _builtins.float | None = ...,
         low_priority: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_return_after_s", b"_return_after_s", "_return_within_s", b"_return_within_s", "_store", b"_store", "_ttl_s", b"_ttl_s", "return_after_s", b"return_after_s", "return_within_s", b"return_within_s", "store", b"store", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_return_within_s", b"_return_within_s", "_store", b"_store", "_ttl_s", b"_ttl_s", "return_within_s", b"return_within_s", "store", b"store", "ttl_s", b"ttl_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_return_after_s", b"_return_after_s", "_return_within_s", b"_return_within_s", "_store", b"_store", "_ttl_s", b"_ttl_s", "low_priority", b"low_priority", "return_after_s", b"return_after_s", "return_within_s", b"return_within_s", "store", b"store", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_return_within_s", b"_return_within_s", "_store", b"_store", "_ttl_s", b"_ttl_s", "low_priority", b"low_priority", "return_within_s", b"return_within_s", "store", b"store", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__return_after_s: _TypeAlias = _typing.Literal["return_after_s"]  # noqa: Y015
-    _WhichOneofArgType__return_after_s: _TypeAlias = _typing.Literal["_return_after_s", b"_return_after_s"]  # noqa: Y015
     _WhichOneofReturnType__return_within_s: _TypeAlias = _typing.Literal["return_within_s"]  # noqa: Y015
     _WhichOneofArgType__return_within_s: _TypeAlias = _typing.Literal["_return_within_s", b"_return_within_s"]  # noqa: Y015
     _WhichOneofReturnType__store: _TypeAlias = _typing.Literal["store"]  # noqa: Y015
     _WhichOneofArgType__store: _TypeAlias = _typing.Literal["_store", b"_store"]  # noqa: Y015
     _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
     _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_after_s) -> _WhichOneofReturnType__return_after_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_within_s) -> _WhichOneofReturnType__return_within_s | None: ...
     @_typing.overload

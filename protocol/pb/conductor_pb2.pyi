@@ -504,6 +504,7 @@ class PlaceRequest(_message.Message):
     EXCLUDED_INSTANCES_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    EXPECTED_RETURN_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     IS_REDIRECTED_FIELD_NUMBER: _builtins.int
@@ -521,6 +522,8 @@ class PlaceRequest(_message.Message):
     """of the client's conversation; empty = the chain of blocks tells it"""
     traceparent: _builtins.str
     """W3C Trace Context; empty = not traced"""
+    expected_return: _builtins.str
+    """of the session's next request, and its source, as the hints of the request; for Explain"""
     client_id: _builtins.str
     """under which the client knows the request, where that is another id; Explain takes it, too"""
     ticket: _builtins.bytes
@@ -545,13 +548,14 @@ class PlaceRequest(_message.Message):
         excluded_instances: _abc.Iterable[_builtins.str] | None = ...,
         session_id: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        expected_return: _builtins.str = ...,
         client_id: _builtins.str = ...,
         ticket: _builtins.bytes = ...,
         is_redirected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "client_id", b"client_id", "excluded_instances", b"excluded_instances", "is_redirected", b"is_redirected", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "client_id", b"client_id", "excluded_instances", b"excluded_instances", "expected_return", b"expected_return", "is_redirected", b"is_redirected", "max_tokens", b"max_tokens", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "tbt_slo_s", b"tbt_slo_s", "tenant", b"tenant", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,14 +99,17 @@ async def view_of(rig: Rig) -> dict[str, conductor_pb2.InstanceView]:
 async def test_a_request_is_placed_reported_and_explained(rig: Rig) -> None:
     """Record and metrics show the outcome: 1 s of compute was predicted; the request took 1.5 s, 0.5 s of it queued."""
     await rig.join_pair()
-    reply = await rig.call("Place", wish("r0"))
+    request = wish("r0")
+    request.expected_return = "within 9.0 s, by the client's hint"
+    reply = await rig.call("Place", request)
     placement = reply.placement
     assert (placement.prefill.instance_id, placement.decode.instance_id) == ("p0", "d0")
     assert placement.predicted_ttft_s == pytest.approx(1.0)
     times = {"elapsed_s": 1.5, "queue_s": 0.5, "prefill_s": 1.0}
     await rig.call("Report", conductor_pb2.ReportRequest(request_id="r0", phase=FIRST, **times))
     explained = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r0"))
-    assert json.loads(explained.decision_json)["outcome"]["ttft_s"] == 1.5
+    decision = json.loads(explained.decision_json)
+    assert (decision["outcome"]["ttft_s"], decision["expected_return"]) == (1.5, request.expected_return)
     unknown = await rig.call("Explain", conductor_pb2.ExplainRequest(request_id="r1"))
     assert (explained.found, unknown.found) == (True, False)
     assert rig.registry.get_sample_value("moonserve_placements_total") == 1

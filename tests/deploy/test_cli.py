@@ -155,6 +155,8 @@ URGENT = {"tenant": "", "weight": 0.5, "ahead_tokens": 0.0}
          ["queue 500.0 ms 100.0 ms", "load and transfer 1.00 s 200.0 ms", "compute 500.0 ms 300.0"], []),
         ({"prefill_candidates": [CANDIDATE | {"instance_id": "p1", "added_s": 1.5}]},
          ["others wait", "1.50 s"], []),
+        ({"expected_return": "within 9.0 s, by the client's hint"},
+         ["the session's next request is expected within 9.0 s, by the client's hint\n"], []),
         ({"request_id": "r~2", "excluded_instances": ["p0"]},
          ["r~2: 100 prompt tokens", "excluded, because they failed this request: p0"], []),
         ({"undivided_candidates": [BOTH_PHASES], "is_undivided": True, "outcome": OUTCOME | KNOWN},

@@ -115,8 +115,13 @@ def test_a_prefill_sends_its_token_and_hands_the_request_off_with_it(world: _Wor
     assert world.state.is_idle
 
 
-def test_an_answer_of_one_token_is_not_handed_off(world: _World) -> None:
-    world(_submitted())
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_an_answer_of_one_token_is_not_handed_off(world: _World, max_tokens: int) -> None:
+    """Its KV is not held for a decode server either, if it is known before."""
+    request = replace(_request(), sampling=SamplingParams(max_tokens=max_tokens))
+    [generate] = world(_submitted(request))
+    assert isinstance(generate, Generate)
+    assert generate.is_prefill == (max_tokens == 8)
     [sent] = world(_first(last=True))
     assert isinstance(sent, Send)
     assert world.state.is_idle

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.native_libraries import C_FLAGS, CompilerError, c_fields, load_library, shared_cache
-from moonserve.transfer.memory.scatter import MAX_ROWS, Rows
+from moonserve.transfer.memory.scatter import LIMIT, MAX_ROWS, Rows
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -260,6 +260,10 @@ class DataPlane:
         """
         total = ctypes.c_int64()
         return self.library.join_rows(address_of(rows), len(rows), local_bytes, remote_bytes, total), total.value
+
+    def joined(self, rows: Rows) -> Rows:
+        """Returns valid rows with adjacent ones joined and empty ones dropped. Overwrites `rows`."""
+        return rows[: self.join_rows(rows, LIMIT, LIMIT)[0]]
 
     def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
         """Returns the pieces of `rows` on one side in order. Adjacent pieces are joined and empty ones omitted."""

@@ -1,6 +1,6 @@
 """Scatter lists: runs of bytes between a local and a remote segment, from `submit` to the system call.
 
-Owns their layout, bounds checks, merging, cutting and checksums. No I/O, no state.
+Owns their layout, bounds checks, cutting and checksums. No I/O, no state.
 """
 
 from collections.abc import Iterator
@@ -55,20 +55,6 @@ def require_inside(rows: Rows, side: int, nbytes: int) -> None:
         raise InvalidRequest("negative offset or length")
     if bool((lengths > nbytes - offsets).any()):
         raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
-
-
-def merge(rows: Rows) -> Rows:
-    """Joins each run with its successor if they are adjacent on both sides. Keeps the order."""
-    if len(rows) < 2:
-        return rows
-    ends = rows[:-1, :2] + rows[:-1, LENGTH:]
-    starts_new = np.flatnonzero((ends != rows[1:, :2]).any(axis=1)) + 1
-    if len(starts_new) == len(rows) - 1:
-        return rows
-    firsts = np.concatenate(([0], starts_new))
-    merged = rows[firsts]
-    merged[:, LENGTH] = np.add.reduceat(rows[:, LENGTH], firsts)
-    return merged
 
 
 def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:

@@ -56,7 +56,7 @@ class Window:
     )
 
     def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
-        merged = scatter.merge(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
+        merged = data_plane().joined(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
         self.window_id = window_id
         self.segment = segment
         self.starts = np.ascontiguousarray(merged[:, REMOTE])

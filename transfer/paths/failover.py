@@ -9,16 +9,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from moonserve.protocol.errors import Cancelled, Incompatible, IntegrityError, MoonserveError, PeerLost, Unauthenticated
-from moonserve.transfer.batch import Job, Part, Planned
+from moonserve.transfer.batch import Job, Part
 from moonserve.transfer.config import FaultPlan
 from moonserve.transfer.paths.connection_pool import ConnectionPool, UnfencedConnections
 from moonserve.transfer.paths.lane import Lane
 from moonserve.transfer.paths.lane_queue import Group
-from moonserve.transfer.paths.path_selection import PathSelector, TransferPath, paths_between
+from moonserve.transfer.paths.path_selection import PathSelector, TransferPath, paths_between, streams_for
 from moonserve.transfer.paths.peer_address import Address, Rail
 from moonserve.transfer.paths.rail_health import RailHealth
 from moonserve.transfer.paths.topology import Topology
@@ -44,7 +44,7 @@ class PeerContext:
     topology: Topology
     stats: TransferStats
     faults: FaultPlan
-    streams: int
+    streams: int | None
     endpoints: ConnectionPool
     unfenced: UnfencedConnections
 
@@ -60,7 +60,7 @@ class Peer:
         self.used_at = time.monotonic()
         self._context = context
         self._lock = threading.Lock()
-        paths = list(paths_between(local_rails, address, context.streams))
+        paths = list(paths_between(local_rails, address, context.streams or 1))
         if not paths:
             raise PeerLost("this process and the peer have no transport in common", peer=self.label)
         self.transports = tuple(dict.fromkeys(path.transport for path in paths))
@@ -75,9 +75,6 @@ class Peer:
     @property
     def idle(self) -> bool:
         return not self._lanes
-
-    def put(self, job: Job, planned: Planned) -> None:
-        self._dispatch(job, planned.parts)
 
     def run_inline(self, single: Slice) -> bool:
         """Carries a slice in the caller's thread. Returns False if that did not happen: then plan it and `put` it.
@@ -170,7 +167,7 @@ class Peer:
         if len(part.tried) >= self._num_paths:
             part.tried.clear()
         lane.stats.count(Incident.RETRY)
-        self._dispatch(part.job, (part,), failed_on=lane, error=error)
+        self.put(part.job, (part,), failed_on=lane, error=error)
 
     def on_lost(self, lane: Lane, parts: Sequence[Part], error: MoonserveError, *, connected: bool) -> None:
         self._failed_on(lane, parts, error)
@@ -229,7 +226,7 @@ class Peer:
                 self._fail(lane, part, error)
                 return
         lane.stats.count(Incident.RETRY)
-        self._dispatch(part.job, (part,), failed_on=lane, error=error)
+        self.put(part.job, (part,), failed_on=lane, error=error)
 
     def _fail(self, lane: Lane, part: Part, error: MoonserveError) -> None:
         if not isinstance(error, Cancelled):
@@ -243,13 +240,8 @@ class Peer:
             self._selector.dropped(lane.path, part.nbytes)
         lane.stats.left(part.nbytes)
 
-    def _dispatch(
-        self,
-        job: Job,
-        parts: Sequence[Part],
-        *,
-        failed_on: Lane | None = None,
-        error: MoonserveError | None = None,
+    def put(
+        self, job: Job, parts: Sequence[Part], *, failed_on: Lane | None = None, error: MoonserveError | None = None
     ) -> None:
         """Puts each part into the queue of the path that currently suits it best."""
         groups: dict[Lane, list[Part]] = {}
@@ -313,6 +305,19 @@ class Peer:
 
     def connect(self, path: TransferPath, deadline_at: float, while_waiting: Callable[[], None]) -> Session:
         try:
-            return self._context.connect(self.address, path, deadline_at, while_waiting)
+            session = self._context.connect(self.address, path, deadline_at, while_waiting)
         except OSError as error:
             raise PeerLost(f"cannot connect: {error}", peer=self.label) from error
+        if self._context.streams is None and path.transport == "tcp":
+            self._add_streams(path, session.round_trip_s())
+        return session
+
+    def _add_streams(self, path: TransferPath, round_trip_s: float | None) -> None:
+        """Adds paths over the same rails if a connection shows that they are far apart. The next parts use them."""
+        paths = [replace(path, stream=stream) for stream in range(streams_for(round_trip_s))]
+        with self._lock:
+            num_added = self._selector.add(paths)
+            self._num_paths += num_added
+        if num_added and round_trip_s:
+            text = "%d connections from %s to %s: a round trip takes %.1f ms"
+            _log.info(text, len(paths), path.local.name, self.label, round_trip_s * 1e3)

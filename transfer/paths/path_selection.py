@@ -63,17 +63,22 @@ class PathSelector:
     def __init__(self, paths: Sequence[TransferPath], topology: Topology, health: RailHealth) -> None:
         """Takes at least one path, in order of preference of the transports."""
         assert paths
-        assert len(set(paths)) == len(paths)
         self._topology = topology
         self._health = health
-        self._states = {
-            path: _PathState(path, path.rails, BandwidthEstimate(nominal_bandwidth(path))) for path in paths
-        }
-        names = dict.fromkeys(path.transport for path in paths)
-        self._by_transport = {
-            name: [state for state in self._states.values() if state.path.transport == name] for name in names
-        }
-        self._only = paths[0] if len(paths) == 1 else None
+        self._states: dict[TransferPath, _PathState] = {}
+        self._by_transport: dict[str, list[_PathState]] = {}
+        self.add(paths)
+
+    def add(self, paths: Iterable[TransferPath]) -> int:
+        """Adds paths and returns how many of them are new."""
+        before = len(self._states)
+        for path in paths:
+            if path not in self._states:
+                state = _PathState(path, path.rails, BandwidthEstimate(nominal_bandwidth(path)))
+                self._states[path] = state
+                self._by_transport.setdefault(path.transport, []).append(state)
+        self._only = next(iter(self._states)) if len(self._states) == 1 else None
+        return len(self._states) - before
 
     def choose(
         self, location: str, nbytes: int, now: float, tried: Collection[TransferPath] = ()
@@ -204,6 +209,17 @@ class BandwidthEstimate:
         if self._busy_s > 0.0 and now - self._measured_at <= _STALE_S:
             return self._bytes / self._busy_s
         return self._nominal
+
+
+_LONG_ROUND_TRIP_S = 2e-3
+"""Longer than a round trip within a data center, where one connection fills the link."""
+_LONG_STREAMS = 4
+"""TCP connections over a long round trip, where losses and the kernel's send buffer limit one (docs/networks.md)."""
+
+
+def streams_for(round_trip_s: float | None) -> int:
+    """Returns the number of TCP connections to use between a pair of rails."""
+    return 1 if round_trip_s is None or round_trip_s < _LONG_ROUND_TRIP_S else _LONG_STREAMS
 
 
 def paths_between(local_rails: Iterable[Rail], address: Address, streams: int) -> Iterable[TransferPath]:

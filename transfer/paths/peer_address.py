@@ -85,12 +85,7 @@ def _parse_rails(transport: str, text: str) -> tuple[Rail, ...]:
     if None in matches:
         raise ValueError(f"malformed rails {text[:200]!r}")
     return tuple(
-        Rail(
-            transport,
-            match["name"],
-            match["endpoint"],
-            int(match["numa"]) if match["numa"] else None,
-        )
+        Rail(transport, match["name"], match["endpoint"], int(match["numa"]) if match["numa"] else None)
         for match in matches
         if match is not None
     )

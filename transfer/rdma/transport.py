@@ -19,7 +19,7 @@ from moonserve.transfer.rdma.verbs import VerbsFabric
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.session import authenticate
 from moonserve.transfer.tcp.target import Acceptor
-from moonserve.transfer.tcp.transport import listen_on, listen_on_all, open_connection, tune_accepted
+from moonserve.transfer.tcp.transport import listen_on, listen_on_all, open_connection, tune
 from moonserve.transfer.transport_interface import Dial, ServedState
 
 
@@ -80,5 +80,5 @@ class RdmaTransport:
 
 
 def _target(state: ServedState, rail: DeviceRail, sock: socket.socket) -> RdmaTarget:
-    tune_accepted(sock)
+    tune(sock, sock.getpeername()[0])
     return RdmaTarget(Connection(sock), state, rail)

@@ -275,12 +275,7 @@ class ShmTarget(StreamTarget):
     """Serves one connection over the Unix socket and shared memory, on its own thread."""
 
     def __init__(
-        self,
-        connection: Connection,
-        state: ServedState,
-        *,
-        copier: Copier,
-        markers: Mapping[int, OwnedMemory],
+        self, connection: Connection, state: ServedState, *, copier: Copier, markers: Mapping[int, OwnedMemory]
     ) -> None:
         super().__init__(connection, state)
         self._copier = copier

@@ -11,6 +11,7 @@ import array
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -28,6 +29,8 @@ _SPIN_NS = 100_000
 _STORE_NS = 1_000_000
 """Longest time that one step of a guarded receive holds the guard."""
 _SCRATCH_BYTES = 65536
+_MIN_RTT = struct.Struct("=148xI")
+"""`tcpi_min_rtt` in `struct tcp_info` (linux/tcp.h): microseconds; all bits are set if there is no sample."""
 
 
 def no_deadline() -> float | None:
@@ -87,6 +90,12 @@ class Connection:
     def peer_pid(self) -> int:
         """Returns the pid of the process that was at a Unix socket's other end when it connected."""
         return array.array("i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+
+    def round_trip_s(self) -> float | None:
+        """Returns the shortest round trip that the kernel has measured on this TCP connection; None without a sample.
+        Unlike the mean it does not depend on how fast the peer answers, since the kernel answers to the connect."""
+        [micros] = _MIN_RTT.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size))
+        return None if micros == 0xFFFFFFFF else micros / 1e6
 
     def set_deadline(self, deadline_at: float | None) -> None:
         """Sets a fixed deadline for the following waits."""

@@ -48,6 +48,9 @@ class StreamSession:
     def alive(self) -> bool:
         return not self._connection.hung_up()
 
+    def round_trip_s(self) -> float | None:
+        return self._connection.round_trip_s()
+
     def abort(self) -> None:
         self._connection.abort()
 
@@ -228,12 +231,7 @@ def authenticate(connection: Connection, dial: Dial) -> handshake.Agreement:
     connection.tick = dial.while_waiting
     try:
         connection.finish_connect()
-        return handshake.initiate(
-            connection,
-            dial.credentials,
-            dial.address.instance,
-            checksums=dial.options.checksums,
-        )
+        return handshake.initiate(connection, dial.credentials, dial.address.instance, checksums=dial.options.checksums)
     except BaseException:  # also on interruption, since no caller can close it
         connection.close()
         raise

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar
 
 from moonserve.protocol.errors import ConfigError, Incompatible, PeerLost
-from moonserve.protocol.process.machine import boot_id
 from moonserve.protocol.process.tls import Certificates, load_certificates
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.paths.hardware_discovery import local_tcp_rails
@@ -67,7 +66,7 @@ class TcpTransport:
         return StreamSession(dial, connection, authenticate(connection, dial))
 
     def _target(self, state: ServedState, sock: socket.socket) -> StreamTarget:
-        tune_accepted(sock)
+        tune(sock, sock.getpeername()[0])
         if self._certificates is None:
             return StreamTarget(Connection(sock), state)
         return StreamTarget(TlsConnection(sock, self._certificates.target), state)
@@ -117,10 +116,10 @@ def open_connection(dial: Dial, make: Callable[[socket.socket, str], Connection]
     except ValueError as error:  # published addresses are numeric: no resolver to wait for
         raise PeerLost(f"not a numeric address: {dial.remote.endpoint!r}") from error
     sock = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
-    _tune(sock, local=dial.address.host == boot_id())
     connection = make(sock, str(ip))
     try:
         _bind_to_rail(sock, dial.local)
+        tune(sock, str(ip))  # before connecting: the handshake fixes the largest window
         code = sock.connect_ex((str(ip), port_number))
     except OverflowError:
         code = errno.EINVAL
@@ -147,20 +146,14 @@ def _require_same_tls(dial: Dial) -> None:
 
 
 def _bind_to_rail(sock: socket.socket, rail: Rail) -> None:
-    """Binds the socket to the rail that the scheduler chose."""
-    host, _, _ = rail.endpoint.rpartition(":")
-    sock.bind((host.strip("[]"), 0))
+    sock.bind((rail.endpoint.rpartition(":")[0].strip("[]"), 0))
 
 
-def tune_accepted(sock: socket.socket) -> None:
-    mine, theirs = sock.getsockname()[0], sock.getpeername()[0]
-    _tune(sock, local=mine == theirs or ipaddress.ip_address(theirs).is_loopback)
-
-
-def _tune(sock: socket.socket, *, local: bool) -> None:
+def tune(sock: socket.socket, peer_ip: str) -> None:
+    """Sets the options of a bound socket. A peer in another network namespace of this machine may be distant."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if local:
+    if peer_ip == sock.getsockname()[0] or ipaddress.ip_address(peer_ip).is_loopback:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOCAL_BUFFER_BYTES)
     for option, value in _KEEPALIVE.items():

@@ -42,10 +42,10 @@ ABLATIONS: Mapping[str, Weights] = {
     "all terms": Weights(),
     "without the order (patience 0)": Weights(patience=0.0),
     "without the objective as a bound": Weights(keeps_objective=False),
-    "without a price": Weights(steepness=None),
+    "without a price": Weights(served_steepness=None),
     "without counting whom it delays": Weights(counts_delayed=False),
     "without a price of copies": Weights(copy=0.0),
-    "too expensive prompts yield less": Weights(late=1.0, late_patience=3.0),
+    "with the price of prompts that are rejected": Weights(served_steepness=4.0),
 }
 
 
@@ -189,7 +189,7 @@ def compared(
     }
 
 
-RATIOS = ("mean_ttft_s", "p90_ttft_s", *(f"effective_{tbt_slo_s:g}" for tbt_slo_s in TBT_SLOS_S))
+RATIOS = ("mean_ttft_s", "p90_ttft_s", "p99_ttft_s", *(f"effective_{tbt_slo_s:g}" for tbt_slo_s in TBT_SLOS_S))
 
 
 def _ratio(ours: float, theirs: float) -> float:

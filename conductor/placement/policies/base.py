@@ -30,6 +30,7 @@ class Prompt(NamedTuple):
     request_id: str = ""
     session: bytes = b""  # equal for all requests of a conversation; only set for policies `by_session`
     ttft_slo_s: float = math.inf
+    rejected_if_late: bool = True  # by admission; otherwise it is served late
 
 
 @dataclass(slots=True, eq=False)

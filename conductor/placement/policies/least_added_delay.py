@@ -9,9 +9,10 @@ from predictions that the conductor has anyway. Answer lengths and later arrival
 2. *Objective.* A prompt never yields longer than its TTFT objective allows, given the queue. With long queues it does
    not yield at all and the order is that of arrival, so prompts admitted in time stay in time.
 3. *Price.* Prefill seconds are scarce if many prompts wait. A prompt is too expensive if its prefill takes longer than
-   objective × (1 − queue / objective)^`steepness`. It would be late anyway or make several others late, so it goes
-   behind all others (for at most `late` objectives), where an idle moment may still serve it in time. Its predicted
-   TTFT exceeds the objective, so that admission, if enabled, rejects it.
+   objective × (1 − queue / objective)^`steepness`. It goes behind all others (for at most `late` objectives), where an
+   idle moment may still serve it in time. Its predicted TTFT exceeds the objective, so that admission, if enabled,
+   rejects it: then the power is high, since a long prompt makes several others late. Without admission a long prompt
+   takes its time sooner or later, so only prompts go behind that would be late anyway (a power of 1): fewer wait long.
 4. *Place.* The instance with the smallest own TTFT + prefill time × number of delayed prompts is chosen. Prefixes are
    fetched as in Algorithm 1 (FAST'25), but without a threshold: if fetching is predicted to be faster than computing.
 5. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
@@ -40,9 +41,10 @@ class Weights:
     # Multiple of the prompt's prefill time. From 2 to 50, mean TTFTs are within 3 % of each other.
     patience: float = 5.0
     keeps_objective: bool = True
-    steepness: float | None = 4.0  # 3 to 6 differ little; None = no price
-    late: float = 30.0  # objectives that a too expensive prompt yields for: 15 minutes at 30 s
-    late_patience: float = 10.0  # `patience` among too expensive prompts
+    steepness: float | None = 4.0  # of prompts that admission rejects; 3 to 6 differ little; None = no price
+    served_steepness: float | None = 1.0  # of prompts that are served late
+    late: float = 7.0  # objectives that a too expensive prompt yields for: with 30, p99s are higher
+    late_patience: float = 18.0  # `patience` among too expensive prompts: the longest wait longest
     counts_delayed: bool = True
     copy: float = 0.1  # 0.3 saves half of all fetches, but raises the mean TTFT of idle clusters by 1 %
 
@@ -56,12 +58,7 @@ class LeastAddedDelay:
 
     def __init__(self, terms: Weights | None = None) -> None:
         own = terms or Weights()
-        price = (own.steepness is not None, own.steepness or 0.0)
-        late = (own.late, own.late_patience)
-        # In the order of `Weights` of prefills.c.
-        self._numbers = np.array(
-            [own.patience, own.keeps_objective, *price, *late, own.counts_delayed, own.copy], float
-        )
+        self._if_rejected, self._if_served = _numbers(own, own.steepness), _numbers(own, own.served_steepness)
 
     def weigh(self, prompt: Prompt, offers: PrefillCandidates) -> Scores:
         prefills, waits = prefill_kernel(), offers.queue_waits
@@ -73,13 +70,19 @@ class LeastAddedDelay:
             offers.queue_s,
             rows,
             waits.records(rows),
-            self._numbers,
+            self._if_rejected if prompt.rejected_if_late else self._if_served,
             now=waits.now,
             slo_s=prompt.ttft_slo_s,
             limits=waits.limits,
             shift_s=waits.shift_s,
         )
         return Scores(reuse_blocks, load_s, transfer_s, prefill_s, ttft_s, score, rank, queue_s, added_s)
+
+
+def _numbers(own: Weights, steepness: float | None) -> Floats:
+    """Returns the weights in the order of `Terms` of prefills.c."""
+    price, late = (steepness is not None, steepness or 0.0), (own.late, own.late_patience)
+    return np.array([own.patience, own.keeps_objective, *price, *late, own.counts_delayed, own.copy], float)
 
 
 def _shortest_ttft(ttft_s: Floats) -> Ints:

@@ -26,11 +26,9 @@ from moonserve.kvstore.state.eviction.quotas import EvictionCandidates, TenantSh
 from moonserve.kvstore.state.eviction.retention import (
     MAX_CHAIN,
     MAX_KEPT_SHARE,
-    Expected,
     HintTable,
     LeaveOrder,
     ObjectHints,
-    Turnover,
 )
 from moonserve.kvstore.state.objects import StoredObject, Tier, Watermarks
 from moonserve.protocol.kv_blocks import BlockKey
@@ -132,7 +130,6 @@ class Evictor:
         self._index = index
         self._shares = shares
         self._hints = HintTable(self._parent)
-        self._turnover = Turnover(catalog.allocator.capacity)
         self._now = 0.0
 
     # What is on offer
@@ -149,8 +146,8 @@ class Evictor:
         if before != NO_RECORD and self.tier(before) is not self.tier(record):
             before = NO_RECORD  # each tier has its own policy instances
         hints = self._hints.get(record)
-        if hints is not None and hints.expected is Expected.KEPT and self.tier(record) is Tier.DISK:
-            self._hints.set(record, replace(hints, expected=Expected.AWAY))
+        if hints is not None and self.tier(record) is Tier.DISK:
+            self._hints.set(record, hints.unexpected())
         self._policy(record).added(record, key, before)
         self.update_candidacy(record)
 
@@ -238,30 +235,28 @@ class Evictor:
             self._set_hints(record, replace(known, is_low=is_still_low, ttl_s=max(known.ttl_s, ttl_s)))
         # A put's objects become visible one after another, in the order of their chain: the last one has no followers.
         if hints.return_within_s is not None and not is_low and self._is_leaf(record):
-            self._expect(record, hints.return_within_s, hints.return_after_s or hints.return_within_s)
+            self._expect(record, self._now + hints.return_within_s)
 
-    def _expect(self, record: Record, within_s: float, after_s: float) -> None:
-        """Expects a use of the chain that ends with `record`. Keeping it may end the keeping of earlier ones."""
-        is_long = self._catalog.disk is not None and after_s > self._turnover.lifetime_s(self._now)
-        expected, returns_by = Expected.AWAY if is_long else Expected.KEPT, self._now + within_s
+    def _expect(self, record: Record, returns_by: float) -> None:
+        """Expects a use of the chain that ends with `record`. Keeping it may end the keeping of others."""
         most_bytes = MAX_KEPT_SHARE * self._catalog.allocator.capacity
         chain: dict[Record, ObjectHints] = {}
         key: BlockKey | None = self._rows.key(record)
         while key is not None and (entry := self._index.find(key)) is not None and entry.offset is not None:
-            known = self._hints.get(entry.record) or ObjectHints(space=padded(entry.length), used_at=self._now)
-            if is_long and (known.expected is not Expected.NOT or self._rows.num_children[entry.record] > 1):
-                break  # others use the blocks before it
             if len(chain) == MAX_CHAIN or entry.record in chain:
                 return
-            chain[entry.record] = replace(known, expected=expected, returns_by=returns_by)
+            known = self._hints.get(entry.record) or ObjectHints(space=padded(entry.length), used_at=self._now)
+            is_shared = self._hints.keeps_follower(entry.record)  # and kept for as long as the other chains
+            until = max(returns_by, known.returns_by) if is_shared else returns_by
+            chain[entry.record] = replace(known, returns_by=until)
             key = self._rows.parent(entry.record)
         if sum(hints.kept_bytes for hints in chain.values()) > most_bytes:
             return
         for each, hints in chain.items():
             self._set_hints(each, hints)
         while self._hints.kept_bytes > most_bytes:
-            oldest, hints = self._hints.expected_first()
-            self._set_hints(oldest, hints.unexpected())
+            last, hints = self._hints.kept_last()
+            self._set_hints(last, hints.unexpected())
 
     def _set_hints(self, record: Record, hints: ObjectHints) -> None:
         """Sets the hints of an object, which may move it to another class."""
@@ -297,7 +292,6 @@ class Evictor:
         while (offset := catalog.allocator.allocate(length)) is None:
             if not self._free_one():
                 return None
-        self._turnover.entered(padded(length), self._now)
         return offset
 
     def evict_to_low_watermark(self) -> None:

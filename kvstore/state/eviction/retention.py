@@ -2,9 +2,9 @@
 
 Hints sort the objects of a tier into classes, which leave one after another; within a class the eviction policy
 decides. An object without hints is NORMAL. A return is expected of a whole chain, since the blocks before its last one
-cannot leave earlier anyway: so `kept_bytes` is all that expected returns keep in memory, and `Evictor` bounds it. A use
-or the end of the time ends the expectation. Then the policy ranks the chain as if there had been no hint: by its last
-use, which is long ago if the return did not come.
+cannot leave earlier anyway: so `kept_bytes` is all that expected returns keep in memory, and `Evictor` bounds it: the
+chains whose time ends last are kept no longer. A use or the end of the time ends the expectation. Then the policy ranks
+the chain as if there had been no hint: by its last use, which is long ago if the return did not come.
 """
 
 import heapq
@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 
 from moonserve.kvstore.index_layout import NO_RECORD, Record
 from moonserve.kvstore.state.objects import Tier
@@ -28,17 +28,9 @@ MAX_EXPIRIES = 1_024
 class LeaveOrder(IntEnum):
     """Classes of the objects in one tier, in the order in which they leave it."""
 
-    FIRST = 0  # of low priority, unused for its TTL, or expected after it would have left memory
+    FIRST = 0  # of low priority, or unused for its TTL
     NORMAL = 1
     KEPT = 2
-
-
-class Expected(Enum):
-    """How an expected return is treated."""
-
-    NOT = auto()
-    KEPT = auto()  # kept in memory
-    AWAY = auto()  # moved to disk early, since memory is not likely to hold it for so long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +41,18 @@ class ObjectHints:
     used_at: float
     is_low: bool = False
     ttl_s: float = math.inf
-    expected: Expected = Expected.NOT
     returns_by: float = math.inf  # set while a return is expected
     is_over: bool = False  # its TTL has passed
     queued_at: float = math.inf  # its entry among the deadlines
 
     def order(self, tier: Tier) -> LeaveOrder:
-        in_memory = tier is Tier.MEMORY
-        if self.is_low or self.is_over or (in_memory and self.expected is Expected.AWAY):
+        if self.is_low or self.is_over:
             return LeaveOrder.FIRST
-        return LeaveOrder.KEPT if in_memory and self.expected is Expected.KEPT else LeaveOrder.NORMAL
+        return LeaveOrder.KEPT if tier is Tier.MEMORY and self.is_kept else LeaveOrder.NORMAL
+
+    @property
+    def is_kept(self) -> bool:
+        return self.returns_by < math.inf
 
     @property
     def ends_at(self) -> float:
@@ -67,15 +61,15 @@ class ObjectHints:
 
     @property
     def is_empty(self) -> bool:
-        return not self.is_low and self.ttl_s == math.inf and self.expected is Expected.NOT
+        return not self.is_low and self.ttl_s == math.inf and not self.is_kept
 
     @property
     def kept_bytes(self) -> int:
-        return self.space if self.expected is Expected.KEPT else 0
+        return self.space if self.is_kept else 0
 
     def unexpected(self) -> "ObjectHints":
         """Returns the hints without the expected return. Its policy ranks the object by its last use."""
-        return replace(self, expected=Expected.NOT, returns_by=math.inf)
+        return replace(self, returns_by=math.inf)
 
     def after_use(self, now: float) -> "ObjectHints":
         return replace(self.unexpected(), used_at=now, is_over=False)
@@ -95,7 +89,9 @@ class HintTable:
         self._num_kept_followers: Counter[Record] = Counter()
         self._of: dict[Record, ObjectHints] = {}
         self._deadlines: list[tuple[float, Record]] = []  # heap; entries that are not an object's `queued_at` are void
-        self._kept: dict[Record, None] = {}  # expected last at the end, and each block after those that follow it
+        self._ends: list[
+            tuple[float, Record]
+        ] = []  # heap of the last blocks of kept chains, latest first; some are void
         self.kept_bytes = 0
 
     def __len__(self) -> int:
@@ -111,8 +107,7 @@ class HintTable:
         """Sets an object's hints. None, and hints that say nothing: none."""
         before = self._of.pop(record, None)
         self.kept_bytes -= 0 if before is None else before.kept_bytes
-        self._kept.pop(record, None)
-        self._num_kept_followers[self._parents.pop(record, NO_RECORD)] -= 1
+        self._count_follower(self._parents.pop(record, NO_RECORD), -1)
         if hints is None or hints.is_empty:
             return
         if hints.ends_at < hints.queued_at:
@@ -120,19 +115,38 @@ class HintTable:
             heapq.heappush(self._deadlines, (hints.queued_at, record))
         self._of[record] = hints
         self.kept_bytes += hints.kept_bytes
-        if hints.expected is Expected.KEPT:
-            self._kept[record] = None
-            self._parents[record] = parent = self._parent_of(record)
-            self._num_kept_followers[parent] += 1
+        if hints.is_kept:
+            self._parents[record] = self._parent_of(record)
+            self._count_follower(self._parents[record], 1)
+            self._queue_end(record)
+
+    def _count_follower(self, parent: Record, change: int) -> None:
+        self._num_kept_followers[parent] += change
+        self._queue_end(parent)
+
+    def _queue_end(self, record: Record) -> None:
+        if not self.is_kept_end(record):
+            return
+        heapq.heappush(self._ends, (-self._of[record].returns_by, record))
+        if len(self._ends) > 2 * len(self._parents) + 64:
+            self._ends = [(-self._of[each].returns_by, each) for each in self._parents if self.is_kept_end(each)]
+            heapq.heapify(self._ends)
+
+    def is_kept_end(self, record: Record) -> bool:
+        """Returns True if this block is kept, and none that follows it."""
+        return record in self._parents and not self.keeps_follower(record)
 
     def keeps_follower(self, record: Record) -> bool:
         """Returns True if a block after this one is kept: then this one cannot leave either."""
         return self._num_kept_followers[record] > 0
 
-    def expected_first(self) -> tuple[Record, ObjectHints]:
-        """Returns the object of those kept in memory whose return was expected first."""
-        record = next(iter(self._kept))
-        return record, self._of[record]
+    def kept_last(self) -> tuple[Record, ObjectHints]:
+        """Returns the last block of the kept chain whose time ends last."""
+        while True:
+            negative, record = self._ends[0]
+            if self.is_kept_end(record) and self._of[record].returns_by == -negative:
+                return record, self._of[record]
+            heapq.heappop(self._ends)
 
     def due(self, now: float) -> Iterator[tuple[Record, ObjectHints]]:
         """Yields the objects whose hints have ended at `now`, MAX_EXPIRIES at most. The caller sets new ones."""
@@ -152,26 +166,10 @@ class HintTable:
 
     def validate(self) -> None:
         """Raises AssertionError unless `kept_bytes` is right and every end is queued."""
-        assert self.kept_bytes == sum(self._of[record].space for record in self._kept)
-        assert self._kept.keys() == {r for r, hints in self._of.items() if hints.expected is Expected.KEPT}
+        kept = {record for record, hints in self._of.items() if hints.is_kept}
+        assert self.kept_bytes == sum(self._of[record].space for record in kept)
+        assert self._parents.keys() == kept
+        ends = {(-self._of[record].returns_by, record) for record in kept - set(self._parents.values())}
+        assert ends <= set(self._ends)
         queued = set(self._deadlines)
         assert all(h.ends_at == math.inf or (h.queued_at, record) in queued for record, h in self._of.items())
-
-
-class Turnover:
-    """Time in which as many bytes enter memory as fit into it: about how long an unused object stays there."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._entered_bytes = 0
-        self._began_at = 0.0
-        self._lifetime_s = math.inf  # until memory was filled once
-
-    def entered(self, nbytes: int, now: float) -> None:
-        self._entered_bytes += nbytes
-        if self._entered_bytes >= self._capacity:
-            self._lifetime_s = now - self._began_at
-            self._entered_bytes, self._began_at = 0, now
-
-    def lifetime_s(self, now: float) -> float:
-        return max(self._lifetime_s, now - self._began_at)

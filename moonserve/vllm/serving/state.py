@@ -195,10 +195,11 @@ class EngineState:
         return NoWorker("this decode worker is draining", request=request_id) if self.is_draining else None
 
     def _on_submitted(self, event: Submitted, now: float) -> None:
-        placement = event.placement
-        decode = None if placement.is_local_prefill else placement.decode
-        place = now + placement.rank
-        self._accept(Generate(request=event.request, is_prefill=decode is not None, place=place), decode, None, now)
+        request, placement = event.request, event.placement
+        ends_here = placement.is_local_prefill or request.sampling.max_tokens - request.first_index == 1
+        decode = None if ends_here else placement.decode  # of a last token, nobody would fetch and release the KV
+        generate = Generate(request=request, is_prefill=decode is not None, place=now + placement.rank)
+        self._accept(generate, decode, None, now)
 
     def _on_arrived(self, event: Arrived, now: float) -> None:
         params = event.kv_transfer_params

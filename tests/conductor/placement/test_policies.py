@@ -277,25 +277,25 @@ def test_short_prompt_goes_before_a_long_waiting_one() -> None:
     assert made.place("later", tokens=100).predicted_ttft_s > 10.0, "the long one has waited enough"
 
 
-def test_prompt_that_costs_more_than_it_gains_waits_behind_all_others() -> None:
-    """For an objective of 10 s and 6 s of queue, prompts over 10 · 0.4⁴ = 0.256 s of prefill wait behind all others."""
+def test_prompt_that_would_be_late_anyway_waits_behind_all_others() -> None:
+    """Without admission, for an objective of 10 s and 6 s of queue: prompts of more than 4 s."""
     made = of(1, "moonserve", slo_s=10.0, admission=AdmissionMode.NONE)
     made.place("running", tokens=600)
-    assert made.place("late", tokens=100).rank == NEAR(300.0 + 10.0)
-    assert made.place("worth it", tokens=25).predicted_ttft_s == NEAR(6.25), "before the late one"
+    assert made.place("late", tokens=450).rank == NEAR(70.0 + 81.0)
+    assert made.place("in time", tokens=350).predicted_ttft_s == NEAR(9.5), "before the late one"
     assert made.explain("late").prefill_candidates[0].queue_s == NEAR(10.0), "6 s, and what passes it"
-    for name in ("running", "worth it"):
+    for name in ("running", "in time"):
         made.report(name, RequestPhase.FIRST_TOKEN)
-    assert made.place("next", tokens=100).predicted_ttft_s == NEAR(2.0)
+    assert made.place("next", tokens=100).predicted_ttft_s == NEAR(5.5)
     # Only late prompts wait behind the running one, so the price is that of an idle instance.
-    made.now += 0.9
+    made.now += 4.4
     for number in range(3):
         made.place(f"late {number}", tokens=900)
     assert made.place("r", tokens=300).rank < 10.0
 
 
 def test_admission_rejects_a_prompt_that_costs_more_than_it_gains() -> None:
-    """6 s of queue and 1 s of prefill are within the objective, but prompts that would overtake it count too."""
+    """For an objective of 10 s and 6 s of queue, over 10 · 0.4⁴ = 0.256 s of prefill, since it would delay others."""
     made = of(1, "moonserve", slo_s=10.0)
     made.place("running", tokens=600)
     rejected = made.reject("late", num_prompt_tokens=100)

@@ -23,7 +23,7 @@ TERMS = st.builds(
     Weights,
     patience=st.sampled_from([0.0, 5.0]),
     keeps_objective=st.booleans(),
-    steepness=st.sampled_from([None, 4.0]),
+    steepness=st.sampled_from([None, 1.0, 4.0]),
     counts_delayed=st.booleans(),
 )
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])

@@ -24,8 +24,8 @@ def test_a_session_is_predicted_from_its_own_pauses() -> None:
     assert visit(returns, "a", 0.0, 10.0, 22.0) is None
     predicted = visit(returns, "a", 42.0)  # pauses of 8, 10 and 18 seconds
     assert predicted is not None
-    assert predicted.source == "session"
-    assert (predicted.after_s, predicted.within_s) == pytest.approx((8.0 + REPLY_S, 18.0 + REPLY_S))
+    assert predicted.source == "the session"
+    assert predicted.within_s == pytest.approx(18.0 + REPLY_S)
 
 
 def test_a_new_session_is_predicted_from_requests_of_its_kind() -> None:

@@ -31,8 +31,10 @@ async def test_hints_reach_the_prefill_worker(http: aiohttp.ClientSession, clust
     assert hints_of(cluster) == CacheHints(store=False, ttl_s=60.0, low_priority=True)
     await post(http, path, {**BODIES[path], "kv_cache": {"return_within_s": 30, "eviction_priority": "normal"}})
     assert hints_of(cluster) == CacheHints(return_within_s=30.0)
+    assert cluster.places[-1].expected_return == "within 30.0 s, by the client's hint"
     await post(http, path, BODIES[path])
     assert hints_of(cluster) == CacheHints()
+    assert not cluster.places[-1].expected_return
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -91,8 +93,8 @@ async def test_a_session_that_came_back_is_expected_again(
     for _ in range(4):
         await post(http, "/v1/completions", body)
     hints = hints_of(cluster)
-    assert hints.return_after_s is not None
     assert hints.return_within_s is not None
-    assert hints.return_within_s >= hints.return_after_s > 0.0
+    assert hints.return_within_s > 0.0
+    assert cluster.places[-1].expected_return.endswith("by the pauses of the session")
     await post(http, "/v1/completions", {**body, "kv_cache": {"eviction_priority": "low"}})
     assert hints_of(cluster) == CacheHints(low_priority=True)

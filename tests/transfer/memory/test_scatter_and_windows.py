@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moonserve.protocol.errors import InvalidRequest, StaleLease
 from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.memory.scatter import LENGTH, LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment, SegmentTable
 from moonserve.transfer.memory.write_windows import WindowTable
@@ -32,7 +33,7 @@ def test_merging_keeps_every_byte_in_order(steps: Runs) -> None:
         made.append((remote, local, length))
         remote, local = remote + length, local + length
     rows = scatter.rows(*made)
-    merged = scatter.merge(rows)
+    merged = data_plane().joined(rows.copy())
     for side in (REMOTE, LOCAL):
         assert positions(merged, side) == positions(rows, side)
     for first, second in itertools.pairwise(merged.tolist()):

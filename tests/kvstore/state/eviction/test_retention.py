@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moonserve.kvstore.state.allocator import ALIGNMENT
 from moonserve.kvstore.state.eviction import POLICY_NAMES
 from moonserve.kvstore.state.eviction.retention import MAX_KEPT_SHARE
-from moonserve.kvstore.state.objects import PutRequest, Tier, Watermarks
+from moonserve.kvstore.state.objects import PutRequest
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.request import NO_HINTS, CacheHints
 from tests.kvstore.state.tiered import TTL_S, Tiered, chain, key
@@ -96,34 +96,29 @@ def test_an_object_unused_for_its_ttl_leaves_first_and_a_use_prolongs_it() -> No
     assert node.in_memory() == [2, 3, 4]
 
 
-def test_a_return_after_the_lifetime_of_memory_moves_a_chain_to_disk_early() -> None:
-    node = Tiered.make(10, 20)
-    for second in range(12):  # memory is filled once in ten seconds
-        put(node, 100 + second, now=float(second))
-        node.sink(100 + second)
-    put(node, 1, now=12.0)
-    put(node, 2, hints=CacheHints(return_within_s=60.0), now=12.0)
-    put(node, 3, hints=CacheHints(return_within_s=60.0, return_after_s=1.0), now=12.0)
-    node.state.catalog.evictor.watermarks = Watermarks(evict_above=0.2, evict_share=0.0)
-    node.written(node.demotions())
-    assert {number: tier for number, tier in node.tiers().items() if number < 100} == {
-        1: Tier.MEMORY,
-        2: Tier.DISK,
-        3: Tier.MEMORY,
-    }
-
-
-def test_expected_returns_keep_at_most_half_of_the_memory_and_the_latest_ones_win() -> None:
+def test_expected_returns_keep_at_most_half_of_the_memory_and_the_next_ones_win() -> None:
     node = Tiered.make(8, None)
-    for number in range(1, 7):
-        put(node, number, hints=SOON)
-    for number in range(10, 40):
+    for number, within_s in ((1, 60.0), (2, 40.0), (3, 70.0), (4, 50.0)):
+        put(node, 10 * number, 10 * number + 1, hints=CacheHints(return_within_s=within_s))
+    node.tiers()
+    for number in range(100, 140):
         put(node, number)
-    assert [number for number in node.in_memory() if number < 10] == [3, 4, 5, 6]
+    assert [number for number in node.in_memory() if number < 100] == [20, 21, 40, 41]
     put(node, *range(50, 56), hints=SOON)  # more than half alone
     for number in range(60, 80):
         put(node, number)
     assert not [number for number in node.in_memory() if 50 <= number < 60]
+
+
+def test_a_block_stays_for_as_long_as_the_last_chain_that_is_kept_with_it() -> None:
+    node = Tiered.make(8, None)
+    put(node, 1, 2, hints=CacheHints(return_within_s=60.0))
+    put(node, 1, 3, hints=CacheHints(return_within_s=40.0))
+    node.use(1, 3)
+    put(node, 1, 4, hints=CacheHints(return_within_s=20.0))
+    for number in range(100, 140):
+        put(node, number, now=30.0)
+    assert [number for number in node.in_memory() if number < 100] == [1, 2]
 
 
 def test_a_hint_keeps_nothing_beyond_its_tenants_quota() -> None:
