@@ -363,15 +363,8 @@ class PlacementPlanner:
                 else place.session_id.encode()
             )
         ttft_slo_s, _ = self._limits.objectives(place)
-        return Prompt(
-            place.num_prompt_tokens,
-            layout.block_size,
-            best_blocks,
-            place.request_id,
-            session,
-            ttft_slo_s,
-            self._limits.admission is not AdmissionMode.NONE,
-        )
+        rejects, num_tokens = self._limits.admission is not AdmissionMode.NONE, place.num_prompt_tokens
+        return Prompt(num_tokens, layout.block_size, best_blocks, place.request_id, session, ttft_slo_s, rejects)
 
 
 def _named(sources: Sequence[PrefixSource]) -> tuple[tuple[str, int, int], ...]:
