@@ -6,6 +6,7 @@ notified once per job, when no part of the job moves any more. Knows no sessions
 
 import asyncio
 import logging
+import struct
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from moonserve.transfer.transport_interface import Op, ScatterTransfer, Slice, T
 _log = logging.getLogger(__name__)
 
 AnyTransfer = Transfer | ScatterTransfer
+_pack_row = struct.Struct("@3q").pack
 
 
 def group_by_peer(transfers: Sequence[AnyTransfer]) -> dict[str, list[int]]:
@@ -126,6 +128,16 @@ def plan_single(transfers: Sequence[AnyTransfer], slice_bytes: int, deadline_at:
         nbytes=nbytes,
         deadline_at=deadline_at,
     )
+
+
+def packed(transfer: AnyTransfer) -> bytes | None:
+    """Returns the row of a contiguous transfer, without checking it; None if its numbers do not fit."""
+    try:
+        if type(transfer) is Transfer:
+            return _pack_row(transfer.remote_offset, transfer.local_offset, transfer.length)
+    except struct.error:
+        pass
+    return None
 
 
 def _rows_of(transfers: Iterable[AnyTransfer]) -> Rows:

@@ -8,8 +8,9 @@ import numpy as np
 
 from moonserve.protocol.errors import ConfigError, InvalidRequest, MoonserveError, PeerLost
 from moonserve.protocol.process.machine import boot_id
-from moonserve.transfer.batch import AnyTransfer, Batch, Job, Part, group_by_peer, plan_single, plan_slices
+from moonserve.transfer.batch import AnyTransfer, Batch, Job, Part, group_by_peer, packed, plan_single, plan_slices
 from moonserve.transfer.config import FaultPlan, TransferOptions
+from moonserve.transfer.memory.data_plane import address_of
 from moonserve.transfer.memory.memfd import OwnedMemory
 from moonserve.transfer.memory.scatter import LENGTH, REMOTE
 from moonserve.transfer.memory.segments import Registrable, Segment, SegmentTable, writable
@@ -239,13 +240,21 @@ class TransferEngine:
         """Carries transfers that fit into one small slice. Returns False if they must be submitted."""
         if not transfers or self._faults.any:
             return False
-        peer = self._peers.by_address.get(transfers[0].remote.address)
+        first = transfers[0]
+        peer = self._peers.by_address.get(first.remote.address)
         if peer is None:
             return False
+        segments = self._state.segments
+        lane = peer.shm_lane if first.op is Op.READ and segments.is_registered(first.local) else None
+        row = packed(first) if lane is not None and len(transfers) == 1 else None
+        if lane is not None and row and lane.read_inline(first.remote.segment_id, first.local, row, 1):
+            return True
         single = plan_single(transfers, self._inline_bytes[peer.transports[0]], deadline_at)
         if single is None:
             return False
-        segments = self._state.segments
+        rows, count = address_of(single.rows), len(single.rows)
+        if lane is not None and lane.read_inline(single.segment_id, single.local, rows, count):
+            return True
         segments.hold((single.local,))
         try:
             return peer.run_inline(single)

@@ -53,18 +53,18 @@ class TransferCollector(Collector):
             "moonserve_transfer_seconds", "From a slice's request to its end.", labels=_LABELS
         )
         for labels, path in paths:
-            moved.add_metric((*labels, Op.READ.value), path.read_bytes)
-            moved.add_metric((*labels, Op.WRITE.value), path.written_bytes)
-            counts = zip(_LIMITS, accumulate(path.latency_counts), strict=True)
-            seconds.add_metric(labels, list(counts), path.latency_sum_s)
+            moved.add_metric((*labels, Op.READ.value), path.totals.bytes[0])
+            moved.add_metric((*labels, Op.WRITE.value), path.totals.bytes[1])
+            counts = zip(_LIMITS, accumulate(path.totals.counts), strict=True)
+            seconds.add_metric(labels, list(counts), path.totals.sum_ns / 1e9)
         yield from (moved, seconds)
         counters = [
-            ("slices", "Slices that arrived.", lambda path: sum(path.latency_counts)),
+            ("slices", "Slices that arrived.", lambda path: sum(path.totals.counts)),
             *((each.value, text, _count_of(each)) for each, text in _INCIDENTS.items()),
         ]
         gauges = [
-            ("slices_in_flight", "Slices asked for.", lambda path: path.num_in_flight),
-            ("bytes_in_flight", "Bytes submitted and not ended.", lambda p: p.bytes_in_flight),
+            ("slices_in_flight", "Slices asked for.", lambda path: path.totals.num_in_flight),
+            ("bytes_in_flight", "Bytes submitted and not ended.", lambda p: p.totals.bytes_in_flight),
         ]
         yield from _by_path(CounterMetricFamily, counters, paths)
         yield from _by_path(GaugeMetricFamily, gauges, paths)
@@ -145,11 +145,11 @@ def rail_totals(stats: TransferStats) -> Iterator[metrics_pb2.Rail]:
     for path in stats:
         key = path.transport, path.rail
         rail = by_rail.setdefault(key, metrics_pb2.Rail(transport=key[0], rail=key[1]))
-        rail.read_bytes += path.read_bytes
-        rail.written_bytes += path.written_bytes
+        rail.read_bytes += path.totals.bytes[0]
+        rail.written_bytes += path.totals.bytes[1]
         rail.failures += path.incidents[Incident.FAILURE]
         rail.retries += path.incidents[Incident.RETRY]
-        rail.bytes_in_flight += path.bytes_in_flight
+        rail.bytes_in_flight += path.totals.bytes_in_flight
     yield from by_rail.values()
 
 

@@ -168,6 +168,12 @@ class Session(Protocol):
         Raises the errors that `carry` raises or settles slices with.
         """
 
+    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
+        """Copies a few rows, given packed or by address, out of mapped memory, and counts them in `PathStats.native`.
+
+        Returns 1 if that succeeded, -1 if a copy differs from its source, and 0 if `carry_inline` is needed.
+        """
+
     def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
         """Returns a read-only view of the peer's memory in place, mapped for as long as the view is held.
 

@@ -69,7 +69,7 @@ def test_slices_that_ended_before_the_silence_stay_ended(make_engine: Make, peer
     run(to.engine, to.read, to.transfer)
     peer.stop()
     batch = to.engine.submit([to.read, to.transfer], deadline_s=NEVER_S)
-    until(lambda: sum(stats.read_bytes for stats in to.engine.stats) == 2 * to.read.length)
+    until(lambda: sum(stats.totals.bytes[0] for stats in to.engine.stats) == 2 * to.read.length)
     to.engine.forget(to.remote.address)
     with pytest.raises(PeerLost):
         batch.wait(PATIENCE_S)

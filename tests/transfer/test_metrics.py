@@ -7,7 +7,8 @@ from prometheus_client import CollectorRegistry
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.transfer import Op, TransferEngine
 from moonserve.transfer.metrics import TransferCollector, copy_bytes_per_s
-from moonserve.transfer.paths.traffic_stats import MEASURED_FROM, BandwidthMeter, BandwidthTotals
+from moonserve.transfer.paths.path_selection import MEASURED_FROM
+from moonserve.transfer.paths.traffic_stats import BUCKETS_S, BandwidthMeter, BandwidthTotals, PathStats
 from tests.clock import Clock
 from tests.transfer.conftest import Pair
 from tests.transfer.fault_injection import FaultInjector, Outcome
@@ -70,44 +71,53 @@ def test_usage_shows_segments_windows_and_connections(pair: Pair) -> None:
     assert far.of("open_windows") == 0
 
 
-def under_way(meter: BandwidthMeter, clock: Clock, *moves: tuple[Op, int], seconds: float = 0.5) -> BandwidthTotals:
+def path_with(clock: Clock) -> PathStats:
+    return PathStats("shm", "shm", "peer", BandwidthMeter(), clock)
+
+
+def under_way(path: PathStats, clock: Clock, *moves: tuple[Op, int], seconds: float = 0.5) -> BandwidthTotals:
     """Moves the bytes at the same time. Returns what the meter has seen."""
     for _, nbytes in moves:
-        meter.submitted(nbytes)
+        path.submitted(nbytes)
     clock.now += seconds
     for op, nbytes in moves:
-        meter.arrived(op, nbytes, seconds)
-        meter.left(nbytes)
-    return meter.totals()
+        path.arrived(op, nbytes, seconds)
+        path.left(nbytes)
+    return path.meter.totals()
 
 
 def test_overlapping_transfers_count_their_time_once_and_pauses_do_not_count() -> None:
     write, read, clock = (Op.WRITE, MUCH), (Op.READ, MUCH), Clock()
-    assert under_way(BandwidthMeter(clock), clock, write, write) == BandwidthTotals(
-        written_bytes=2 * MUCH, written_s=0.5
-    )
-    assert under_way(BandwidthMeter(clock), clock, (Op.READ, MUCH - 1)) == BandwidthTotals()
-    assert under_way(BandwidthMeter(clock), clock, write, read) == BandwidthTotals()
-    meter = BandwidthMeter(clock)
+    assert under_way(path_with(clock), clock, write, write) == BandwidthTotals(written_bytes=2 * MUCH, written_s=0.5)
+    assert under_way(path_with(clock), clock, (Op.READ, MUCH - 1)) == BandwidthTotals()
+    assert under_way(path_with(clock), clock, write, read) == BandwidthTotals()
+    path = path_with(clock)
     for _ in range(3):
-        under_way(meter, clock, read)
+        under_way(path, clock, read)
         clock.now += 100.0
-    meter.arrived(Op.READ, MUCH, 0.25)  # a read in the caller's thread reports its own time
-    meter.arrived(Op.READ, MUCH - 1, 0.25)
-    assert meter.totals() == BandwidthTotals(read_bytes=4 * MUCH, read_s=1.75)
+    path.arrived(Op.READ, MUCH, 0.25)  # a read in the caller's thread reports its own time
+    path.arrived(Op.READ, MUCH - 1, 0.25)
+    assert path.meter.totals() == BandwidthTotals(read_bytes=4 * MUCH, read_s=1.75)
 
 
 def test_continuous_traffic_is_measured() -> None:
     clock = Clock()
-    meter = BandwidthMeter(clock)
-    meter.submitted(MUCH)
+    path = path_with(clock)
+    path.submitted(MUCH)
     for _ in range(10):
-        under_way(meter, clock, (Op.READ, MUCH))
-    assert 8 * MUCH <= meter.totals().read_bytes <= 10 * MUCH
-    assert meter.totals().read_bytes / meter.totals().read_s == MUCH / 0.5
+        under_way(path, clock, (Op.READ, MUCH))
+    assert 8 * MUCH <= path.meter.totals().read_bytes <= 10 * MUCH
+    assert path.meter.totals().read_bytes / path.meter.totals().read_s == MUCH / 0.5
 
 
 def test_measuring_the_copy_rate_leaves_the_memory_unchanged() -> None:
     memory = bytearray(range(256)) * 64
     assert copy_bytes_per_s(memoryview(memory)) > 0
     assert memory == bytearray(range(256)) * 64
+
+
+def test_a_slice_counts_in_the_bucket_of_its_time() -> None:
+    path = path_with(Clock())
+    for bound in (*BUCKETS_S, 100.0):
+        path.arrived(Op.READ, 1, bound)
+    assert list(path.totals.counts) == [1] * (len(BUCKETS_S) + 1)

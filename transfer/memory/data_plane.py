@@ -208,7 +208,8 @@ class DataPlane:
 
     def __init__(self, folder: Path | None) -> None:
         library = load_library(SOURCE, C_FLAGS, folder)
-        pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        brief = ctypes.PyDLL(None, handle=library._handle)
+        pointer, int64, int32, double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
         copying = [pointer, pointer, pointer, int64, int32]
         signatures: tuple[tuple[Any, list[Any], Any], ...] = (
             (library.copy_rows, copying, None),
@@ -216,20 +217,30 @@ class DataPlane:
             (library.rows_equal, copying, int32),
             (library.fill_iovecs, copying, int64),
             (library.join_rows, [pointer, int64, int64, int64, ctypes.POINTER(int64)], int64),
-            (library.window_enter, [pointer], int32),
-            (library.window_leave, [pointer], None),
-            (library.window_close, [pointer], None),
-            (library.window_close_if_idle, [pointer], int32),
+            (brief.window_enter, [pointer], int32),
+            (brief.window_leave, [pointer], None),
+            (brief.window_close, [pointer], None),
+            (brief.window_close_if_idle, [pointer], int32),
+            (brief.segment_hold, [pointer], int32),
+            (brief.segment_release, [pointer], None),
+            (brief.segment_close_if_unused, [pointer], int32),
+            (brief.path_submitted, [pointer, int64, double], None),
+            (brief.path_taken, [pointer, int64], None),
+            (brief.path_arrived, [pointer, int32, int64, double], None),
+            (brief.path_left, [pointer, int64, double], None),
             (
                 library.serve_copies,
                 [int32, ctypes.POINTER(FlowState), ctypes.POINTER(CopyRoute), ctypes.c_char_p, int64, int64],
                 int32,
             ),
             (library.pump, [int32, ctypes.POINTER(FlowState), int64, int64], int32),
+            (library.read_inline, [*[pointer] * 5, int64], int32),
         )
         for function, arguments, result in signatures:
             function.argtypes, function.restype = arguments, result
         self.library = library
+        self.brief = brief
+        """Functions that take nanoseconds, so they keep the GIL."""
         self._pump = library.pump  # looked up once because it is called for every frame
 
     def copy_rows(self, to: int, source: int, rows: Rows, *, to_column: int) -> None:

@@ -118,6 +118,8 @@ class PeerMemory:
         self.view = memoryview(self._map)[:nbytes]
         self.base = address_of(self.view)
         self.live_address = self.base + self._marker
+        self._native = (ctypes.c_int64 * 3)(self.base, nbytes, self.live_address)
+        self.native = ctypes.addressof(self._native)  # its `MappedMemory` (inline_reads.h)
         self._plane = data_plane()
 
     def copy(self, to: int, rows: Rows, *, to_column: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from moonserve.protocol.errors import InvalidRequest
-from moonserve.transfer.memory.data_plane import address_of
+from moonserve.transfer.memory.data_plane import address_of, data_plane
 from moonserve.transfer.memory.memfd import OwnedMemory
 from moonserve.transfer.paths.hardware_discovery import location_of
 
@@ -93,11 +93,19 @@ class Segment:
     base: int = field(init=False)
     """Address of the first byte."""
     nbytes: int = field(init=False)
-    num_users: int = 0
-    """Number of batches in flight and open windows."""
+    native: int = field(init=False)
+    """Address of its `LocalMemory` (inline_reads.h)."""
+    _native: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.base, self.nbytes = address_of(self.buffer), self.buffer.nbytes
+        self._native = (ctypes.c_int64 * 3)(self.base, self.nbytes)
+        self.native = ctypes.addressof(self._native)
+
+    @property
+    def num_users(self) -> int:
+        """Number of batches in flight, open windows and READs in the threads of callers."""
+        return int(self._native[2])
 
     def __repr__(self) -> str:
         return f"Segment({self.segment_id}, {self.nbytes} bytes at {self.location})"
@@ -107,6 +115,7 @@ class SegmentTable:
     """All segments of one engine. Thread-safe."""
 
     def __init__(self) -> None:
+        self._native = data_plane().brief
         self._lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._next_id = 1
@@ -136,7 +145,7 @@ class SegmentTable:
         """Removes a segment. Raises InvalidRequest while a batch or a window uses it."""
         with self._lock:
             self._require(segment)
-            if segment.num_users:
+            if not self._native.segment_close_if_unused(segment.native):
                 raise InvalidRequest(f"{segment} is in use by {segment.num_users} batches/windows")
             del self._segments[segment.segment_id]
         if segment.memory is not None:
@@ -163,12 +172,11 @@ class SegmentTable:
             for segment in segments:
                 self._require(segment)
             for segment in segments:
-                segment.num_users += 1
+                self._native.segment_hold(segment.native)
 
     def release(self, segments: Iterable[Segment]) -> None:
-        with self._lock:
-            for segment in segments:
-                segment.num_users -= 1
+        for segment in segments:
+            self._native.segment_release(segment.native)
 
     def close(self) -> list[Segment]:
         """Removes and returns all segments. Views that callers still hold stay valid."""

@@ -43,17 +43,7 @@ class WindowHold:
 class Window:
     """A right to write; as a context manager it covers one store."""
 
-    __slots__ = (
-        "_changed",
-        "_holds",
-        "_native",
-        "_state",
-        "ends",
-        "segment",
-        "starts",
-        "state",
-        "window_id",
-    )
+    __slots__ = ("_changed", "_holds", "_native", "_state", "ends", "segment", "starts", "state", "window_id")
 
     def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
         merged = data_plane().joined(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
@@ -62,7 +52,7 @@ class Window:
         self.starts = np.ascontiguousarray(merged[:, REMOTE])
         self.ends = self.starts + merged[:, LENGTH]
         self._changed = threading.Condition(threading.Lock())
-        self._native = data_plane().library
+        self._native = data_plane().brief
         self._state = ctypes.c_int64()
         self.state = ctypes.addressof(self._state)
         self._holds: set[WindowHold] = set()

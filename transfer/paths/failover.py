@@ -67,7 +67,7 @@ class Peer:
         self._num_paths = len(paths)
         self._selector = PathSelector(paths, context.topology, RailHealth())
         self._lanes: dict[TransferPath, Lane] = {}
-        self._shm_lane: Lane | None = None
+        self.shm_lane: Lane | None = None
         """The shm lane, whose session may read this host's memory directly."""
         self._retired: list[Lane] = []
         self._forgotten = False
@@ -82,7 +82,7 @@ class Peer:
         Raises the peer's refusal.
         """
         began = time.monotonic()
-        lane = self._shm_lane or self._idle_lane(single, began)
+        lane = self.shm_lane or self._idle_lane(single, began)
         if lane is None or (single.op is Op.WRITE and self._context.unfenced.at(self.address.instance)):
             return False
         if self._num_paths > 1:  # leaves time for another path
@@ -209,8 +209,8 @@ class Peer:
                 return False
             if self._lanes.get(lane.path) is lane:
                 del self._lanes[lane.path]
-                if lane is self._shm_lane:
-                    self._shm_lane = None
+                if lane is self.shm_lane:
+                    self.shm_lane = None
                 self._retired = [old for old in self._retired if old.thread.is_alive()] + [lane]
         return True
 
@@ -300,7 +300,7 @@ class Peer:
             except RuntimeError as error:
                 raise PeerLost(f"cannot start a thread for another connection: {error}", peer=self.label) from error
             if path.transport == "shm":
-                self._shm_lane = lane
+                self.shm_lane = lane
         return lane
 
     def connect(self, path: TransferPath, deadline_at: float, while_waiting: Callable[[], None]) -> Session:

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from moonserve.protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from moonserve.transfer.batch import Part
 from moonserve.transfer.config import FaultPlan
+from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.paths.lane_queue import Group, GroupQueue, Inbox, attempt_ends_at
 from moonserve.transfer.paths.path_selection import TransferPath
 from moonserve.transfer.paths.traffic_stats import Incident, PathStats
@@ -93,7 +94,8 @@ class Lane:
         Raises the peer's refusal.
         """
         session = self._session
-        if session is None or not self._try_lock_session():
+        # A caller does not overtake waiting groups.
+        if session is None or not self.idle or not self._session_lock.acquire(blocking=False):
             return False
         self._locked_by_caller = True
         try:
@@ -118,6 +120,21 @@ class Lane:
             self._locked_by_caller = False
             self._session_lock.release()
 
+    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int) -> bool:
+        """Carries a READ by native code in the caller's thread if the lane is idle. Returns False if that failed."""
+        session = self._session
+        if session is None or not self._session_lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._inbox.empty() or self._arrived or session is not self._session:
+                return False
+            outcome = session.read_inline(segment_id, local, rows, count, self.stats.native)
+        finally:
+            self._session_lock.release()
+        if outcome < 0:
+            self.stats.count(Incident.CORRUPT)
+        return outcome > 0
+
     def with_session(self, work: Callable[[Session, float], T], deadline_at: float) -> T:
         """Runs `work` on the session, connecting it if necessary. Blocks; raises PeerLost."""
         if not self._session_lock.acquire(timeout=max(0.0, deadline_at - time.monotonic())):
@@ -133,10 +150,6 @@ class Lane:
         finally:
             self._locked_by_caller = False
             self._session_lock.release()
-
-    def _try_lock_session(self) -> bool:
-        """Locks the session for the caller if the lane is idle. A caller does not overtake waiting groups."""
-        return self.idle and self._session_lock.acquire(blocking=False)
 
     def disconnect_when_idle(self) -> None:
         """Requests disconnection once the lane is idle, since the endpoint pool has evicted it. Does not wait."""

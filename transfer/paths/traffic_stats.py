@@ -2,21 +2,20 @@
 
 A peer's bandwidth is measured in periods, over all its paths. A period begins when bytes are in flight and ends when
 none are, or after a second. It counts if it moved enough bytes to measure a bandwidth rather than a round trip, in one
-direction only, since two directions share the capacity. Thread-safe. `BandwidthMeter` knows no path and no rail.
+direction only, since two directions share the capacity. Thread-safe: native code counts (native/traffic.h).
 """
 
-import bisect
+import ctypes
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from moonserve.transfer.paths.path_selection import MEASURED_FROM
+from moonserve.protocol.process.native_libraries import c_fields
+from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.transport_interface import Op
-
-MAX_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,63 +28,41 @@ class BandwidthTotals:
     written_s: float = 0.0
 
 
-class BandwidthMeter:
-    """Measures the bandwidth to one peer."""
+class BandwidthMeter(ctypes.Structure):
+    """Bandwidth to one peer, measured by native code. `Meter` of traffic.h; an array has one entry per `Op`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._in_flight = 0
-        self._began_at = 0.0  # start of the period
-        self._moved = {Op.READ: 0, Op.WRITE: 0}  # bytes in the period
-        self._bytes = {Op.READ: 0, Op.WRITE: 0}
-        self._seconds = {Op.READ: 0.0, Op.WRITE: 0.0}
-
-    def submitted(self, nbytes: int) -> None:
-        with self._lock:
-            if not self._in_flight:
-                self._begin()
-            self._in_flight += nbytes
-
-    def arrived(self, op: Op, nbytes: int, seconds: float) -> None:
-        """Counts bytes that arrived. `seconds` is the slice's own time, used only if it was never submitted."""
-        with self._lock:
-            if self._in_flight:
-                self._moved[op] += nbytes
-            elif nbytes >= MEASURED_FROM:
-                self._bytes[op] += nbytes
-                self._seconds[op] += seconds
-
-    def left(self, nbytes: int) -> None:
-        with self._lock:
-            self._in_flight -= nbytes
-            if not self._in_flight or self._clock() - self._began_at >= MAX_PERIOD_S:
-                self._end()
-                self._begin()
+    _fields_ = (
+        ("in_flight", ctypes.c_int64),
+        *c_fields(ctypes.c_int64 * 2, "moved bytes"),
+        ("inline_ns", ctypes.c_int64),
+        ("began_at", ctypes.c_double),
+        ("seconds", ctypes.c_double * 2),
+    )
 
     def totals(self) -> BandwidthTotals:
-        with self._lock:
-            return BandwidthTotals(
-                read_bytes=self._bytes[Op.READ],
-                read_s=self._seconds[Op.READ],
-                written_bytes=self._bytes[Op.WRITE],
-                written_s=self._seconds[Op.WRITE],
-            )
-
-    def _begin(self) -> None:
-        self._began_at = self._clock()
-        self._moved = {Op.READ: 0, Op.WRITE: 0}
-
-    def _end(self) -> None:
-        moved = [(op, nbytes) for op, nbytes in self._moved.items() if nbytes]
-        if len(moved) == 1 and moved[0][1] >= MEASURED_FROM:
-            [(op, nbytes)] = moved
-            self._bytes[op] += nbytes
-            self._seconds[op] += self._clock() - self._began_at
+        read, written = self.bytes
+        read_s = self.seconds[0] + self.inline_ns / 1e9
+        return BandwidthTotals(read_bytes=read, read_s=read_s, written_bytes=written, written_s=self.seconds[1])
 
 
 BUCKETS_S = (50e-6, 100e-6, 250e-6, 1e-3, 2.5e-3, 10e-3, 50e-3, 250e-3, 1.0, 5.0)
 """Upper bounds of the latency histogram: one slice, from being handed to a session to its end."""
+
+
+class PathTotals(ctypes.Structure):
+    """Totals of one path since the start of the process. `Path` of traffic.h."""
+
+    _fields_ = (
+        ("meter", ctypes.c_void_p),
+        *c_fields(ctypes.c_int64, "num_in_flight bytes_in_flight"),
+        ("bytes", ctypes.c_int64 * 2),
+        ("sum_ns", ctypes.c_int64),
+        ("counts", ctypes.c_int64 * (len(BUCKETS_S) + 1)),
+    )
+    num_in_flight: int
+    """Slices carried by a session."""
+    bytes_in_flight: int
+    """Bytes of all slices that were submitted to this path and have not ended."""
 
 
 class Incident(StrEnum):
@@ -100,53 +77,35 @@ class Incident(StrEnum):
     COOLDOWN = "rests"
 
 
-@dataclass(slots=True, eq=False)
 class PathStats:
-    """Totals of one path since the start of the process. Thread-safe."""
+    """Statistics of one path. Thread-safe."""
 
-    transport: str
-    rail: str
-    peer: str
-    meter: BandwidthMeter = field(default_factory=BandwidthMeter)
-    """The peer's meter, shared by all paths to it."""
-    read_bytes: int = 0
-    written_bytes: int = 0
-    num_in_flight: int = 0
-    """Slices carried by a session."""
-    bytes_in_flight: int = 0
-    """Bytes of all slices that were submitted to this path and have not ended."""
-    latency_sum_s: float = 0.0
-    latency_counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    """Slices that succeeded, by latency bucket."""
-    incidents: Counter[Incident] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self, transport: str, rail: str, peer: str, meter: BandwidthMeter, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`meter` is the peer's, shared by all paths to it."""
+        self.transport, self.rail, self.peer, self.meter = transport, rail, peer, meter
+        self.totals = PathTotals(meter=ctypes.addressof(meter))
+        self.native = ctypes.addressof(self.totals)
+        self.incidents: Counter[Incident] = Counter()
+        self._clock = clock
+        self._plane = data_plane().brief
+        self._lock = threading.Lock()
 
     def submitted(self, nbytes: int) -> None:
-        with self._lock:
-            self.bytes_in_flight += nbytes
-        self.meter.submitted(nbytes)
+        self._plane.path_submitted(self.native, nbytes, self._clock())
 
     def left(self, nbytes: int) -> None:
         """Counts bytes that left this path, whatever their outcome."""
-        with self._lock:
-            self.bytes_in_flight -= nbytes
-        self.meter.left(nbytes)
+        self._plane.path_left(self.native, nbytes, self._clock())
 
     def taken(self, num_slices: int = 1) -> None:
         """Counts slices that a session took; negative for slices that ended or were given back."""
-        with self._lock:
-            self.num_in_flight += num_slices
+        self._plane.path_taken(self.native, num_slices)
 
     def arrived(self, op: Op, nbytes: int, seconds: float) -> None:
         """Counts one slice that arrived `seconds` after a session took it."""
-        with self._lock:
-            if op is Op.READ:
-                self.read_bytes += nbytes
-            else:
-                self.written_bytes += nbytes
-            self.latency_sum_s += seconds
-            self.latency_counts[bisect.bisect_left(BUCKETS_S, seconds)] += 1
-        self.meter.arrived(op, nbytes, seconds)
+        self._plane.path_arrived(self.native, op is Op.WRITE, nbytes, seconds)
 
     def count(self, incident: Incident) -> None:
         with self._lock:

@@ -80,12 +80,8 @@ class Copier:
         guard: AbstractContextManager[None] = _unguarded,
     ) -> None:
         """Copies rows whose bounds were checked. Each step's stores happen inside `guard`, which may refuse them."""
-        if len(rows) == 1 and scatter.total(rows) <= STEP_BYTES:
-            with guard:
-                copy_step(source, into, rows, to_column, verified)
-            source.require_live()
-            return
-        left = deque(scatter.cut(rows, STEP_BYTES, MAX_ROWS))
+        nbytes = scatter.total(rows)
+        left = deque((rows,) if nbytes <= STEP_BYTES else scatter.cut(rows, STEP_BYTES, MAX_ROWS))
 
         def work() -> None:
             while left:
@@ -94,9 +90,12 @@ class Copier:
                 except IndexError:  # another thread took the last step
                     return
                 with guard:
-                    copy_step(source, into, step, to_column, verified)
+                    if not verified:
+                        source.copy(into.base, step, to_column=to_column)
+                    elif not source.copy_verified(into.base, step, to_column=to_column):
+                        raise IntegrityError("bytes changed while they were copied within the host")
 
-        if self._pool is not None and scatter.total(rows) >= _SHARED_BYTES:
+        if self._pool is not None and nbytes >= _SHARED_BYTES:
             self._share(self._pool, work, left)
         else:
             work()
@@ -120,14 +119,6 @@ class Copier:
         """Ends the threads and waits for them."""
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def copy_step(source: ReadableMemory, into: Segment, rows: Rows, to_column: int, verified: bool) -> None:
-    """Copies one step in this thread. The caller then checks that the source is still live."""
-    if not verified:
-        source.copy(into.base, rows, to_column=to_column)
-    elif not source.copy_verified(into.base, rows, to_column=to_column):
-        raise IntegrityError("bytes changed while they were copied within the host")
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

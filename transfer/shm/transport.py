@@ -27,7 +27,7 @@ from moonserve.transfer.memory.scatter import LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.memory.write_windows import Window
 from moonserve.transfer.paths.peer_address import Address, Rail
-from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerSegments, ReadableMemory, copy_step
+from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerSegments, ReadableMemory
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import (
     HEADER_BYTES,
@@ -82,6 +82,9 @@ class ShmSession(StreamSession):
         self._copier = copier
         self._markers = markers
         self._segments = PeerSegments(connection.peer_pid)
+        max_bytes = min(STEP_BYTES, dial.options.slice_bytes_over("shm"))
+        self._route = (ctypes.c_int64 * 3)(max_bytes, connection.descriptor, self._checksums)  # `ReadRoute`
+        self._read_natively = self._plane.library.read_inline
         self._mapping: set[Slice] = set()
         """Slices whose next answer is a mapping."""
         self._offers: dict[int, _Offer] = {}
@@ -201,15 +204,11 @@ class ShmSession(StreamSession):
             raise InvalidRequest(f"out of bounds of a segment of {source.nbytes} bytes")
         return source.view[offset : offset + length]
 
-    def carry_inline(self, single: Slice) -> None:
-        """Copies a small READ out of known memory without a request."""
-        source = self._segments.get(single.segment_id)
-        if single.op is Op.WRITE or source is None:
-            super().carry_inline(single)
-            return
-        scatter.require_inside(single.rows, REMOTE, source.nbytes)
-        copy_step(source, single.local, single.rows, LOCAL, self._checksums)
-        source.require_live()  # after the copy, so that the copy is covered
+    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
+        source = self._segments.get(segment_id)
+        if type(source) is not PeerMemory:
+            return 0
+        return int(self._read_natively(self._route, path, source.native, local.native, rows, count))
 
 
 _BACKLOG_S = 0.5
@@ -358,10 +357,7 @@ class ShmTarget(StreamTarget):
         self._route_owners = window, source
         ctypes.memmove(route.served, encode(header._replace(entries=0)), HEADER_BYTES)
         route.window = window.state
-        route.starts, route.ends, route.num_ranges = (
-            address_of(window.starts),
-            address_of(window.ends),
-            len(window.ends),
-        )
+        route.starts, route.ends = address_of(window.starts), address_of(window.ends)
+        route.num_ranges = len(window.ends)
         route.to, route.source, route.live = segment.base, source.base, source.live_address
         route.source_bytes, route.max_bytes, route.verified = source.nbytes, STEP_BYTES, self.checksums

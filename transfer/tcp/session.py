@@ -63,6 +63,9 @@ class StreamSession:
         if source.error is not None:
             raise source.error
 
+    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
+        return 0
+
     def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:
         raise InvalidRequest("memory of another host cannot be viewed in place: READ it")
 

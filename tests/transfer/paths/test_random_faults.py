@@ -145,7 +145,7 @@ class Storm:
         for peer in self.near._peers.by_address.values():
             peer._selector.validate()
             assert not any(each.in_flight_bytes for each in peer._selector._states.values())
-        assert all((stats.num_in_flight, stats.bytes_in_flight) == (0, 0) for stats in self.near.stats)
+        assert all((path.totals.num_in_flight, path.totals.bytes_in_flight) == (0, 0) for path in self.near.stats)
         assert self.local.num_users == 0
 
 
