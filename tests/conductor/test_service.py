@@ -1,7 +1,5 @@
 """Tests of the conductor's service over real gRPC on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -36,7 +34,7 @@ class Rig:
     registry: CollectorRegistry
     state: ConductorState
     channels: Channels
-    stub: conductor_pb2_grpc.ConductorAsyncStub
+    stub: "conductor_pb2_grpc.ConductorAsyncStub"
     now: float = 100.0
 
     async def call(self, method: str, request: object) -> object:

@@ -2,14 +2,19 @@
 `python -m benchmarks.networks` runs all outages, five times each (docs/networks.md)."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 
 import pytest
 
 from benchmarks.networks.cluster import DECODE, FRONT, HostsCluster, hosts_cluster
-from benchmarks.networks.hosts import Link, missing_requirement
+from benchmarks.networks.hosts import Link, Network, missing_requirement, network
 from benchmarks.networks.outages import Outage, degraded, known_answers, run_outage
+from moonserve.transfer import Op, Transfer, TransferEngine, TransferOptions
+from tests.patience import PATIENCE_S
 from tests.thoroughness import seconds
 
+pytestmark = pytest.mark.skipif(bool(missing_requirement()), reason=str(missing_requirement()))
+POOL_BYTES = 1 << 20
 OUTAGE_S = seconds(3.0, 15.0)
 CUT_OFF = Outage("the decode host is cut off", lambda net: net.isolate(DECODE), lambda net: net.rejoin(DECODE))
 ONE_WAY = Outage(
@@ -17,10 +22,31 @@ ONE_WAY = Outage(
 )
 
 
+def _started(net: Network, host: int) -> TransferEngine:
+    options = TransferOptions(host=net.address(host), transports=("tcp",), slice_bytes=POOL_BYTES // 16)
+    engine = TransferEngine(cluster_token="token", options=options)
+    engine.start()
+    return engine
+
+
+def _num_connections(net: Network, host: int, peer: str) -> int:
+    with closing(_started(net, host)) as engine:
+        (remote,) = engine.open(peer, deadline_s=PATIENCE_S)
+        read = Transfer(Op.READ, engine.allocate(POOL_BYTES), 0, remote, 0, POOL_BYTES)
+        engine.run([read], deadline_s=PATIENCE_S)
+        return engine.usage().num_endpoints
+
+
+def test_distant_hosts_use_several_connections() -> None:
+    with network(2) as net, closing(net.within(0, lambda: _started(net, 0))) as peer:
+        net.shape(0, Link(delay_s=10e-3))
+        peer.allocate(POOL_BYTES, readable=True)
+        found = [net.within(host, lambda host=host: _num_connections(net, host, peer.address)) for host in range(2)]
+    assert found == [1, 4]
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsCluster]:
-    if (reason := missing_requirement()) is not None:
-        pytest.skip(reason)
     with hosts_cluster(tmp_path_factory.mktemp("hosts") / "logs") as cluster:
         yield cluster
         assert cluster.alive()

@@ -1,7 +1,5 @@
 """Seeded faults of a world: crashes, stops, successors of live processes, cut and bad links, corrupted memory."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +20,7 @@ SHORT_S, LONG_S = (0.05, 8.0), (8.0, 28.0)
 class Faults:
     """Faults of one world. All of them have ended when `calm` returns."""
 
-    def __init__(self, cluster: World, rng: random.Random, *, is_long: bool) -> None:
+    def __init__(self, cluster: "World", rng: random.Random, *, is_long: bool) -> None:
         """With `is_long`, stops and cuts outlast all timeouts."""
         self._lasting_s = LONG_S if is_long else SHORT_S
         self._cluster = cluster

@@ -1,7 +1,5 @@
 """Simulated clients of a pool: write, read with and without a lease, remove, copy and hint, and verify each value."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -45,7 +43,7 @@ def key_of(chain: int, depth: int) -> BlockKey:
 class PoolClient:
     """A process that uses a pool at random until the world is calm. `outcomes` counts what it met."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: "World", name: str) -> None:
         self._world = world
         self._network, self._loop, self._rng = world.network, world.network.loop, world.network.rng
         self.outcomes: Counter[str] = Counter()

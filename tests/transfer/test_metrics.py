@@ -7,13 +7,11 @@ from prometheus_client import CollectorRegistry
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.transfer import Op, TransferEngine
 from moonserve.transfer.metrics import TransferCollector, copy_bytes_per_s
-from moonserve.transfer.paths.path_selection import MEASURED_FROM
+from moonserve.transfer.paths.path_selection import MEASURED_FROM as MUCH
 from moonserve.transfer.paths.traffic_stats import BUCKETS_S, BandwidthMeter, BandwidthTotals, PathStats
 from tests.clock import Clock
 from tests.transfer.conftest import Pair
 from tests.transfer.fault_injection import FaultInjector, Outcome
-
-MUCH = MEASURED_FROM
 
 
 class Readings:
@@ -101,8 +99,7 @@ def test_overlapping_transfers_count_their_time_once_and_pauses_do_not_count() -
 
 
 def test_continuous_traffic_is_measured() -> None:
-    clock = Clock()
-    path = path_with(clock)
+    path = path_with(clock := Clock())
     path.submitted(MUCH)
     for _ in range(10):
         under_way(path, clock, (Op.READ, MUCH))

@@ -1,7 +1,5 @@
 """Tests of single and standby conductors over a real registry and real sockets, in one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Runs a directory process and queries it."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -25,7 +23,7 @@ def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes
 class Questions:
     """Calls to the directory."""
 
-    def __init__(self, stub: directory_pb2_grpc.DirectoryAsyncStub, channels: Channels) -> None:
+    def __init__(self, stub: "directory_pb2_grpc.DirectoryAsyncStub", channels: Channels) -> None:
         self._stub = stub
         self._channels = channels
 

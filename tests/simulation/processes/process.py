@@ -1,7 +1,5 @@
 """Base class of simulated processes: start, serve, drain, and validation of the state after events."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import traceback
@@ -27,7 +25,7 @@ class Process:
 
     role: Role | None = None
 
-    def __init__(self, world: World, life: Life, address: str) -> None:
+    def __init__(self, world: "World", life: Life, address: str) -> None:
         self.world = world
         self.life = life
         self.address = address

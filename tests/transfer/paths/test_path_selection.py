@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonserve.transfer.paths.connection_pool import ConnectionPool
-from moonserve.transfer.paths.path_selection import PathSelector, TransferPath, streams_for
+from moonserve.transfer.paths.path_selection import PathSelector, TransferPath
 from moonserve.transfer.paths.peer_address import Rail
 from moonserve.transfer.paths.rail_health import RailCondition, RailHealth
 from moonserve.transfer.paths.topology import Preference, Topology
@@ -90,10 +90,6 @@ def test_deep_queues_and_small_slices_do_not_lower_the_measured_bandwidth() -> N
     for number in range(1, 11):
         paths.done(way, MIB, seconds=0.01 * number, now=1 + 0.01 * number)
     assert bandwidth_of(paths, way, 1.1) == pytest.approx(MIB / 0.01)
-
-
-def test_only_long_round_trips_get_several_connections() -> None:
-    assert [streams_for(seconds) for seconds in (None, 50e-6, 1.9e-3, 2e-3, 0.1)] == [1, 1, 1, 4, 4]
 
 
 def test_a_cooling_rail_gets_one_trial_and_returns_with_all_its_streams() -> None:

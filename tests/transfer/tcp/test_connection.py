@@ -46,20 +46,16 @@ def test_sent_buffers_are_released_although_the_queue_is_never_empty(ends: tuple
 
 
 @pytest.mark.parametrize(
-    ("round_trip_s", "streams", "num_connections"), [(None, None, 1), (1e-3, None, 1), (2e-2, None, 4), (2e-2, 2, 2)]
+    ("round_trip_s", "streams", "expected"), [(None, None, 1), (1.9e-3, None, 1), (2e-3, None, 4), (0.1, 2, 2)]
 )
 def test_connections_follow_the_round_trip_unless_their_number_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-    make_pair: MakePair,
-    round_trip_s: float | None,
-    streams: int | None,
-    num_connections: int,
+    monkeypatch: pytest.MonkeyPatch, make_pair: MakePair, round_trip_s: float | None, streams: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(Connection, "round_trip_s", lambda _: round_trip_s)
     pair = make_pair(streams=streams, slice_bytes=1 << 16)
     assert pair.near.open(pair.far.address)
     pair.run(pair.read(0, 0, 1 << 20))
-    assert pair.near.usage().num_endpoints == num_connections
+    assert pair.near.usage().num_endpoints == expected
 
 
 def test_push_sends_without_a_wait(ends: tuple[Connection, socket.socket]) -> None:
