@@ -87,7 +87,7 @@ class ShardState:
         key = routing_key(place.block_keys, self.hot, place.request_id.encode())
         address = in_order(key, self._shards)[0].address
         other = self._peers[address][0]
-        wait_s = plan.decision.predicted_ttft_s - plan.prefill_s
+        wait_s = plan.predicted.queue_s or 0.0
         added_s = plan.prefill.registration.prefill_profile.seconds(place.num_prompt_tokens, 0) - plan.prefill_s
         gain_s = wait_s - other.wait_s - WAIT_PER_WORK * max(added_s, 0.0)
         return address if gain_s > MIN_GAIN_S and wait_s > SPILL_FACTOR * other.wait_s else None

@@ -1,9 +1,7 @@
 """Every parameter in two clusters: separate prefill and decode, and one worker that does both. Tokens, text and
 log-probabilities (except for the last bits of float32) are equal, also next to other requests: output depends on the
-seed, not on the batch or the cache.
-
-With separate workers, prefill samples the first token and decode all others, so that all state that depends on the
-history, the index, the text or the seed must be carried over.
+seed, not on the batch or the cache. With separate workers, prefill samples the first token and decode all others, so
+that all state that depends on the history, the index, the text or the seed must be carried over.
 """
 
 import json

@@ -29,20 +29,18 @@ def _started(net: Network, host: int) -> TransferEngine:
     return engine
 
 
-def _num_connections(net: Network, host: int, peer: str) -> int:
-    with closing(_started(net, host)) as engine:
-        (remote,) = engine.open(peer, deadline_s=PATIENCE_S)
-        read = Transfer(Op.READ, engine.allocate(POOL_BYTES), 0, remote, 0, POOL_BYTES)
-        engine.run([read], deadline_s=PATIENCE_S)
-        return engine.usage().num_endpoints
-
-
 def test_distant_hosts_use_several_connections() -> None:
+    def num_connections(host: int) -> int:
+        with closing(_started(net, host)) as engine:
+            (remote,) = engine.open(peer.address, deadline_s=PATIENCE_S)
+            read = Transfer(Op.READ, engine.allocate(POOL_BYTES), 0, remote, 0, POOL_BYTES)
+            engine.run([read], deadline_s=PATIENCE_S)
+            return engine.usage().num_endpoints
+
     with network(2) as net, closing(net.within(0, lambda: _started(net, 0))) as peer:
         net.shape(0, Link(delay_s=10e-3))
         peer.allocate(POOL_BYTES, readable=True)
-        found = [net.within(host, lambda host=host: _num_connections(net, host, peer.address)) for host in range(2)]
-    assert found == [1, 4]
+        assert [net.within(host, lambda host=host: num_connections(host)) for host in range(2)] == [1, 4]
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 A WRITE is stored by its target while the target is alive, runs and has the window open. A READ is served by the owner
 of the memory. Both happen in two parts at different times, and may break off after the first. After a batch is done,
-none of its bytes are transferred, with one exception: bytes that a target had received when the initiator gave up may
-still be stored while the window is open.
+only bytes that a target had received when the initiator gave up may still be stored, while the window is open.
 """
 
 from collections.abc import Callable, Sequence

@@ -98,23 +98,20 @@ def test_overlapping_transfers_count_their_time_once_and_pauses_do_not_count() -
     assert path.meter.totals() == BandwidthTotals(read_bytes=4 * MUCH, read_s=1.75)
 
 
-def test_continuous_traffic_is_measured() -> None:
+def test_continuous_traffic_is_measured_and_a_slice_counts_in_the_bucket_of_its_time() -> None:
     path = path_with(clock := Clock())
     path.submitted(MUCH)
     for _ in range(10):
         under_way(path, clock, (Op.READ, MUCH))
     assert 8 * MUCH <= path.meter.totals().read_bytes <= 10 * MUCH
     assert path.meter.totals().read_bytes / path.meter.totals().read_s == MUCH / 0.5
+    path = path_with(clock)
+    for bound in (*BUCKETS_S, 100.0):
+        path.arrived(Op.READ, 1, bound)
+    assert list(path.totals.counts) == [1] * (len(BUCKETS_S) + 1)
 
 
 def test_measuring_the_copy_rate_leaves_the_memory_unchanged() -> None:
     memory = bytearray(range(256)) * 64
     assert copy_bytes_per_s(memoryview(memory)) > 0
     assert memory == bytearray(range(256)) * 64
-
-
-def test_a_slice_counts_in_the_bucket_of_its_time() -> None:
-    path = path_with(Clock())
-    for bound in (*BUCKETS_S, 100.0):
-        path.arrived(Op.READ, 1, bound)
-    assert list(path.totals.counts) == [1] * (len(BUCKETS_S) + 1)

@@ -9,7 +9,7 @@ from moonserve.conductor import events
 from moonserve.conductor.peers.shard_state import SILENT_AFTER_S, ShardState
 from moonserve.conductor.placement.policies import make_policy
 from moonserve.conductor.state import ConductorState
-from moonserve.protocol.request import InstanceId, RequestId, Role
+from moonserve.protocol.request import InstanceId, RequestId, RequestPhase, Role
 from tests.conductor.cluster import USUAL, chain, endpoint, worker
 
 
@@ -124,6 +124,14 @@ def test_a_prompt_stays_where_its_prefix_is_where_all_wait_or_where_it_was_sent(
     )  # fmt: skip
     shards.states["host:0"].handle(beat, shards.now)
     assert isinstance(shards.place("host:0", "known"), events.Placed)
+
+
+def test_time_outside_of_queues_is_no_reason_to_send_a_prompt_away() -> None:
+    shards, times = two_with_work(0, 0), {"elapsed_s": 5.0, "queue_s": 0.0, "transfer_s": 0.0, "prefill_s": 2.0}
+    for name in map(RequestId, ("first", "second", "third")):
+        assert isinstance(shards.place("host:0", name), events.Placed)
+        report = events.Report(request_id=name, phase=RequestPhase.FIRST_TOKEN, **times)
+        shards.states["host:0"].handle(report, shards.now)
 
 
 def test_a_silent_shard_gets_nothing_and_is_welcome_again() -> None:
