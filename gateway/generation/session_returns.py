@@ -20,7 +20,7 @@ MIN_RETURNS = 0.5
 WITHIN = 0.9
 """Share of the pauses that end before `within_s` (measured: docs/store-eviction.md)."""
 REPLY_WEIGHT = 0.02
-"""Of the latest reply in the mean duration of replies."""
+"""Weight of the latest reply in the mean duration of replies."""
 
 
 class Prediction(NamedTuple):

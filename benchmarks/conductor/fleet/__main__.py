@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.conductor.fleet.comparison import compared_rows
 from benchmarks.conductor.fleet.growth import growth_rows
 from benchmarks.conductor.fleet.live import live_rows
-from benchmarks.conductor.fleet.simulation import Fleet, Scenario, Served, hit_ratio
+from benchmarks.conductor.fleet.simulation import Fleet
+from benchmarks.conductor.fleet.workload import Scenario, Served, hit_ratio
 from benchmarks.harness.measure import table, write_json
 from moonserve.conductor.placement.policies import DEFAULT_POLICY, POLICY_NAMES
 from moonserve.protocol.process.lifecycle import infrequent_gc

@@ -20,8 +20,8 @@ import numpy as np
 import uvloop
 
 from benchmarks.conductor.fleet.live import TIMEOUT_S, started_conductor
-from benchmarks.conductor.fleet.simulation import DECODE_S, Fleet, Instance, Scenario, Served, hit_ratio
-from benchmarks.conductor.fleet.workload import Prompt, Sessions
+from benchmarks.conductor.fleet.simulation import DECODE_S, Fleet, Instance
+from benchmarks.conductor.fleet.workload import Prompt, Scenario, Served, Sessions, hit_ratio
 from moonserve.conductor.events import Place, Report
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.protocol.errors import PeerLost

@@ -13,10 +13,16 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from benchmarks.conductor.fleet.workload import BLOCK_TOKENS, OUTPUT_TOKENS, Prompt, Sessions, tokens_of
+from benchmarks.conductor.fleet.workload import (
+    BLOCK_TOKENS,
+    OUTPUT_TOKENS,
+    Prompt,
+    Scenario,
+    Served,
+    Sessions,
+)
 from moonserve.conductor.events import (
     BlockChanges,
     Heartbeat,
@@ -32,13 +38,13 @@ from moonserve.conductor.events import (
 from moonserve.conductor.peers import ShardSummary
 from moonserve.conductor.peers.shard_state import ShardState
 from moonserve.conductor.placement.admission import AdmissionMode, Limits
-from moonserve.conductor.placement.policies import DEFAULT_POLICY, make_policy
+from moonserve.conductor.placement.policies import make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, KvLayout
 from moonserve.protocol.membership.heartbeats import GATHER_S
 from moonserve.protocol.membership.shards import HotPrefixes, Shard, in_order, merged_hot, routing_key
 from moonserve.protocol.request import Endpoint, InstanceId, Placement, RequestId, RequestPhase, Role
-from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
+from moonserve.protocol.step_time import DecodeProfile
 
 HEARTBEAT_S = 0.5
 GOSSIP_S = 0.25
@@ -49,38 +55,6 @@ EARLIER_IN_FLIGHT = 3  # per prefill instance
 LAYOUT = KvLayout(num_layers=8, block_size=BLOCK_TOKENS, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 DECODE = DecodeProfile(c0=DECODE_S / OUTPUT_TOKENS, c1=1e-9, c2=1e-15)
 POOL_BLOCKS = 2**24
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    num_instances: int  # half of them prefill
-    num_shards: int
-    rate: float  # prompts per second
-    policy: str = DEFAULT_POLICY
-    load: float = 0.6  # of the prefill instances, with one conductor
-    cached_blocks: int = 12_000  # per prefill instance
-    warm_s: float = 5.0
-    measured_s: float = 5.0
-    seed: int = 1
-    reports_changes: bool = False  # heartbeats also soon after each change of a cache, as workers send them
-    dies_at: float | None = None  # of the first shard
-    cut_at: float | None = None  # from here on, the first shard and the others do not hear each other
-    back_at: float | None = None
-
-    @property
-    def num_prefills(self) -> int:
-        return self.num_instances // 2
-
-    def seconds_of(self, served: Served) -> float:
-        """Returns the time for which a prompt computed."""
-        return self.profile.seconds(tokens_of(served.num_blocks), served.hit_blocks * BLOCK_TOKENS)
-
-    @cached_property
-    def profile(self) -> PrefillProfile:
-        """Returns a profile with which the fleet is loaded to `load`: scaled, since the ratio to the rate matters."""
-        uncached = 2_300  # tokens per prompt, as measured with one conductor
-        c1 = self.load * self.num_prefills / self.rate / uncached
-        return PrefillProfile(c0=c1 * 10, c1=c1, c2=c1 * 1e-7)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,22 +71,6 @@ class Instance:
     num_running: int = 0
     context_tokens: int = 0
     queued_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Served:
-    """One prompt's fate."""
-
-    at: float
-    ttft_s: float
-    hit_blocks: int
-    num_blocks: int
-    shard: str
-
-
-def hit_ratio(served: Sequence[Served]) -> float:
-    """Returns the share of all blocks that prefill instances had."""
-    return sum(each.hit_blocks for each in served) / sum(each.num_blocks for each in served)
 
 
 class Fleet:

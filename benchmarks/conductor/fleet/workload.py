@@ -1,4 +1,4 @@
-"""A synthetic load for a fleet: sessions of applications, with the shape of the published traces.
+"""Scenarios, and a synthetic load for a fleet: sessions of applications, with the shape of the published traces.
 
 Blocks have 512 tokens. An application has a system prompt of 1 to 16 blocks; applications are as popular as 1/rank. A
 session begins with its application's system prompt and a prompt of its own (log-normal, mean 6 blocks), and has 1 + a
@@ -7,12 +7,15 @@ about 12,000 tokens, as that of the conversation trace of Mooncake (FAST'25).
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from moonserve.conductor.placement.policies import DEFAULT_POLICY
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
+from moonserve.protocol.step_time import PrefillProfile
 
 BLOCK_TOKENS = 512
 NUM_APPLICATIONS = 2_000
@@ -97,3 +100,51 @@ class Sessions:
     def _keys(self, count: int) -> list[BlockKey]:
         data = self._rng.bytes(count * KEY_BYTES)
         return [BlockKey(data[i : i + KEY_BYTES]) for i in range(0, len(data), KEY_BYTES)]
+
+
+@dataclass(slots=True)
+class Served:
+    """One prompt's fate."""
+
+    at: float
+    ttft_s: float
+    hit_blocks: int
+    num_blocks: int
+    shard: str
+
+
+def hit_ratio(served: Sequence[Served]) -> float:
+    """Returns the share of all blocks that prefill instances had."""
+    return sum(each.hit_blocks for each in served) / sum(each.num_blocks for each in served)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    num_instances: int  # half of them prefill
+    num_shards: int
+    rate: float  # prompts per second
+    policy: str = DEFAULT_POLICY
+    load: float = 0.6  # of the prefill instances, with one conductor
+    cached_blocks: int = 12_000  # per prefill instance
+    warm_s: float = 5.0
+    measured_s: float = 5.0
+    seed: int = 1
+    reports_changes: bool = False  # heartbeats also soon after each change of a cache, as workers send them
+    dies_at: float | None = None  # of the first shard
+    cut_at: float | None = None  # from here on, the first shard and the others do not hear each other
+    back_at: float | None = None
+
+    @property
+    def num_prefills(self) -> int:
+        return self.num_instances // 2
+
+    def seconds_of(self, served: Served) -> float:
+        """Returns the time for which a prompt computed."""
+        return self.profile.seconds(tokens_of(served.num_blocks), served.hit_blocks * BLOCK_TOKENS)
+
+    @cached_property
+    def profile(self) -> PrefillProfile:
+        """Returns a profile with which the fleet is loaded to `load`: scaled, since the ratio to the rate matters."""
+        uncached = 2_300  # tokens per prompt, as measured with one conductor
+        c1 = self.load * self.num_prefills / self.rate / uncached
+        return PrefillProfile(c0=c1 * 10, c1=c1, c2=c1 * 1e-7)

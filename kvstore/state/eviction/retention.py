@@ -89,9 +89,8 @@ class HintTable:
         self._num_kept_followers: Counter[Record] = Counter()
         self._of: dict[Record, ObjectHints] = {}
         self._deadlines: list[tuple[float, Record]] = []  # heap; entries that are not an object's `queued_at` are void
-        self._ends: list[
-            tuple[float, Record]
-        ] = []  # heap of the last blocks of kept chains, latest first; some are void
+        # Heap of the last blocks of kept chains, those whose time ends last first; some entries are void.
+        self._ends: list[tuple[float, Record]] = []
         self.kept_bytes = 0
 
     def __len__(self) -> int:
@@ -121,7 +120,11 @@ class HintTable:
             self._queue_end(record)
 
     def _count_follower(self, parent: Record, change: int) -> None:
+        if parent == NO_RECORD:
+            return
         self._num_kept_followers[parent] += change
+        if not self._num_kept_followers[parent]:
+            del self._num_kept_followers[parent]
         self._queue_end(parent)
 
     def _queue_end(self, record: Record) -> None:
