@@ -159,7 +159,7 @@ class PrefillKernel:
             "prefills",
             "prefills_weigh",
             *(_POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER),
-            *(_POINTER, _REAL, _REAL, _POINTER, _REAL, _POINTER),
+            *(_POINTER, _POINTER, _REAL, _REAL, _POINTER, _REAL, _POINTER),
         )
 
     def faster(
@@ -184,6 +184,7 @@ class PrefillKernel:
         rows: Ints,
         queues: Words,
         terms: Floats,
+        order: Floats | None,
         *,
         now: float,
         slo_s: float,
@@ -191,13 +192,14 @@ class PrefillKernel:
         shift_s: float,
     ) -> Floats:
         """Returns in rows: rank, queue_s, added_s, ttft_s, score. `found`: result of `faster`; `queues`: addresses of
-        the queue records of `rows`; `terms`: struct `Terms` of prefills.c; `limits`, `shift_s`: as in `QueueWaits`."""
+        the queue records of `rows`; `terms`, `order`: structs `Terms` and `ArrivalOrder` of prefills.c, which updates
+        the order; `limits`, `shift_s`: as in `QueueWaits`."""
         size = len(queue_s)
         weighed = np.empty((5, size))
         self._weigh(
             *(_address(found), _address(queue_s), size),
             *(_address(rows), _address(queues), len(queues)),
-            *(_address(terms), now, slo_s),
+            *(_address(terms), None if order is None else _address(order), now, slo_s),
             *(None if limits is None else _address(limits), shift_s, _address(weighed)),
         )
         return weighed

@@ -44,6 +44,7 @@ ABLATIONS: Mapping[str, Weights] = {
     "without the objective as a bound": Weights(keeps_objective=False),
     "without a price": Weights(served_steepness=None),
     "without counting whom it delays": Weights(counts_delayed=False),
+    "without the order of arrival": Weights(by_arrival=False),
     "without a price of copies": Weights(copy=0.0),
     "with the price of prompts that are rejected": Weights(served_steepness=4.0),
 }

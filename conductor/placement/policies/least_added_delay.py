@@ -1,7 +1,7 @@
 """Default placement policy `moonserve`: minimizes the delay that a prompt adds, its own and that of overtaken prompts.
 
 Mean TTFT is proportional to the sum of all delays. So a placement costs its own TTFT plus its prefill time for each
-prompt that it delays (Smith 1956: on one machine, shortest first is then the best order). There are five terms, all
+prompt that it delays (Smith 1956: on one machine, shortest first is then the best order). There are six terms, all
 from predictions that the conductor has anyway. Answer lengths and later arrivals are not used.
 
 1. *Order.* A prompt yields for `patience` times its own prefill time: shortest first, but prompts that arrive later
@@ -13,9 +13,12 @@ from predictions that the conductor has anyway. Answer lengths and later arrival
    idle moment may still serve it in time. Its predicted TTFT exceeds the objective, so that admission, if enabled,
    rejects it: then the power is high, since a long prompt makes several others late. Without admission a long prompt
    takes its time sooner or later, so only prompts go behind that would be late anyway (a power of 1): fewer wait long.
-4. *Place.* The instance with the smallest own TTFT + prefill time × number of delayed prompts is chosen. Prefixes are
+4. *Order of arrival.* Where late prompts are served, nearly all yield at most until the TTFT that the order of arrival
+   would give (`bound` in prefills.c), so that the p99 of the TTFT is hardly above that of this order. Only the longest
+   half percent of prompts, and of late ones the longest percent, yield as above: they take the most time of others.
+5. *Place.* The instance with the smallest own TTFT + prefill time × number of delayed prompts is chosen. Prefixes are
    fetched as in Algorithm 1 (FAST'25), but without a threshold: if fetching is predicted to be faster than computing.
-5. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
+6. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
    This adds `copy` × the time to compute those blocks, so that among similar instances a holder is chosen.
 
 The constants were tuned on synthetic traces (`traces.workload`), not on the published one. docs/policies.md compares
@@ -46,6 +49,7 @@ class Weights:
     late: float = 7.0  # objectives that a too expensive prompt yields for: with 30, p99s are higher
     late_patience: float = 18.0  # `patience` among too expensive prompts: the longest wait longest
     counts_delayed: bool = True
+    by_arrival: bool = True  # bounds ranks by the TTFT in order of arrival
     copy: float = 0.1  # 0.3 saves half of all fetches, but raises the mean TTFT of idle clusters by 1 %
 
 
@@ -59,6 +63,8 @@ class LeastAddedDelay:
     def __init__(self, terms: Weights | None = None) -> None:
         own = terms or Weights()
         self._if_rejected, self._if_served = _numbers(own, own.steepness), _numbers(own, own.served_steepness)
+        # Struct `ArrivalOrder` of prefills.c, learned from placements.
+        self.arrival_order = np.array([1.0, 1.0, 1.0, 0.0, 0.0]) if own.by_arrival else None
 
     def weigh(self, prompt: Prompt, offers: PrefillCandidates) -> Scores:
         prefills, waits = prefill_kernel(), offers.queue_waits
@@ -71,6 +77,7 @@ class LeastAddedDelay:
             rows,
             waits.records(rows),
             self._if_rejected if prompt.rejected_if_late else self._if_served,
+            None if prompt.rejected_if_late else self.arrival_order,
             now=waits.now,
             slo_s=prompt.ttft_slo_s,
             limits=waits.limits,

@@ -16,6 +16,9 @@ typedef struct {
 
 enum { LOAD, TRANSFER, PREFILL, TTFT, NUM_TERMS };
 
+static double least(double a, double b) { return a < b ? a : b; }
+static double positive(double a) { return a > 0.0 ? a : 0.0; }
+
 static void predict(const Offers *offers, int64_t row, double num_tokens, double block_size, int64_t reuse,
                     double *terms) {
     int64_t prefix = offers->prefix_blocks[row];
@@ -44,8 +47,6 @@ PUBLIC void prefills_faster(const Offers *offers, int64_t count, double num_toke
     }
 }
 
-static double least(double a, double b) { return a < b ? a : b; }
-
 /* Prompts that wait at one instance, in order, and the running one; see `QueueRecord` in c_bindings.py. */
 typedef struct {
     const double *places; /* of the waiting prompts */
@@ -57,6 +58,49 @@ typedef struct {
 typedef struct {
     double patience, keeps_objective, prices, steepness, late, late_patience, counts_delayed, copy;
 } Terms;
+
+/* High quantiles of recent TTFTs in order of arrival, 98 %, and of prefill times, 99.5 and 99 %; moving average of the
+ * instances' mean wait. Begins with 1, 1, 1, 0, 0. */
+typedef struct {
+    double ttft_s, long_s, long_late_s, mean_queue_s, as_of;
+} ArrivalOrder;
+
+/* Bounds by the order of arrival: the TTFT of prompts in time with a prefill up to `long_s`, that of late ones up to
+ * `long_late_s`. All 0: none. */
+typedef struct {
+    double long_s, ttft_s, long_late_s, late_s;
+} Bounds;
+
+static const double GROWTH_S = 60.0, MAX_GROWTH = 0.95; /* of queues: time constant, seconds per second */
+static const double QUANTILE_STEP = 0.1; /* relative, upwards; downwards a small share of it */
+
+static double moved(double quantile, double value, double share) {
+    return quantile * exp(QUANTILE_STEP * (value > quantile ? share : share - 1.0));
+}
+
+/* Returns the bounds of a prompt, then learns from it. The backlog is about the same in any order, so the wait in order
+ * of arrival is that behind all queued work. A late prompt may wait as long as new ones will by then: if queues grow by
+ * g seconds per second, queue / (1 - g)^2. (The waits are equal after queue / (1 - g); the square is tuned.) */
+static Bounds bound(ArrivalOrder *order, const double *prefill_s, const double *ttft_s, const double *queue_s,
+                    int64_t count, double now) {
+    double best_prefill_s = INFINITY, best_ttft_s = INFINITY, mean_s = 0.0;
+    for (int64_t i = 0; i < count; i++) {
+        best_prefill_s = least(best_prefill_s, prefill_s[i]);
+        best_ttft_s = least(best_ttft_s, ttft_s[i]);
+        mean_s += queue_s[i] / (double)count;
+    }
+    double passed_s = positive(now - order->as_of);
+    order->mean_queue_s += (mean_s - order->mean_queue_s) * -expm1(-passed_s / GROWTH_S);
+    order->as_of += passed_s;
+    double growth = least(positive(mean_s - order->mean_queue_s) / GROWTH_S, MAX_GROWTH);
+    double late_s = mean_s / ((1.0 - growth) * (1.0 - growth));
+    if (late_s < order->ttft_s) late_s = order->ttft_s;
+    Bounds found = {order->long_s, order->ttft_s, order->long_late_s, late_s};
+    order->ttft_s = moved(order->ttft_s, best_ttft_s, 0.98);
+    order->long_s = moved(order->long_s, best_prefill_s, 0.995);
+    order->long_late_s = moved(order->long_late_s, best_prefill_s, 0.99);
+    return found;
+}
 
 static int64_t number_up_to(const Queue *queue, double place) {
     int64_t low = 0, high = (int64_t)queue->count;
@@ -82,35 +126,35 @@ static double look(const Queue *queue, double now, double rank, double *num_dela
     return left_s + queue->sums[before] + queue->surplus_s;
 }
 
-/* Returns for how long a prompt lets others pass (terms 1 to 3 of least_added_delay.py). `queue_s`: its wait if it goes
+/* Returns for how long a prompt lets others pass (terms 1 to 4 of least_added_delay.py). `queue_s`: its wait if it goes
  * before all late prompts. */
-static double yields_s(double prefill_s, double queue_s, double slo_s, const Terms *terms) {
+static double yields_s(double prefill_s, double queue_s, double slo_s, const Terms *terms, const Bounds *bounds) {
     double patience_s = terms->patience * prefill_s;
     if (isinf(slo_s)) return patience_s;
-    double left = slo_s > 0.0 ? 1.0 - queue_s / slo_s : 0.0;
-    if (left < 0.0) left = 0.0;
-    if (terms->prices != 0.0 && prefill_s > slo_s * pow(left, terms->steepness))
-        return terms->late * slo_s + terms->late_patience * prefill_s;
+    double left = slo_s > 0.0 ? positive(1.0 - queue_s / slo_s) : 0.0;
+    if (terms->prices != 0.0 && prefill_s > slo_s * pow(left, terms->steepness)) {
+        double late_s = terms->late * slo_s + terms->late_patience * prefill_s;
+        return prefill_s > bounds->long_late_s ? late_s : least(late_s, positive(bounds->late_s - prefill_s));
+    }
+    if (prefill_s <= bounds->long_s) patience_s = least(patience_s, positive(bounds->ttft_s - queue_s - prefill_s));
     if (terms->keeps_objective == 0.0) return patience_s;
-    double rest_s = slo_s - queue_s - prefill_s;
-    if (rest_s < 0.0) rest_s = 0.0;
-    return rest_s < patience_s ? rest_s : patience_s;
+    return least(patience_s, positive(slo_s - queue_s - prefill_s));
 }
 
 /* Writes rank, wait and added wait of others at one instance. `queue_s`: seconds until all its prompts have run. Ranks
  * are capped at `limit` and then shifted by `shift_s`. */
-static void look_at(const Queue *queue, const Terms *terms, double now, double slo_s, double prefill_s, double queue_s,
-                    double limit, double shift_s, double *rank, double *wait_s, double *added_s) {
+static void look_at(const Queue *queue, const Terms *terms, const Bounds *bounds, double now, double slo_s,
+                    double prefill_s, double queue_s, double limit, double shift_s, double *rank, double *wait_s, double *added_s) {
     double num_delayed = 0.0;
     if (queue_s == 0.0) {
-        *rank = yields_s(prefill_s, 0.0, slo_s, terms);
+        *rank = yields_s(prefill_s, 0.0, slo_s, terms, bounds);
         *wait_s = *added_s = 0.0;
         return;
     }
     /* Late prompts have ranks beyond the objective until their time comes. */
     double before_late_s = queue_s;
     if (!isinf(slo_s)) before_late_s = look(queue, now, least(slo_s, limit) + shift_s, &num_delayed);
-    *rank = yields_s(prefill_s, before_late_s, slo_s, terms);
+    *rank = yields_s(prefill_s, before_late_s, slo_s, terms, bounds);
     *wait_s = look(queue, now, least(*rank, limit) + shift_s, &num_delayed);
     *added_s = prefill_s * num_delayed;
 }
@@ -118,14 +162,17 @@ static void look_at(const Queue *queue, const Terms *terms, double now, double s
 enum { RANK, QUEUE, ADDED, NEW_TTFT, SCORE };
 
 /* Scores the instances in `rows` by their queues; the others count as in order of arrival and are never chosen.
- * `found`: the output of prefills_faster. `limits`: one per instance, may be null. `out`: [SCORE + 1][count]. */
+ * `found`: the output of prefills_faster. `limits`: one per instance. `order` bounds
+ * ranks. Both may be null. `out`: [SCORE + 1][count]. */
 PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t count, const int64_t *rows,
-                           const Queue *const *queues, int64_t num_rows, const Terms *terms, double now, double slo_s,
-                           const double *limits, double shift_s, double *out) {
+                           const Queue *const *queues, int64_t num_rows, const Terms *terms, ArrivalOrder *order, double now,
+                           double slo_s, const double *limits, double shift_s, double *out) {
     const double *prefill_s = found + PREFILL * count, *ttft_s = found + TTFT * count;
     const double *copied_s = found + NUM_TERMS * count;
     double *rank = out + RANK * count, *wait_s = out + QUEUE * count, *added_s = out + ADDED * count;
     double *new_ttft_s = out + NEW_TTFT * count, *score = out + SCORE * count;
+    Bounds bounds = {0.0, 0.0, 0.0, 0.0};
+    if (order) bounds = bound(order, prefill_s, ttft_s, queue_s, count, now);
     for (int64_t i = 0; i < count; i++) {
         rank[i] = added_s[i] = 0.0;
         wait_s[i] = queue_s[i];
@@ -134,7 +181,7 @@ PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t c
     for (int64_t k = 0; k < num_rows; k++) {
         int64_t i = rows[k];
         double limit = limits ? limits[i] : INFINITY;
-        look_at(queues[k], terms, now, slo_s, prefill_s[i], queue_s[i], limit, shift_s, &rank[i], &wait_s[i],
+        look_at(queues[k], terms, &bounds, now, slo_s, prefill_s[i], queue_s[i], limit, shift_s, &rank[i], &wait_s[i],
                 &added_s[i]);
         double cost_s = ttft_s[i] - queue_s[i] + wait_s[i] + terms->copy * copied_s[i];
         score[i] = terms->counts_delayed != 0.0 ? cost_s + added_s[i] : cost_s;
