@@ -17,8 +17,9 @@ This page tells operators how `--placement-policy moonserve`, the default, works
 (FAST'25). The policy places a prompt where it adds the least delay: its own TTFT plus its prefill time for each prompt
 that it delays. The shortest prompt goes first, as far as the TTFT objectives allow. A prompt that would miss its
 objective anyway goes behind all others; where admission rejects such prompts, so does one that costs more than it gains
-while many wait. `conductor/placement/policies/least_added_delay.py` has reasons and constants. The decision record
-(`moonserve explain`) shows each instance's wait in this order and others' delay.
+while many wait. Without admission, nearly all prompts yield no longer than they would wait in order of arrival.
+`conductor/placement/policies/least_added_delay.py` has reasons and constants. The decision record (`moonserve explain`)
+shows the rank, each instance's wait in this order and others' delay.
 
 A placement carries the order as a *rank*, the seconds by which the prompt yields. A prefill worker takes prompts by
 arrival + rank, anew for each step. So prompts that arrive within its rank overtake a long prompt between its chunks.
@@ -57,8 +58,10 @@ and when the overload ends, and the weakness of the bound.
 
 - Weighing 16 instances with a dozen prompts each takes about 15 µs of processor time; Algorithm 1 takes 9. Of more
   instances only the 16 with the shortest waits in order of arrival are examined exactly.
-- Long prompts pay for the lower mean. Under overload without admission, a few wait until it ends, at most for 7
-  objectives and 18 times their own prefill time. With admission they are rejected at once.
+- Long prompts pay for the lower mean. Without admission, the longest percent wait until an overload ends, at most for 7
+  objectives and 18 times their own prefill time. Others yield at most until the TTFT of the order of arrival: in time,
+  its recent 98% quantile; late, the wait of new prompts by then, from the queues' growth in the last minute. Each
+  conductor learns these from its placements. With admission, late prompts are rejected at once.
 - Without admission, a steeper price for long prompts, as with admission, has a lower mean and median, but makes more
   prompts wait until the overload ends (last row above).
 - Short queues leave nothing to gain: at the trace's own speed, waiting is a tenth of the TTFT.
