@@ -184,9 +184,7 @@ def queue_terms(fairness: Fairness, tenant: str, priority: int, links: Ints, now
     priority = max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
     standing = fairness.standing(tenant)
     places = fairness.places_to_take(standing, priority, links)
-    limit = None
-    if places is not None:
-        limit = places - (priority * PRIORITY_STEP_S + now)
+    limit = None if places is None else places - (priority * PRIORITY_STEP_S + now)
     return QueueTerms(standing, now, priority, limit)
 
 

@@ -13,9 +13,9 @@ from predictions that the conductor has anyway. Answer lengths and later arrival
    idle moment may still serve it in time. Its predicted TTFT exceeds the objective, so that admission, if enabled,
    rejects it: then the power is high, since a long prompt makes several others late. Without admission a long prompt
    takes its time sooner or later, so only prompts go behind that would be late anyway (a power of 1): fewer wait long.
-4. *Order of arrival.* Where late prompts are served, nearly all yield at most until the TTFT that the order of arrival
-   would give (`bound` in prefills.c), so that the p99 of the TTFT is hardly above that of this order. Only the longest
-   half percent of prompts, and of late ones the longest percent, yield as above: they take the most time of others.
+4. *Order of arrival.* Where late prompts are served, a prompt yields at most until the TTFT that the order of arrival
+   would give (`bound` in prefills.c), so that the p99 of the TTFT is hardly above that of this order. Only late prompts
+   of the longest percent yield as above: they take the most time of others.
 5. *Place.* The instance with the smallest own TTFT + prefill time × number of delayed prompts is chosen. Prefixes are
    fetched as in Algorithm 1 (FAST'25), but without a threshold: if fetching is predicted to be faster than computing.
 6. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
@@ -47,7 +47,7 @@ class Weights:
     steepness: float | None = 4.0  # of prompts that admission rejects; 3 to 6 differ little; None = no price
     served_steepness: float | None = 1.0  # of prompts that are served late
     late: float = 7.0  # objectives that a too expensive prompt yields for: with 30, p99s are higher
-    late_patience: float = 18.0  # `patience` among too expensive prompts: the longest wait longest
+    late_patience: float = 17.5  # `patience` among too expensive prompts: the longest wait longest
     counts_delayed: bool = True
     by_arrival: bool = True  # bounds ranks by the TTFT in order of arrival
     copy: float = 0.1  # 0.3 saves half of all fetches, but raises the mean TTFT of idle clusters by 1 %
@@ -64,7 +64,7 @@ class LeastAddedDelay:
         own = terms or Weights()
         self._if_rejected, self._if_served = _numbers(own, own.steepness), _numbers(own, own.served_steepness)
         # Struct `ArrivalOrder` of prefills.c, learned from placements.
-        self.arrival_order = np.array([1.0, 1.0, 1.0, 0.0, 0.0]) if own.by_arrival else None
+        self.arrival_order = np.array([1.0, 1.0, 0.0, 0.0]) if own.by_arrival else None
 
     def weigh(self, prompt: Prompt, offers: PrefillCandidates) -> Scores:
         prefills, waits = prefill_kernel(), offers.queue_waits

@@ -32,35 +32,34 @@ TERMS = st.builds(
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])
 # One instance: seconds and rank of each placed prompt, and seconds of a step.
 QUEUES = st.tuples(st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf]))
-UNBOUNDED: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
+UNBOUNDED: Sequence[float] = (math.inf, 0.0, 0.0)
 
 
 def yields_s(
     prefill_s: float, queue_s: float, slo_s: float, terms: Weights, bounds: Sequence[float] = UNBOUNDED
 ) -> float:
     """Returns the rank of a prompt by terms 1 to 4 of the policy."""
-    long_s, ttft_s, long_late_s, late_s = bounds
+    ttft_s, long_s, late_s = bounds
     patience_s = terms.patience * prefill_s
     if math.isinf(slo_s):
         return patience_s
     left = max(1.0 - queue_s / slo_s, 0.0) if slo_s > 0 else 0.0
     if terms.steepness is not None and prefill_s > slo_s * left**terms.steepness:
         rank = terms.late * slo_s + terms.late_patience * prefill_s
-        return rank if prefill_s > long_late_s else min(rank, max(late_s - prefill_s, 0.0))
-    if prefill_s <= long_s:
-        patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
+        return rank if prefill_s > long_s else min(rank, max(late_s - prefill_s, 0.0))
+    patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
     rest_s = max(slo_s - queue_s - prefill_s, 0.0)
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
 
 
-def bounds_of(order: Floats, shortest: tuple[float, float, float], queue_s: float, now: float) -> Sequence[float]:
-    """Returns the bounds by the order of arrival, and learns from the shortest TTFT and (twice) prefill time."""
-    (ttft_s, long_s, long_late_s), (mean_queue_s, as_of) = order[:3].tolist(), order[3:].tolist()
+def bounds_of(order: Floats, shortest: tuple[float, float], queue_s: float, now: float) -> Sequence[float]:
+    """Returns the bounds by the order of arrival, and learns from the shortest TTFT and prefill time."""
+    ttft_s, long_s, mean_queue_s, as_of = order.tolist()
     mean_queue_s += (queue_s - mean_queue_s) * (1.0 - math.exp((as_of - now) / 60.0))
     growth = min(max(queue_s - mean_queue_s, 0.0) / 60.0, 0.95)
-    order[:3] *= np.exp(0.1 * (np.array([0.98, 0.995, 0.99]) - (np.array(shortest) <= order[:3])))
-    order[3:] = mean_queue_s, now
-    return [long_s, ttft_s, long_late_s, max(queue_s / (1.0 - growth) ** 2, ttft_s)]
+    order[:2] *= np.exp(0.1 * (0.99 - (np.array(shortest) <= order[:2])))
+    order[2:] = mean_queue_s, now
+    return ttft_s, long_s, max(queue_s / (1.0 - growth) ** 3, ttft_s)
 
 
 # A prompt that would yield to waiting prompts, but may not.
@@ -73,7 +72,7 @@ def bounds_of(order: Floats, shortest: tuple[float, float, float], queue_s: floa
     shift_s=st.sampled_from([0.0, 0.0, -5.0, 1e6]),
     slo_s=st.sampled_from([0.0, 2.0, 30.0, math.inf]),
     terms=TERMS,
-    times=st.none() | st.lists(SECONDS, min_size=4, max_size=4),
+    times=st.none() | st.lists(SECONDS, min_size=3, max_size=3),
 )
 def test_kernel_scores_equal_the_written_terms(
     queues: list[Any],
@@ -110,10 +109,10 @@ def test_kernel_scores_equal_the_written_terms(
     computed, fetched = (predict(prompt, made, reuse) for reuse in (own, best))
     bounds, order = UNBOUNDED, policy.arrival_order
     if times is not None and order is not None:
-        order[:4] = times
+        order[:3] = times
         is_faster = fetched.ttft_s < computed.ttft_s
         prefill_s = np.where(is_faster, fetched.prefill_s, computed.prefill_s).min()
-        shortest = np.minimum(fetched.ttft_s, computed.ttft_s).min(), prefill_s, prefill_s
+        shortest = np.minimum(fetched.ttft_s, computed.ttft_s).min(), prefill_s
         learned = order.copy()
         bounds = bounds_of(learned, shortest, made.queue_s.mean(), now)
     own_terms = terms if times is None else replace(terms, steepness=terms.served_steepness)
