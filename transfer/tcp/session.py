@@ -104,9 +104,7 @@ class StreamSession:
 
     def _request_write(self, part: Slice) -> None:
         payload = self._plane.iovecs(part.local.base, part.rows, column=LOCAL)
-        checksum = 0
-        if self._checksums:
-            checksum = scatter.checksum(part.local.buffer, part.rows, LOCAL)
+        checksum = scatter.checksum(part.local.buffer, part.rows, LOCAL) if self._checksums else 0
         header = Header(
             kind=Kind.WRITE,
             entries=len(part.rows),

@@ -32,7 +32,7 @@ objectives 30 s to the first token and 0.1 s between tokens. *Algorithm 1* is `g
 several balancing thresholds by mean TTFT. TTFT in seconds, over requests with a first token; *in time*: both objectives
 met; *bound*: no policy can do better, even with the trace known in advance (see below). Admission *none* serves all
 requests, *predicted* rejects those whose prediction misses an objective. The constants were tuned on synthetic traces
-that are not in the table; the price of copies was also checked on the published trace.
+that are not in the table; the price of copies and the ranks of late prompts were also chosen on the published trace.
 """
 
 
@@ -58,9 +58,9 @@ and when the overload ends, and the weakness of the bound.
 
 - Weighing 16 instances with a dozen prompts each takes about 15 µs of processor time; Algorithm 1 takes 9. Of more
   instances only the 16 with the shortest waits in order of arrival are examined exactly.
-- Long prompts pay for the lower mean. Without admission, the longest percent wait until an overload ends, at most for 7
-  objectives and 18 times their own prefill time. Others yield at most until the TTFT of the order of arrival: in time,
-  its recent 98% quantile; late, the wait of new prompts by then, from the queues' growth in the last minute. Each
+- Long prompts pay for the lower mean. Without admission, the longest 0.7% wait until an overload ends, at most for 14
+  objectives and 34 times their own prefill time. Others yield at most until the TTFT of the order of arrival: in time,
+  its recent 99% quantile; late, the wait of new prompts by then, from the queues' growth in the last minute. Each
   conductor learns these from its placements. With admission, late prompts are rejected at once.
 - Without admission, a steeper price for long prompts, as with admission, has a lower mean and median, but makes more
   prompts wait until the overload ends (last row above).

@@ -59,7 +59,7 @@ typedef struct {
     double patience, keeps_objective, prices, steepness, late, late_patience, counts_delayed, copy;
 } Terms;
 
-/* 99 % quantiles of recent TTFTs in order of arrival and of prefill times; moving average of the instances' mean wait.
+/* Quantiles of recent TTFTs in order of arrival, 99 %, and of prefill times, 99.3 %; moving average of the instances' mean wait.
  * Begins with 1, 1, 0, 0. */
 typedef struct {
     double ttft_s, long_s, mean_queue_s, as_of;
@@ -71,15 +71,15 @@ typedef struct {
 } Bounds;
 
 static const double GROWTH_S = 60.0, MAX_GROWTH = 0.95; /* of queues: time constant, seconds per second */
-static const double QUANTILE = 0.99, QUANTILE_STEP = 0.1; /* the step is relative, upwards */
+static const double QUANTILE_STEP = 0.1; /* relative, upwards; downwards a small share of it */
 
-static double moved(double quantile, double value) {
-    return quantile * exp(QUANTILE_STEP * (value > quantile ? QUANTILE : QUANTILE - 1.0));
+static double moved(double quantile, double value, double share) {
+    return quantile * exp(QUANTILE_STEP * (value > quantile ? share : share - 1.0));
 }
 
 /* Returns the bounds of a prompt, then learns from it. The backlog is about the same in any order, so the wait in order
  * of arrival is that behind all queued work. A late prompt may wait as long as new ones will by then: if queues grow by
- * g seconds per second, queue / (1 - g)^3. (The waits are equal after queue / (1 - g); the power is tuned.) */
+ * g seconds per second, queue / (1 - g)^2. (The waits are equal after queue / (1 - g); the square is tuned.) */
 static Bounds bound(ArrivalOrder *order, const double *prefill_s, const double *ttft_s, const double *queue_s,
                     int64_t count, double now) {
     double best_prefill_s = INFINITY, best_ttft_s = INFINITY, mean_s = 0.0;
@@ -92,11 +92,11 @@ static Bounds bound(ArrivalOrder *order, const double *prefill_s, const double *
     order->mean_queue_s += (mean_s - order->mean_queue_s) * -expm1(-passed_s / GROWTH_S);
     order->as_of += passed_s;
     double growth = least(positive(mean_s - order->mean_queue_s) / GROWTH_S, MAX_GROWTH);
-    double late_s = mean_s / pow(1.0 - growth, 3.0);
+    double late_s = mean_s / ((1.0 - growth) * (1.0 - growth));
     if (late_s < order->ttft_s) late_s = order->ttft_s;
     Bounds found = {order->ttft_s, order->long_s, late_s};
-    order->ttft_s = moved(order->ttft_s, best_ttft_s);
-    order->long_s = moved(order->long_s, best_prefill_s);
+    order->ttft_s = moved(order->ttft_s, best_ttft_s, 0.99);
+    order->long_s = moved(order->long_s, best_prefill_s, 0.993);
     return found;
 }
 
@@ -132,7 +132,7 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
     double left = slo_s > 0.0 ? positive(1.0 - queue_s / slo_s) : 0.0;
     if (terms->prices != 0.0 && prefill_s > slo_s * pow(left, terms->steepness)) {
         double late_s = terms->late * slo_s + terms->late_patience * prefill_s;
-        return prefill_s > bounds->long_s ? late_s : least(late_s, positive(bounds->late_s - prefill_s));
+        return prefill_s > bounds->long_s ? 2.0 * late_s : least(late_s, positive(bounds->late_s - prefill_s));
     }
     patience_s = least(patience_s, positive(bounds->ttft_s - queue_s - prefill_s));
     if (terms->keeps_objective == 0.0) return patience_s;
@@ -169,7 +169,7 @@ PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t c
     const double *copied_s = found + NUM_TERMS * count;
     double *rank = out + RANK * count, *wait_s = out + QUEUE * count, *added_s = out + ADDED * count;
     double *new_ttft_s = out + NEW_TTFT * count, *score = out + SCORE * count;
-    Bounds bounds = {INFINITY, 0.0, 0.0};
+    Bounds bounds = {INFINITY, INFINITY, INFINITY};
     if (order) bounds = bound(order, prefill_s, ttft_s, queue_s, count, now);
     for (int64_t i = 0; i < count; i++) {
         rank[i] = added_s[i] = 0.0;

@@ -281,7 +281,7 @@ def test_prompt_that_would_be_late_anyway_waits_behind_all_others() -> None:
     """Without admission, for an objective of 10 s and 6 s of queue: prompts of more than 4 s."""
     made = of(1, "moonserve", slo_s=10.0, admission=AdmissionMode.NONE)
     made.place("running", tokens=600)
-    assert made.place("late", tokens=450).rank == NEAR(70.0 + 78.75)
+    assert made.place("late", tokens=450).rank == NEAR(2 * (70.0 + 76.5))
     assert made.place("in time", tokens=350).predicted_ttft_s == NEAR(9.5), "before the late one"
     assert made.explain("late").prefill_candidates[0].queue_s == NEAR(10.0), "6 s, and what passes it"
     for name in ("running", "in time"):

@@ -32,7 +32,7 @@ TERMS = st.builds(
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])
 # One instance: seconds and rank of each placed prompt, and seconds of a step.
 QUEUES = st.tuples(st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf]))
-UNBOUNDED: Sequence[float] = (math.inf, 0.0, 0.0)
+UNBOUNDED: Sequence[float] = (math.inf, math.inf, math.inf)
 
 
 def yields_s(
@@ -46,7 +46,7 @@ def yields_s(
     left = max(1.0 - queue_s / slo_s, 0.0) if slo_s > 0 else 0.0
     if terms.steepness is not None and prefill_s > slo_s * left**terms.steepness:
         rank = terms.late * slo_s + terms.late_patience * prefill_s
-        return rank if prefill_s > long_s else min(rank, max(late_s - prefill_s, 0.0))
+        return 2.0 * rank if prefill_s > long_s else min(rank, max(late_s - prefill_s, 0.0))
     patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
     rest_s = max(slo_s - queue_s - prefill_s, 0.0)
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
@@ -57,9 +57,9 @@ def bounds_of(order: Floats, shortest: tuple[float, float], queue_s: float, now:
     ttft_s, long_s, mean_queue_s, as_of = order.tolist()
     mean_queue_s += (queue_s - mean_queue_s) * (1.0 - math.exp((as_of - now) / 60.0))
     growth = min(max(queue_s - mean_queue_s, 0.0) / 60.0, 0.95)
-    order[:2] *= np.exp(0.1 * (0.99 - (np.array(shortest) <= order[:2])))
+    order[:2] *= np.exp(0.1 * (np.array([0.99, 0.993]) - (np.array(shortest) <= order[:2])))
     order[2:] = mean_queue_s, now
-    return ttft_s, long_s, max(queue_s / (1.0 - growth) ** 3, ttft_s)
+    return ttft_s, long_s, max(queue_s / (1.0 - growth) ** 2, ttft_s)
 
 
 # A prompt that would yield to waiting prompts, but may not.

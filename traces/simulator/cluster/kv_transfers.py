@@ -75,9 +75,7 @@ class PrefixLoads:
     ) -> Loaded | None:
         """Starts to read the blocks `keys` as far as they are available. None = in flight, see `flow_ended`."""
         load = self._loads[request_id] = _Load(request_id, node, keys)
-        position = 0
-        if isinstance(node, PrefillNode):
-            position = self._add(load, node, 0, len(keys), now)
+        position = self._add(load, node, 0, len(keys), now) if isinstance(node, PrefillNode) else 0
         for source in sources:
             end = source.first_block + source.num_blocks
             holder = self._stores[source.store.instance_id]
