@@ -116,6 +116,7 @@ def test_a_prompt_with_a_long_wait_goes_where_none_wait() -> None:
 
 def test_a_prompt_stays_where_its_prefix_is_where_all_wait_or_where_it_was_sent() -> None:
     assert isinstance(two_with_work(9, 8).place("host:0", "all"), events.Placed)
+    assert isinstance(two_with_work(2, 0).place("host:0", "returns"), events.Placed), "its later prompts come here"
     assert isinstance(two_with_work(9, 0).place("host:0", "sent", is_redirected=True), events.Placed)
     shards = two_with_work(4, 0)
     beat = events.Heartbeat(
@@ -135,11 +136,11 @@ def test_time_outside_of_queues_is_no_reason_to_send_a_prompt_away() -> None:
 
 
 def test_a_silent_shard_gets_nothing_and_is_welcome_again() -> None:
-    shards = two_with_work(5, 0)
+    shards = two_with_work(0, 0)
     shards.silent.add("host:1")
     while shards.now < 2 * SILENT_AFTER_S:
         shards.exchange()
-    assert isinstance(shards.place("host:0", "new"), events.Placed)
+    assert all(isinstance(shards.place("host:0", f"new {n}"), events.Placed) for n in range(5))
     shards.silent.clear()
     shards.exchange()
     shards.exchange()
