@@ -167,6 +167,14 @@ class PeerProcess:
         os.close(self._pidfd)
 
 
+def is_visible(pid: int) -> bool:
+    """Returns True if pids mean the same in that process as in this one."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return False
+
+
 def _pieces(base: int, rows: Rows, column: int) -> IoVectors:
     made: IoVectors = np.empty((len(rows), 2), np.uint64)
     made[:, 0] = rows[:, column] + base
@@ -231,8 +239,9 @@ class ProcessMemory:
 class PeerSegments:
     """Reachable memory by the peer's segment id; None if only the connection can carry it."""
 
-    def __init__(self, peer_pid: Callable[[], int]) -> None:
+    def __init__(self, peer_pid: Callable[[], int], *, writable: bool = False) -> None:
         self._peer_pid = peer_pid
+        self._writable = writable
         self._segments: dict[int, ReadableMemory | None] = {}
         self._process: PeerProcess | None = None
 
@@ -256,7 +265,7 @@ class PeerSegments:
         elif base:
             self._segments[segment_id] = self._readable(base, nbytes, PeerMemory(fd, 1))
         else:
-            self._segments[segment_id] = PeerMemory(fd, nbytes)
+            self._segments[segment_id] = PeerMemory(fd, nbytes, writable=self._writable)
 
     def _readable(self, base: int, nbytes: int, marker: PeerMemory) -> ReadableMemory | None:
         try:
