@@ -29,7 +29,7 @@ from moonserve.transfer.memory.scatter import LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.memory.write_windows import LEASE_BYTES, Window, WriteLease
 from moonserve.transfer.paths.peer_address import Address, Rail
-from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerSegments, ReadableMemory, is_visible
+from moonserve.transfer.shm.peer_memory import STEP_BYTES, PeerSegments, ReadableMemory, copy_in_steps, is_visible
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import (
     HEADER_BYTES,
@@ -76,12 +76,10 @@ class ShmSession(StreamSession):
         connection: Connection,
         agreed: Agreement,
         *,
-        copier: Copier,
         markers: Mapping[int, OwnedMemory],
     ) -> None:
         super().__init__(dial, connection, agreed)
         self._max_in_flight = max(self._max_in_flight, _IN_FLIGHT_BYTES)
-        self._copier = copier
         self._markers = markers
         self._segments = PeerSegments(connection.peer_pid)
         self._written_segments = PeerSegments(connection.peer_pid, writable=True)
@@ -179,7 +177,7 @@ class ShmSession(StreamSession):
 
     def _read(self, part: Slice, source: ReadableMemory) -> None:
         scatter.require_inside(part.rows, REMOTE, source.nbytes)
-        self._copier.copy(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
+        copy_in_steps(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
 
     def _reachable_for_peer(self, part: Slice) -> bool:
         """Returns True if the peer can copy out of the slice's local memory. Offers the memory first if necessary."""
@@ -239,7 +237,6 @@ class ShmTransport:
     def __init__(self) -> None:
         self._markers: dict[int, OwnedMemory] = {}
         """Markers of segments that peers cannot map, by segment id."""
-        self._copier = Copier(threads=1)
 
     def listen(self, state: ServedState) -> Sequence[Acceptor]:
         name = f"moonserve-{state.credentials.instance.hex()}"
@@ -250,12 +247,11 @@ class ShmTransport:
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot listen on the abstract socket {name}: {error}") from error
-        self._copier = Copier(state.options.copy_threads)
         rail = Rail(self.name, self.name, name)
-        return [Acceptor(listener, rail, state, partial(self._target, state), self._copier.close)]
+        return [Acceptor(listener, rail, state, partial(self._target, state))]
 
     def _target(self, state: ServedState, sock: socket.socket) -> "ShmTarget":
-        return ShmTarget(Connection(sock), state, copier=self._copier, markers=self._markers)
+        return ShmTarget(Connection(sock), state, markers=self._markers)
 
     def reachable(self, address: Address) -> bool:
         return self.name in address.rails and address.host == boot_id()
@@ -273,7 +269,7 @@ class ShmTransport:
             raise PeerLost(f"cannot connect over shm: {error}") from error
         connection = Connection(sock)
         agreed = authenticate(connection, dial)
-        return ShmSession(dial, connection, agreed, copier=self._copier, markers=self._markers)
+        return ShmSession(dial, connection, agreed, markers=self._markers)
 
     def segment_added(self, segment: Segment) -> None:
         """Creates a marker for memory that peers cannot map. Raises ConfigError if no descriptor is left."""
@@ -289,11 +285,8 @@ class ShmTransport:
 class ShmTarget(StreamTarget):
     """Serves one connection over the Unix socket and shared memory, on its own thread."""
 
-    def __init__(
-        self, connection: Connection, state: ServedState, *, copier: Copier, markers: Mapping[int, OwnedMemory]
-    ) -> None:
+    def __init__(self, connection: Connection, state: ServedState, *, markers: Mapping[int, OwnedMemory]) -> None:
         super().__init__(connection, state)
-        self._copier = copier
         self._markers = markers
         self._offered = PeerSegments(connection.peer_pid)
         self._route = CopyRoute()
@@ -383,7 +376,7 @@ class ShmTarget(StreamTarget):
         if source is None:
             raise InvalidRequest(f"segment {header.source_id} of the initiator was never offered")
         scatter.require_inside(rows, LOCAL, source.nbytes)
-        self._copier.copy(source, window.segment, rows, to_column=REMOTE, verified=self.checksums, guard=window)
+        copy_in_steps(source, window.segment, rows, to_column=REMOTE, verified=self.checksums, guard=window)
         if isinstance(source, PeerMemory):
             self._serve_natively(header, window, source)
 

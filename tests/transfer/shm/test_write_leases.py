@@ -95,44 +95,30 @@ def writer() -> Iterator[PeerInProcess]:
     peer.end()
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_nothing_is_stored_after_a_close_by_a_process_that_was_stopped_in_the_middle(
-    make_pair: MakePair, writer: PeerInProcess, killed: bool
+@pytest.mark.parametrize("ending", ["stopped", "stopped and killed", "killed"])
+def test_nothing_is_stored_after_a_close_by_a_process_that_was_interrupted_in_the_middle(
+    make_pair: MakePair, writer: PeerInProcess, ending: str
 ) -> None:
     far = make_pair(4096).far
     memory, rng, num_mid_write = far.allocate(4 * MIB), random.Random(3), 0
-    for _ in range(1 if killed else ROUNDS):
+    remote = RemoteSegment(far.address, memory.segment_id)
+    for _ in range(ROUNDS if ending == "stopped" else 1):
         window_id = far.open_window(memory, [(0, memory.nbytes)])
         leases = far._state.windows._windows[window_id].leases
-        remote = RemoteSegment(far.address, memory.segment_id)
         writer.ask("write_until_refused", remote, window_id, memory.nbytes)
         until(lambda leases=leases: leases)  # type: ignore[misc]
         time.sleep(rng.uniform(0, 0.005))  # the writer stores all the time, so most stops are within a WRITE
-        writer.stop()
-        num_mid_write += not next(iter(leases)).end_if_idle()
+        if ending == "killed":
+            writer.process.kill()
+        else:
+            writer.stop()
+            num_mid_write += not next(iter(leases)).end_if_idle()
         far.close_window(window_id)
         memory.buffer[:] = bytes(memory.nbytes)
-        if killed:
-            writer.process.kill()
-            writer.process.join()
-        else:
+        if ending == "stopped":
             writer.resume()
             assert writer.ask("refusal") == "StaleLease"
+        else:
+            writer.end()
         assert not any(memory.buffer)
-    assert num_mid_write or killed
-
-
-def test_a_close_does_not_wait_for_a_process_that_was_killed_in_the_middle(
-    make_pair: MakePair, writer: PeerInProcess
-) -> None:
-    far = make_pair(4096).far
-    memory = far.allocate(4 * MIB)
-    window_id = far.open_window(memory, [(0, memory.nbytes)])
-    leases = far._state.windows._windows[window_id].leases
-    writer.ask("write_until_refused", RemoteSegment(far.address, memory.segment_id), window_id, memory.nbytes)
-    until(lambda: leases)
-    writer.process.kill()
-    far.close_window(window_id)
-    memory.buffer[:] = bytes(memory.nbytes)
-    writer.process.join()
-    assert not any(memory.buffer)
+    assert num_mid_write or ending != "stopped"
