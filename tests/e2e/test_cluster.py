@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import anthropic
 import openai
 import pydantic
 import pytest
@@ -180,6 +179,8 @@ def test_guidellm_replays_a_trace_of_mooncakes_format(cluster: Cluster, tmp_path
 
 
 def test_the_anthropic_client_gets_the_same_messages_streamed_and_whole(cluster: Cluster) -> None:
+    import anthropic  # imported here, as it takes every test process more than a second
+
     wish: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Write a loop."}]}
     wish |= {"max_tokens": 24, "system": "Hi.", "extra_body": {"temperature": 0}}
     with anthropic.Anthropic(base_url=cluster.url, api_key="sesame", max_retries=0) as client:
