@@ -33,9 +33,8 @@ def test_without_a_gpu_it_says_so_and_a_rehearsal_leaves_table_and_json(
 def test_checks_can_be_rehearsed() -> None:
     """`tests/engine/cuda` covers the other ones. All run in one process, which takes seconds to start."""
     checks = [check for check in CHECKS if check.name in REHEARSED]
-    assert len(checks) == len(REHEARSED)
     ceilings = Ceilings(copy_bytes_per_s=1e9, flops_per_s=1e9)
     bench = CheckContext(device=torch.device("cpu"), scale=REHEARSAL, ceilings=ceilings)
     rows = list(run_checks(bench, "", time.monotonic() + 600, checks))
     assert [row for row in rows if row.status != "pass"] == []
-    assert len(rows) >= len(checks)
+    assert len(rows) >= len(REHEARSED)

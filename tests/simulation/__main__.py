@@ -22,7 +22,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--calm", action="store_true", help="nothing befalls them")
-    parser.add_argument("--keep-going", action="store_true")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # equal seeds need an equal order of sets
         os.environ["PYTHONHASHSEED"] = HASH_SEED
@@ -47,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
                 if problems:
                     failed.append(seed)
                     print(f"seed {seed}: {problems[0]}", flush=True)
-            if failed and not options.keep_going:
+            if failed:
                 break
     print(f"{num_seeds} seeds in {time.monotonic() - began_at:.1f} s, {dict(outcomes)}; failed: {failed}")
     return 1 if failed else 0
