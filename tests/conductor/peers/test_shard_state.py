@@ -11,6 +11,7 @@ from moonserve.conductor.placement.policies import make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.request import InstanceId, RequestId, RequestPhase, Role
 from tests.conductor.cluster import USUAL, chain, endpoint, worker
+from tests.thoroughness import examples
 
 
 class Shards:
@@ -69,7 +70,7 @@ def registrations(num_prefills: int, num_decodes: int, homes: bool) -> list[even
     return made
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.booleans(), st.randoms(use_true_random=False))
 def test_instances_are_shared_equally_with_both_roles_together(
     count: int, num_prefills: int, num_decodes: int, homes: bool, dice: random.Random
