@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from moonserve.protocol.errors import PeerLost, Unauthenticated
 from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
 from moonserve.protocol.process.tls import Certificates, load_certificates
-from moonserve.protocol.rpc.grpc_transport import Channels
+from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER, Channels
 from tests.authority import Authority
 from tests.e2e.cluster import Cluster, small_cluster
 from tests.e2e.reference import continuations, load_reference, num_ties
@@ -35,7 +36,7 @@ def test_a_request_is_served_with_the_right_tokens(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "store"])
 async def test_a_peer_with_the_token_and_no_certificate_of_the_cluster_is_refused(
-    cluster: Cluster, tmp_path: Path, role: str
+    cluster: Cluster, authority: Authority, tmp_path: Path, role: str
 ) -> None:
     [address] = [each["rpc_address"] for each in cluster.instances() if each["role"] == role]
     with pytest.raises(PeerLost, match="speaks TLS and this process does not"):
@@ -43,9 +44,16 @@ async def test_a_peer_with_the_token_and_no_certificate_of_the_cluster_is_refuse
     other = load_certificates(Authority(tmp_path, "other").sign("stranger", names="IP:127.0.0.1").tls)
     with pytest.raises(Unauthenticated, match="certificate is refused"):
         await _ask(address, cluster.token, other)
+    credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
+    async with grpc.aio.secure_channel(address, credentials) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await worker_pb2_grpc.WorkerStub(channel).GetStatus(
+                worker_pb2.GetStatusRequest(), metadata=((TOKEN_HEADER, cluster.token),), timeout=PATIENCE_S
+            )
 
 
 async def _ask(address: str, token: str, tls: Certificates | None) -> None:
     async with Channels(token, tls) as channels:
         stub = worker_pb2_grpc.WorkerStub(channels.to(address))
-        await channels.call(stub.GetStatus, worker_pb2.GetStatusRequest(), timeout_s=PATIENCE_S)
+        request = worker_pb2.GetStatusRequest()
+        await channels.call(stub.GetStatus, request, timeout_s=PATIENCE_S)
