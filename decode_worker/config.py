@@ -10,10 +10,9 @@ from moonserve.engine.admission_policy import AdmissionPolicy, OnDemandPolicy
 from moonserve.engine.cuda.device import CUDA
 from moonserve.engine.kv_cache.pool_size import PoolPlan
 from moonserve.engine.lookahead_policy import LookaheadPolicy, PreemptionCosts
-from moonserve.engine.replica import Profiles, Replica
+from moonserve.engine.replica import Replica
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.config import option, require_at_least_1
-from moonserve.protocol.rpc.wire import decode_profile_from_wire, prefill_profile_from_wire
 from moonserve.protocol.step_time import StepBudget
 from moonserve.worker.process import RoleConfig
 
@@ -65,7 +64,7 @@ class AllotmentConfig:
             lookup_max=self.prompt_lookup_max,
             lookup_min=self.prompt_lookup_min,
             max_rows=max_rows,
-            costs=decode_profile_from_wire(replica.profiles[1]) if self.speculative == "adaptive" else None,
+            costs=replica.step_costs[1] if self.speculative == "adaptive" else None,
         )
 
     def check_speculation(self) -> None:
@@ -80,15 +79,12 @@ class AllotmentConfig:
         """Returns True if a decode worker on this device prepares a step while the one before it runs."""
         return device == CUDA if self.async_scheduling is None else self.async_scheduling
 
-    def policy(self, profiles: Profiles) -> AdmissionPolicy:
-        """Returns the admission policy. `profiles` are the replica's measured prefill and decode profiles."""
+    def policy(self, replica: Replica) -> AdmissionPolicy:
+        """Returns the admission policy of a worker over this replica."""
         if self.block_allocation == "on-demand":
             return OnDemandPolicy()
-        prefill, decode = profiles
-        costs = PreemptionCosts(
-            decode=decode_profile_from_wire(decode),
-            prefill=prefill_profile_from_wire(prefill),
-        )
+        prefill, decode = replica.step_costs
+        costs = PreemptionCosts(decode=decode, prefill=prefill)
         # A worker that has not learned anything yet must not assume that every answer is as long as it may become.
         return LookaheadPolicy(costs=costs, until_known=OnDemandPolicy())
 

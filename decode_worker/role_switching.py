@@ -53,10 +53,6 @@ class RoleSwitchingConfig(PrefillConfig, AllotmentConfig):
     def can_switch_role(self) -> bool:
         return True
 
-    @property
-    def first_role(self) -> Role:
-        return Role(self.role)
-
     def as_decode(self) -> DecodeConfig:
         """Returns the options of its decode role. Raises ConfigError if it could not decode with them."""
         return DecodeConfig(**{each.name: getattr(self, each.name) for each in fields(DecodeConfig)})
@@ -160,7 +156,7 @@ class RoleSwitchingWorker:
 
     async def run(self, lifecycle: Lifecycle) -> None:
         """Serves until the process is stopped. Raises the error that ends a period early."""
-        role: Role | None = self._config.first_role
+        role: Role | None = Role(self._config.role)
         while role is not None:
             role = await self._run_role_period(role, lifecycle)
 

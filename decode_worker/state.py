@@ -90,6 +90,10 @@ class DecodeState:
         return self._leases.num_queued + self._scheduler.num_waiting
 
     @property
+    def queued_tokens(self) -> int:
+        return 0  # prompts were computed elsewhere
+
+    @property
     def context_tokens(self) -> int:
         return self._scheduler.context_tokens
 

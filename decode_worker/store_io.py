@@ -10,7 +10,7 @@ import time
 from moonserve.decode_worker.block_verifier import BlockVerifier
 from moonserve.decode_worker.decisions.events import BlocksLoaded, BlocksStored, LoadBlocks, StoreBlocks
 from moonserve.kvstore.client.blocks import BlockStores
-from moonserve.kvstore.client.node_access.objects import PutObject
+from moonserve.kvstore.client.node_access.objects import PutObject, PutResult
 from moonserve.protocol.errors import MoonserveError
 from moonserve.transfer.config import TransferTimeout
 from moonserve.worker.process import KvMemory
@@ -40,25 +40,21 @@ class OffloadStore:
         spots = self._memory.spots_of([item.block for item in action.blocks])
         deadline_s = STORE_TIMEOUTS.deadline_s(spots.nbytes)
         began_at = time.monotonic()
+        result: PutResult | None = None
+        failure: MoonserveError | None = None
         try:
             result = await self._client.put(action.store, objects, spots, deadline_s=deadline_s, hints=action.hints)
         except MoonserveError as error:
             log.warning("KV blocks not stored at %s: %s", action.store.instance_id, error)
-            return BlocksStored(
-                move_id=action.move_id,
-                checksums=checksums,
-                is_complete=False,
-                num_bytes=len(objects) * self._memory.layout.block_bytes,
-                seconds=time.monotonic() - began_at,
-                error=error,
-            )
+            failure = error
         return BlocksStored(
             move_id=action.move_id,
             checksums=checksums,
-            is_complete=not (result.refused or result.corrupt),
-            corrupt=result.corrupt,
-            num_bytes=result.stored * self._memory.layout.block_bytes,
+            is_complete=result is not None and not (result.refused or result.corrupt),
+            corrupt=() if result is None else result.corrupt,
+            num_bytes=(len(objects) if result is None else result.stored) * self._memory.layout.block_bytes,
             seconds=time.monotonic() - began_at,
+            error=failure,
         )
 
     async def load(self, action: LoadBlocks) -> BlocksLoaded:

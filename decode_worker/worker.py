@@ -17,7 +17,6 @@ from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.machine import host_identity
 from moonserve.protocol.request import Role
 from moonserve.protocol.rpc.grpc_transport import RpcServer
-from moonserve.protocol.rpc.wire import prefill_profile_from_wire
 from moonserve.worker.metrics import allocation_histogram
 from moonserve.worker.process import Worker, WorkerResources, worker_resources
 
@@ -39,7 +38,7 @@ class DecodeWorker(Worker):
         limits = config.limits(
             replica.plan, runs_ahead=config.runs_ahead(replica.device), speculation=config.speculation(replica)
         )
-        policy = config.policy(replica.profiles)
+        policy = config.policy(replica)
         return DecodeState(self.pool, limits, policy, self._offload_costs())
 
     def _make_service(self) -> DecodeService:
@@ -55,9 +54,9 @@ class DecodeWorker(Worker):
         )
 
     def _offload_costs(self) -> OffloadCosts:
-        measured, _ = self.resources.replica.profiles
+        prefill, _ = self.resources.replica.step_costs
         return OffloadCosts(
-            prefill=prefill_profile_from_wire(measured),
+            prefill=prefill,
             block_bytes=self.memory.layout.block_bytes,
             host=host_identity(),
             with_answers=self._config.store_writes == "all",

@@ -25,7 +25,8 @@ from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.pb import common_pb2, conductor_pb2
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.request import Endpoint
-from moonserve.protocol.rpc.wire import endpoint_to_wire, to_message
+from moonserve.protocol.rpc.wire import endpoint_to_wire, from_message, to_message
+from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 if TYPE_CHECKING:
     from moonserve.engine.engine import Engine, EngineThread
@@ -69,6 +70,12 @@ class Replica:
     @property
     def vocab_size(self) -> int:
         return self.thread.engine.config.vocab_size
+
+    @property
+    def step_costs(self) -> tuple[PrefillProfile, DecodeProfile]:
+        """The profiles, from which the worker itself predicts times."""
+        prefill, decode = self.profiles
+        return from_message(PrefillProfile, prefill), from_message(DecodeProfile, decode)
 
     def registration(self, endpoint: Endpoint, role: common_pb2.Role.ValueType) -> conductor_pb2.RegisterRequest:
         """Returns the message with which a worker registers with the conductor."""

@@ -66,8 +66,6 @@ INDEX_FORMAT = 1
 MIN_SLOTS = 64
 NUM_TAIL = 64
 """Slots of the tail. A larger displacement has odds of about 1e-19 at the highest load; then the index grows early."""
-MAX_LOAD = 0.70
-"""At this load a search probes 2 slots on average for a present key and 6 for an absent one (Knuth, vol. 3, 6.4)."""
 NO_OFFSET = 2**32 - 1
 """Offset of an object that is not in memory."""
 

@@ -27,7 +27,6 @@ from moonserve.prefill_worker.store_io import (
     put_blocks,
 )
 from moonserve.protocol.errors import Cancelled, MoonserveError, PeerError
-from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.logs import request_extra, requests_extra
 from moonserve.protocol.process.tracing import Tracer
 from moonserve.protocol.request import Endpoint, LeaseId, PrefillReport, RequestId
@@ -95,11 +94,6 @@ class PrefillService(PoolService):
                 lambda action: put_blocks(self._stores, self._memory, action, self._patience)
             ),
         }
-
-    def load(self) -> conductor_pb2.Load:
-        load = super().load()
-        load.queued_tokens = self.state.queued_tokens
-        return load
 
     def post(self, event: Event) -> None:
         if isinstance(event, ev.Submitted):

@@ -22,7 +22,6 @@ from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.process.metrics import by_label
 from moonserve.protocol.request import Role, new_id
-from moonserve.protocol.rpc.wire import prefill_profile_from_wire
 from moonserve.transfer.metrics import copy_bytes_per_s, peer_traffic, private_copy_bytes_per_s
 from moonserve.worker.process import Worker, WorkerResources, worker_resources
 
@@ -83,12 +82,12 @@ class PrefillWorker(Worker):
 
     def _make_service(self) -> PrefillService:
         config, replica = self._config, self.resources.replica
-        measured, _ = replica.profiles
+        profile, _ = replica.step_costs
         self._state = PrefillState(
             self.pool,
             config.limits(replica.plan),
             lease_prefix=new_id(config.instance_id),
-            profile=prefill_profile_from_wire(measured),
+            profile=profile,
             home_store=config.home_store,
         )
         plan, group = replica.plan, self._group

@@ -35,8 +35,6 @@ class TransferOptions:
     """Upper bound of a slice; transfers are cut accordingly. None: a default per transport."""
     max_in_flight_bytes: int = 8 << 20
     """Bytes per connection that are requested before answers arrive. shm and rdma raise it to at least 64 MiB."""
-    copy_threads: int = 1
-    """Threads that share a large copy within the host. More threads than spare cores slow it down."""
     max_endpoints: int = 512
     """Upper bound of connections that this engine has opened. Idle ones are evicted first (SIEVE)."""
     tls: TlsFiles | None = None
@@ -45,7 +43,7 @@ class TransferOptions:
     def __post_init__(self) -> None:
         if not self.transports:
             raise ConfigError("no transports: choose from shm, tcp, rdma")
-        for name in ("streams", "slice_bytes", "max_in_flight_bytes", "copy_threads", "max_endpoints"):
+        for name in ("streams", "slice_bytes", "max_in_flight_bytes", "max_endpoints"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"transfer {name.replace('_', ' ')} must be at least 1")
         if self.tls is not None and "rdma" in self.transports:
@@ -147,7 +145,6 @@ class TransferConfig(TlsConfig):
     transfer_checksums: bool = option(
         _DEFAULTS.checksums, help="checksum every slice of KV in transit, in addition to the blocks' checksums"
     )
-    transfer_copy_threads: int = option(_DEFAULTS.copy_threads, help="threads that share a large copy within a host")
     transfer_max_endpoints: int = option(
         _DEFAULTS.max_endpoints, help="maximum number of KV connections that one process keeps open"
     )
@@ -163,7 +160,6 @@ class TransferConfig(TlsConfig):
             rails=self.transfer_rails,
             streams=self.transfer_streams,
             checksums=self.transfer_checksums,
-            copy_threads=self.transfer_copy_threads,
             max_endpoints=self.transfer_max_endpoints,
             tls=self.transfer_tls_files(),
         )

@@ -245,15 +245,16 @@ class TransferEngine:
         if peer is None:
             return False
         segments = self._state.segments
-        lane = peer.shm_lane if first.op is Op.READ and segments.is_registered(first.local) else None
-        row = packed(first) if lane is not None and len(transfers) == 1 else None
-        if lane is not None and row and lane.read_inline(first.remote.segment_id, first.local, row, 1):
+        lane, reads = peer.shm_lane if segments.is_registered(first.local) else None, first.op is Op.READ
+        row = packed(first) if lane is not None and reads and len(transfers) == 1 else None
+        if lane is not None and row and lane.copy_inline(0, first.remote.segment_id, first.local, row, 1):
             return True
         single = plan_single(transfers, self._inline_bytes[peer.transports[0]], deadline_at)
         if single is None:
             return False
         rows, count = address_of(single.rows), len(single.rows)
-        if lane is not None and lane.read_inline(single.segment_id, single.local, rows, count):
+        window_id = 0 if reads else single.window_id or -1  # no window has this id
+        if lane is not None and lane.copy_inline(window_id, single.segment_id, single.local, rows, count):
             return True
         segments.hold((single.local,))
         try:

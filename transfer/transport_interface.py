@@ -168,8 +168,9 @@ class Session(Protocol):
         Raises the errors that `carry` raises or settles slices with.
         """
 
-    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
-        """Copies a few rows, given packed or by address, out of mapped memory, and counts them in `PathStats.native`.
+    def copy_inline(self, window: int, segment: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
+        """Copies a few rows, given packed or by address, out of mapped memory, or into the window unless it is 0, and
+        counts them in `PathStats.native`.
 
         Returns 1 if that succeeded, -1 if a copy differs from its source, and 0 if `carry_inline` is needed.
         """

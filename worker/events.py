@@ -19,6 +19,13 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PerRequest:
+    """An event or action about one request."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted(Event):
     """A gateway submitted a request that the conductor placed here."""
 
@@ -27,10 +34,8 @@ class Submitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCancelled(Event):
+class RequestCancelled(PerRequest, Event):
     """A request was cancelled. It may not be known yet, since the cancellation can overtake it."""
-
-    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +63,8 @@ class Tick(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fail(Action):
+class Fail(PerRequest, Action):
     """Notify the gateway that the request failed here. No event follows."""
 
     gateway_id: GatewayId
-    request_id: RequestId
     error: MoonserveError

@@ -145,6 +145,8 @@ class PoolState(WorkerState, Protocol):
     def pool(self) -> BlockPool: ...
     @property
     def num_held_blocks(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
 
     def on_evicted(self, key: BlockKey, /) -> None: ...
 
@@ -263,6 +265,7 @@ class PoolService(WorkerService):
             free_blocks=pool.num_free,
             held_blocks=state.num_held_blocks,
             num_blocks=pool.capacity,
+            queued_tokens=state.queued_tokens,
         )
 
     def status(self) -> worker_pb2.WorkerStatus:

@@ -1,7 +1,8 @@
-"""Statistics of streams, interleaved rounds, the load of other processes, tables, JSON files."""
+"""Statistics of streams, interleaved rounds, the machine and the load of other processes, tables, JSON files."""
 
 import json
 import os
+import platform
 import random
 import sys
 import time
@@ -12,6 +13,15 @@ from typing import Any, TypeVar
 import psutil
 
 from moonserve.protocol.latency import Timeline, percentile
+
+
+def machine() -> dict[str, Any]:
+    """Returns what a report says about the machine."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
 
 
 def median(values: Sequence[float]) -> float:

@@ -201,6 +201,7 @@ def compare(load: Load, shape: Shape, budget_s: float, folder: Path) -> dict[str
         "means": means(rows),
         "prediction_errors": prediction_errors(rows),
         "lost_hits": lost_hits(rows),
+        "ttfts_ms": {int(row["index"]): row["live_placed_ttft_ms"] for row in rows},
     }
 
 

@@ -8,7 +8,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.measure import write_json
+from benchmarks.harness.measure import machine, write_json
 from benchmarks.store import growth_blocks, growth_nodes, restart
 from benchmarks.store.report import (
     Bar,
@@ -182,7 +181,7 @@ def main() -> int:
     arguments = _arguments()
     options = _options(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {"machine": _machine(), "rounds": options.rounds, "bars": []}
+    document: dict[str, Any] = {"machine": machine(), "rounds": options.rounds, "bars": []}
     for name in arguments.only or _parts(quick=options.quick):
         part = run_part(name, options)
         document[name] = part.figures
@@ -248,14 +247,6 @@ def _beginning(text: str) -> list[Contestant]:
         names = ", ".join(each.name for each in CONTESTANTS)
         raise argparse.ArgumentTypeError(f"nobody of {names}")
     return chosen
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

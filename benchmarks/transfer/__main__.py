@@ -5,15 +5,13 @@ All moved bytes are compared once. The exit status is 1 if a bar is missed.
 """
 
 import argparse
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.measure import ForeignLoad, write_json
+from benchmarks.harness.measure import ForeignLoad, machine, write_json
 from benchmarks.transfer import contest
 from benchmarks.transfer.contest import Placement
 from benchmarks.transfer.contestant import ASYNC_OR_SYNC, Contestant
@@ -152,7 +150,7 @@ def _measured(arguments: argparse.Namespace, loads: Sequence[Load]) -> dict[str,
         contest.measure(seats, loads, rounds=arguments.rounds, min_s=sample_s)
         results = {seat.contestant.name: figures_of(seat.result, arguments.sizes) for seat in seats}
     return {
-        "machine": _machine(),
+        "machine": machine(),
         "others_cores": quiet.others_cores(),
         "rounds": arguments.rounds,
         "placement": arguments.placement,
@@ -170,14 +168,6 @@ def _in_flight(size: str) -> int:
 
 def _python(contestant: Contestant) -> Path:
     return PEERS_PYTHON if contestant.in_peers_environment else Path(sys.executable)
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

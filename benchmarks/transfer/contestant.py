@@ -21,9 +21,9 @@ SYNC = "sync"
 ASYNC_OR_SYNC = ("async", SYNC)
 
 
-def private_pool() -> Bytes:
+def private_pool(nbytes: int = POOL_BYTES) -> Bytes:
     """Allocates anonymous memory, with huge pages if the kernel has them, which suits most contestants best."""
-    memory = mmap.mmap(-1, POOL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return touched(memory)
 

@@ -41,7 +41,6 @@ from moonserve.protocol.request import (
     SamplingParams,
 )
 from moonserve.protocol.rpc.grpc_transport import Channels
-from moonserve.protocol.rpc.wire import prefill_profile_from_wire
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.worker.events import Submitted
 from moonserve.worker.process import KvMemory
@@ -163,7 +162,7 @@ class Worker:
         """Starts a service. `writes`: computed blocks are put into the store; otherwise prompts leave no blocks."""
         replica, config = self._replica, self._replica.config
         assert isinstance(config, PrefillConfig)
-        measured, _ = replica.profiles
+        profile, _ = replica.step_costs
         pool = BlockPool(
             replica.plan.num_blocks,
             on_added=lambda _key, _parent: None,
@@ -174,7 +173,7 @@ class Worker:
             pool,
             replace(config.limits(replica.plan), layered_loads=layered_loads),
             lease_prefix=f"way-{self._num_requests}",
-            profile=prefill_profile_from_wire(measured),
+            profile=profile,
             home_store=_STORE if writes else None,
         )
         service = PrefillService(

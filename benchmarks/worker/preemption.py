@@ -30,7 +30,6 @@ from moonserve.protocol.kv_blocks import block_keys, root_key
 from moonserve.protocol.process.lifecycle import Lifecycle
 from moonserve.protocol.request import Endpoint
 from moonserve.protocol.rpc.grpc_transport import Channels
-from moonserve.protocol.rpc.wire import prefill_profile_from_wire
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.worker.process import KvMemory
 from moonserve.worker.store_speed import prior
@@ -81,8 +80,7 @@ class OffloadingWorker:
 
     def predicted(self, num_tokens: int) -> tuple[float, float]:
         """Returns the predicted seconds of a put and a read together, and of computing."""
-        measured, _ = self.replica.profiles
-        profile = prefill_profile_from_wire(measured)
+        profile, _ = self.replica.step_costs
         layout = self.replica.plan.layout
         num_bytes = num_tokens // layout.block_size * layout.block_bytes
         speed = prior(self.store, self.store.host)

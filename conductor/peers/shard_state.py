@@ -22,8 +22,9 @@ from moonserve.protocol.request import InstanceId, Role
 SILENT_AFTER_S = 1.0
 SPILL_FACTOR = 1.5
 """A prompt is sent away if its wait is this many times the usual one elsewhere."""
-WAIT_PER_WORK = 4.0
-"""Seconds of waiting that sending a prompt away must save per second of work that it adds, since its prefix is here."""
+WAIT_PER_WORK = 2.0
+"""Seconds of waiting that sending a prompt away must save per second of its whole prefill: the other shard computes
+what is cached here, and this one the rest when the prompt returns, longer."""
 MIN_GAIN_S = 0.02
 """Seconds that it must save besides: another call and stale figures cost as much."""
 MOVED_SHARE = 1 / 2
@@ -88,8 +89,8 @@ class ShardState:
         address = in_order(key, self._shards)[0].address
         other = self._peers[address][0]
         wait_s = plan.predicted.queue_s or 0.0
-        added_s = plan.prefill.registration.prefill_profile.seconds(place.num_prompt_tokens, 0) - plan.prefill_s
-        gain_s = wait_s - other.wait_s - WAIT_PER_WORK * max(added_s, 0.0)
+        added_s = plan.prefill.registration.prefill_profile.seconds(place.num_prompt_tokens, 0)
+        gain_s = wait_s - other.wait_s - WAIT_PER_WORK * added_s
         return address if gain_s > MIN_GAIN_S and wait_s > SPILL_FACTOR * other.wait_s else None
 
     def joined(self, now: float) -> None:

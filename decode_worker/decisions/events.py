@@ -32,10 +32,16 @@ from moonserve.worker.events import Tick as Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveRequested(Event):
-    """A prefill worker requests blocks for a prompt and waits for the answer until `deadline_at`."""
+class PerLease:
+    """An event or action about one lease."""
 
     lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRequested(PerLease, Event):
+    """A prefill worker requests blocks for a prompt and waits for the answer until `deadline_at`."""
+
     request_id: RequestId  # the lease's holder
     num_tokens: int  # tokens whose KV will land
     block_keys: tuple[BlockKey, ...]  # keys of the full blocks of these tokens
@@ -48,37 +54,29 @@ class ReserveRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveWithdrawn(Event):
+class ReserveWithdrawn(PerLease, Event):
     """No caller waits for this reservation any more."""
 
-    lease_id: LeaseId
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowClosed(Event):
+class WindowClosed(PerLease, Event):
     """`CloseWindow` is done: no write under this lease is in flight, and none will come."""
 
-    lease_id: LeaseId
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRenewed(Event):
-    lease_id: LeaseId
+class LeaseRenewed(PerLease, Event):
     ttl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleased(Event):
+class LeaseReleased(PerLease, Event):
     """The holder gives up the lease. This can happen before the lease is granted or its reservation arrives."""
-
-    lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRequested(Event):
+class CommitRequested(PerLease, Event):
     """The prefill worker has written all KV. `request.token_ids` ends with the token that prefill sampled."""
 
-    lease_id: LeaseId
     request: Request
     checksums: tuple[int, ...]  # one per sent block, in order; checksums of a block's parts are joined
     part_layers: tuple[int, ...] = ()  # number of layers in each part of a block; () = not in parts
@@ -86,10 +84,9 @@ class CommitRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified(Event):
+class Verified(PerLease, Event):
     """`VerifyBlocks` is done."""
 
-    lease_id: LeaseId
     corrupt: tuple[int, ...]  # block indexes
     checksums: tuple[int, ...] = ()  # checksums of whole blocks, if the commit had only those of parts
 
@@ -147,18 +144,16 @@ class Stopped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseWindow(Action):
+class CloseWindow(PerLease, Action):
     """Close the lease's write window, then move the landed blocks to where steps read them → WindowClosed."""
 
-    lease_id: LeaseId
     landed: tuple[BlockId, ...] = ()  # (): the written data is discarded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantLease(Action):
+class GrantLease(PerLease, Action):
     """Answer to Reserve. From now until CloseWindow peers may write the blocks that follow the cached ones."""
 
-    lease_id: LeaseId
     blocks: tuple[BlockId, ...]  # all blocks of the sequence, in order
     num_cached: int  # leading blocks that already hold their KV and must not be written
     ttl_s: float
@@ -173,27 +168,23 @@ class LeaseCall(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmRenewal(Action):
+class ConfirmRenewal(PerLease, Action):
     """Answer to Renew."""
-
-    lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerCommit(Action):
+class AnswerCommit(PerLease, Action):
     """Answer to Commit. Without corrupt blocks this worker now owns the request. Otherwise the corrupt blocks must be
     written again, and the lease stays open."""
 
-    lease_id: LeaseId
     corrupt: tuple[int, ...] = ()  # block indexes within the sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse(Action):
+class Refuse(PerLease, Action):
     """Error answer to an RPC about a lease."""
 
     call: LeaseCall
-    lease_id: LeaseId
     error: MoonserveError
 
 
@@ -209,11 +200,10 @@ class LandedBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyBlocks(Action):
+class VerifyBlocks(PerLease, Action):
     """Compare these blocks with their checksums → Verified."""
 
     request_id: RequestId
-    lease_id: LeaseId
     blocks: tuple[LandedBlock, ...]
 
 

@@ -201,7 +201,7 @@ class Scheduler:
             if sequence.phase is SequencePhase.ENDED:
                 self._free_unless_used(sequence)
             elif result is None:
-                sequence.skip_sampling()
+                sequence.rewind(sequence.slice.end)  # a chunk that does not reach the sequence's end
             elif result.failure is not None:
                 self._fail(sequence, InvalidRequest(result.failure), out)
             else:

@@ -160,10 +160,6 @@ class Sequence:
         tokens = [*self.token_ids, *draft]
         return replace(self.slice, token_ids=tokens, end=len(tokens), num_draft=len(draft))
 
-    def skip_sampling(self) -> None:
-        """Advances past a computed chunk that does not reach the end of the sequence."""
-        self.rewind(self.slice.end)
-
     def accept(self, sampled: Sampled, piece: Slice, max_model_len: int) -> list[Token]:
         """Appends the tokens that a step sampled, up to the first one that ends the sequence or differs from the draft
         in `piece`, the step's slice. Returns them."""

@@ -18,7 +18,6 @@ from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.pb import conductor_pb2
 from moonserve.protocol.process.config import option, require_at_least_1
 from moonserve.protocol.process.lifecycle import Lifecycle
-from moonserve.protocol.rpc.wire import decode_profile_from_wire, prefill_profile_from_wire
 from moonserve.protocol.step_time import CHUNK_SHARE, DEFAULT_TBT_SLO_S, StepBudget
 from moonserve.transfer.config import TransferTimeout, TransferTimeoutConfig
 from moonserve.worker.events import Action, Event
@@ -63,11 +62,6 @@ class LocalPrefillService(DecodeService):
             SealBlocks: self._as_operation(self._seal),
             PutBlocks: self._as_operation(self._put),
         }
-
-    def load(self) -> conductor_pb2.Load:
-        load = super().load()
-        load.queued_tokens = self.state.queued_tokens
-        return load
 
     # -- actions
 
@@ -114,7 +108,7 @@ class LocalPrefillWorker(DecodeWorker):
         publishing = BlockPublisher(self.pool, max_in_flight=config.max_put_blocks, max_pending=config.max_pending_puts)
         budget, speculation = step_budget_of(replica, config.tbt_slo), config.speculation(replica)
         limits = config.limits(replica.plan, budget, speculation=speculation)
-        policy = config.policy(replica.profiles)
+        policy = config.policy(replica)
         return LocalPrefillState(self.pool, limits, publishing, policy, self._offload_costs())
 
     def _registration(self, address: str) -> conductor_pb2.RegisterRequest:
@@ -126,12 +120,8 @@ class LocalPrefillWorker(DecodeWorker):
 
 def step_budget_of(replica: Replica, tbt_slo_s: float) -> StepBudget:
     """Returns the time budget of steps with chunks on this replica."""
-    prefill, decode = replica.profiles
-    return StepBudget(
-        decode=decode_profile_from_wire(decode),
-        prefill=prefill_profile_from_wire(prefill),
-        max_step_s=CHUNK_SHARE * tbt_slo_s,
-    )
+    prefill, decode = replica.step_costs
+    return StepBudget(decode=decode, prefill=prefill, max_step_s=CHUNK_SHARE * tbt_slo_s)
 
 
 async def serve(config: LocalPrefillConfig, lifecycle: Lifecycle) -> None:

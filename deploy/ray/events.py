@@ -35,6 +35,14 @@ class Report:
     actor: str = ""  # changes when Ray restarts the actor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerActor:
+    """An event or action about one actor. Actors of one process have different generations."""
+
+    name: str  # of the process
+    generation: int
+
+
 # -- events
 
 
@@ -46,20 +54,16 @@ class HostsObserved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorReported:
+class ActorReported(PerActor):
     """An actor has answered, or, if there is no report, has not answered in time."""
 
-    name: str
-    generation: int
     report: Report | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorEnded:
+class ActorEnded(PerActor):
     """An actor has ended: it was stopped, it could not be created, or Ray gave it up."""
 
-    name: str
-    generation: int
     reason: str = ""
 
 
@@ -113,39 +117,30 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(PerActor):
     """Creates the actor of a process on this host. `ActorEnded` reports its end, or that it could not be created."""
 
     unit: PlannedProcess
-    name: str
-    generation: int
     host: Host
     home: str | None  # the store node on that host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(PerActor):
     """Drains a process and ends its actor. `ActorEnded` follows."""
-
-    name: str
-    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
+class Kill(PerActor):
     """Ends an actor, even if it does not answer."""
 
-    name: str
-    generation: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
+class Restart(PerActor):
     """Drains a process and starts it again. `Report.life` shows when that is done."""
 
-    name: str
-    generation: int
     life: int
 
 

@@ -130,10 +130,8 @@ class TorchKernels:
 
     def begin(self, step: Step) -> _Pass:
         cos, sin = self._rope.rows(step.positions, step.longest)
-        return _Pass(self._embed(step), cos, sin, step.slots)
-
-    def _embed(self, step: Step) -> torch.Tensor:
-        return step.hidden.clone() if step.hidden is not None else F.embedding(step.token_ids, self._embedding)
+        hidden = F.embedding(step.token_ids, self._embedding) if step.hidden is None else step.hidden.clone()
+        return _Pass(hidden, cos, sin, step.slots)
 
     def project(self, layer: int, work: _Pass) -> Heads:
         own = self._layers[layer]

@@ -90,11 +90,8 @@ def compatibility(engine: Engine) -> dict[str, str]:
 
 def _load(config: RankConfig, path: Path, connection: socket.socket, lifecycle: Lifecycle) -> Engine:
     model = load_model_config(path)
-    rank, size, folder = (
-        config.tensor_parallel_rank,
-        config.tensor_parallel_size,
-        cache_folder_of(config),
-    )
+    rank, size = config.tensor_parallel_rank, config.tensor_parallel_size
+    folder = cache_folder_of(config)
     layout = model.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
     library = CollectivesLibrary(folder)
     shared = mmap.mmap(config.meeting_fd, library.memory_bytes(size))

@@ -313,16 +313,14 @@ class KvStore(contextlib.AbstractContextManager["KvStore"]):
         block_keys = [block.key for block in blocks_of(keys)]
         self._hints.forget(block_keys)
         request = kvstore_pb2.StoreRemoveRequest(keys=block_keys, removal_id=new_removal_id())
-        nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
-        replies = call_all_or_raise(nodes, lambda stub: stub.Remove, request, deadline)
+        replies = call_all_or_raise(self._cluster.view.nodes, lambda stub: stub.Remove, request, Deadline(timeout_s))
         return sum(reply.removed for reply in replies)
 
     def pin(self, keys: Sequence[Key], kind: Pin | str, *, timeout_s: float | None = None) -> int:
         """Pins all replicas: "soft" (evicted last), "hard" (never evicted), "none". Returns the number of replicas."""
         block_keys = [block.key for block in blocks_of(keys)]
         request = kvstore_pb2.StorePinRequest(keys=block_keys, pin=pin_to_wire(_pin_of(kind)))
-        nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
-        replies = call_all_or_raise(nodes, lambda stub: stub.Pin, request, deadline)
+        replies = call_all_or_raise(self._cluster.view.nodes, lambda stub: stub.Pin, request, Deadline(timeout_s))
         return sum(reply.pinned for reply in replies)
 
     def change_replica(
@@ -336,8 +334,7 @@ class KvStore(contextlib.AbstractContextManager["KvStore"]):
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         """Returns the statistics of each node that answers, their sum, and this client's own counters."""
         request = kvstore_pb2.StoreStatsRequest()
-        nodes, deadline = self._cluster.view.nodes, Deadline(timeout_s)
-        replies, errors = call_all(nodes, lambda stub: stub.Stats, request, deadline)
+        replies, errors = call_all(self._cluster.view.nodes, lambda stub: stub.Stats, request, Deadline(timeout_s))
         return PoolStats(
             nodes={node_id: NodeStats.of(reply) for node_id, reply in replies.items()},
             counters={node_id: dict(reply.counters) for node_id, reply in replies.items()},

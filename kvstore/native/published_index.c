@@ -17,7 +17,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 #define GOLDEN 0x9E3779B97F4A7C15u /* 2**64 / golden ratio, made odd: an odd factor loses nothing modulo 2**64 */
 #define KEY_BYTES 16
-#define MOST_LOADED_PERCENT 70 /* of the index; finding that a key is absent takes at most 6 slots on average */
+#define MOST_LOADED_PERCENT 70 /* of the index; finding that a key is absent takes 6 slots on average (Knuth, vol. 3, 6.4) */
 #define AHEAD 8 /* keys prefetched before their lookup: several times faster if the index exceeds the caches */
 #define PATIENCE 1000     /* retries; a change takes microseconds, and a stopped writer must not block readers */
 #define YIELD_EVERY 16    /* retries; the writer may be waiting for this core */

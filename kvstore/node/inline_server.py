@@ -82,11 +82,9 @@ class GetServer:
         fd: int,
         *,
         most_bytes: int,
-        most_s: float,
-        idle_s: float,
         spin_ns: int,
     ) -> None:
-        """Limits: `most_bytes` of values per answer, `most_s` per answer, `idle_s` until the next request."""
+        """`most_bytes`: of values per answer. `spin_ns`: for which it polls for the next request before it sleeps."""
         self._answer_gets = answer_gets_function()
         self._fd = fd
         self._request = np.zeros(_HEAD_BYTES + MAX_KEYS_PER_GET * _KEY_BYTES, np.uint8)
@@ -99,8 +97,8 @@ class GetServer:
             pieces=address_of(self._pieces),
             most_keys=MAX_KEYS_PER_GET,
             most_bytes=most_bytes,
-            most_ns=int(most_s * 1e9),
-            idle_ns=int(idle_s * 1e9),
+            most_ns=int(MAX_REQUEST_S * 1e9),
+            idle_ns=int(IDLE_S * 1e9),
             spin_ns=spin_ns,
         )
         self._at = ctypes.addressof(self._state)
@@ -140,13 +138,7 @@ class InlineServer:
 
     def serve(self, link: InlineConnection) -> None:
         """Answers until the connection ends. Raises PeerLost, or DeadlineExceeded for a slow or idle peer."""
-        gets = GetServer(
-            link.fileno(),
-            most_bytes=inline_protocol.MAX_BYTES,
-            most_s=MAX_REQUEST_S,
-            idle_s=IDLE_S,
-            spin_ns=link.spin_ns,
-        )
+        gets = GetServer(link.fileno(), most_bytes=inline_protocol.MAX_BYTES, spin_ns=link.spin_ns)
         gets.set_reader(self._reader)
         while True:
             head = self._serve_gets(gets)

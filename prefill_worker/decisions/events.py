@@ -24,7 +24,7 @@ from moonserve.protocol.request import (
     RequestId,
     Token,
 )
-from moonserve.worker.events import Action, Event
+from moonserve.worker.events import Action, Event, PerRequest
 from moonserve.worker.events import Fail as Fail
 from moonserve.worker.events import GatewayLost as GatewayLost
 from moonserve.worker.events import MemoryChanged as MemoryChanged
@@ -49,36 +49,32 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LandingGranted(Event):
+class LandingGranted(PerRequest, Event):
     """Answer to ReserveLanding."""
 
-    request_id: RequestId
     landing: Landing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LandingRefused(Event):
+class LandingRefused(PerRequest, Event):
     """Answer to ReserveLanding: refused, decode worker unreachable, or withdrawn by WithdrawReservation."""
 
-    request_id: RequestId
     error: MoonserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LandingLost(Event):
+class LandingLost(PerRequest, Event):
     """A renewal failed because the lease has ended."""
 
-    request_id: RequestId
     lease_id: LeaseId
     error: MoonserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixProgress(Event):
+class PrefixProgress(PerRequest, Event):
     """Progress of a LoadPrefix by layer: the first `num_layers` layers of the `num_blocks` leading blocks are in the
     pool. They are not verified yet."""
 
-    request_id: RequestId
     num_blocks: int  # blocks that the stores have; may be fewer than requested, at least 1
     num_layers: int
     layers_at_once: int  # layers per turn
@@ -87,19 +83,17 @@ class PrefixProgress(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLoaded(Event):
+class PrefixLoaded(PerRequest, Event):
     """Answer to LoadPrefix: the leading blocks, one per checksum, arrived and matched these checksums of the store."""
 
-    request_id: RequestId
     checksums: tuple[int, ...]
     reads: tuple[PartRead, ...] = ()  # one per leading part that was tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLoadFailed(Event):
+class PrefixLoadFailed(PerRequest, Event):
     """Answer to LoadPrefix: no usable block arrived, and the load no longer writes to the blocks."""
 
-    request_id: RequestId
     error: MoonserveError
     reads: tuple[PartRead, ...] = ()  # one per leading part that was tried
 
@@ -137,40 +131,33 @@ class StepFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesDone(Event):
+class WritesDone(PerRequest, Event):
     """All writes of one SendBlocks, or of one slice of a step, have arrived. Comes after the step's own answer."""
-
-    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesFailed(Event):
+class WritesFailed(PerRequest, Event):
     """A write of one SendBlocks, or of one slice of a step, failed. None of the writes reads its source any more."""
 
-    request_id: RequestId
     error: MoonserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffAccepted(Event):
+class HandoffAccepted(PerRequest, Event):
     """Answer to CommitHandoff: the decode worker now owns the sequence."""
-
-    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffCorrupt(Event):
+class HandoffCorrupt(PerRequest, Event):
     """Answer to CommitHandoff: blocks did not match their checksums. `indexes` count in the sequence's block table."""
 
-    request_id: RequestId
     indexes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffFailed(Event):
+class HandoffFailed(PerRequest, Event):
     """Answer to CommitHandoff: refused, or the decode worker is unreachable."""
 
-    request_id: RequestId
     error: MoonserveError
 
 
@@ -196,10 +183,9 @@ class PutFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveLanding(Action):
+class ReserveLanding(PerRequest, Action):
     """Lease blocks on the decode worker → LandingGranted | LandingRefused."""
 
-    request_id: RequestId
     lease_id: LeaseId
     decode: Endpoint
     num_tokens: int
@@ -212,17 +198,14 @@ class ReserveLanding(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithdrawReservation(Action):
+class WithdrawReservation(PerRequest, Action):
     """Cancel the ReserveLanding in flight, which still answers. Not answered itself."""
-
-    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseLanding(Action):
+class ReleaseLanding(PerRequest, Action):
     """Release a lease, or make sure that it is not granted later. Not answered."""
 
-    request_id: RequestId
     decode: Endpoint
     lease_id: LeaseId
 
@@ -236,10 +219,9 @@ class PrefetchPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchPrefix(Action):
+class PrefetchPrefix(PerRequest, Action):
     """Request stores to load from disk to memory the blocks that a waiting request will read. Not answered."""
 
-    request_id: RequestId
     parts: tuple[PrefetchPart, ...]
 
 
@@ -253,28 +235,25 @@ class PrefixPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPrefix(Action):
+class LoadPrefix(PerRequest, Action):
     """Read prefix blocks into the own pool → PrefixLoaded | PrefixLoadFailed. Parts are read in order. If
     `choice.layers_at_once` is set, that many layers of all parts are read per turn, with a PrefixProgress each."""
 
-    request_id: RequestId
     parts: tuple[PrefixPart, ...]
     choice: LoadChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SkipPrefix(Action):
+class SkipPrefix(PerRequest, Action):
     """Log that the whole prefix is computed although stores hold parts of it. Not answered."""
 
-    request_id: RequestId
     choice: LoadChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendBlocks(Action):
+class SendBlocks(PerRequest, Action):
     """Write whole blocks to the target. `pairs`: (own block, block at the target) → WritesDone | WritesFailed."""
 
-    request_id: RequestId
     landing: Landing
     pairs: tuple[tuple[BlockId, BlockId], ...]
 

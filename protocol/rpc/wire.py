@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from moonserve.protocol.errors import MoonserveError, PeerLost, error_classes
 from moonserve.protocol.kv_blocks import BlockKey, pack_keys, pack_tokens, unpack_keys, unpack_tokens
-from moonserve.protocol.pb import common_pb2, conductor_pb2, worker_pb2
+from moonserve.protocol.pb import common_pb2, worker_pb2
 from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.request import (
     LOGPROB_DTYPE,
@@ -36,7 +36,6 @@ from moonserve.protocol.request import (
     SamplingParams,
     Token,
 )
-from moonserve.protocol.step_time import DecodeProfile, PrefillProfile
 
 log = logging.getLogger(__name__)
 
@@ -251,14 +250,6 @@ def prompt_logprobs_from_wire(message: worker_pb2.PromptLogprobs) -> PromptLogpr
         top_ids=np.frombuffer(message.top_ids, RANK_DTYPE).reshape(shape),
         top_logprobs=np.frombuffer(message.top_logprobs, LOGPROB_DTYPE).reshape(shape),
     )
-
-
-def prefill_profile_from_wire(message: conductor_pb2.PrefillProfile) -> PrefillProfile:
-    return from_message(PrefillProfile, message)
-
-
-def decode_profile_from_wire(message: conductor_pb2.DecodeProfile) -> DecodeProfile:
-    return from_message(DecodeProfile, message)
 
 
 _SPECIAL: dict[Any, tuple[Converter, Converter]] = {

@@ -185,6 +185,6 @@ def test_a_worker_drafts_only_where_a_row_has_the_same_bits_in_every_step(
     kernels: str, attention: str, options: dict[str, Any], max_rows: int | None
 ) -> None:
     engine = SimpleNamespace(exact_rows=exact_rows(kernels, attention))
-    replica: Any = SimpleNamespace(thread=SimpleNamespace(engine=engine), device="cpu", profiles=(None, None))
+    replica: Any = SimpleNamespace(thread=SimpleNamespace(engine=engine), device="cpu", step_costs=(None, None))
     found = AllotmentConfig(**{"speculative": "on", **options}).speculation(replica)
     assert (found and found.max_rows) == max_rows

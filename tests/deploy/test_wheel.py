@@ -13,7 +13,7 @@ from tests.patience import PATIENCE_S
 from tests.test_layering import SHIPPED
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path.relative_to(ROOT) for path in ROOT.glob("*/**/native/*.c"))
+SOURCES = sorted(path.relative_to(ROOT) for name in SHIPPED for path in (ROOT / name).glob("**/native/*.c"))
 
 LOADING = """
 import sys

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import anthropic
 import openai
 import pydantic
 import pytest
@@ -159,17 +158,8 @@ def test_guidellm_replays_a_trace_of_mooncakes_format(cluster: Cluster, tmp_path
     cached = cluster.metric("vllm:prompt_tokens_cached_total")
     backend = f"kind=openai_http,target={cluster.url},api_key=sesame,model={MODEL}"
     data = f"kind=mooncake,source.kind=json_file,source.path={trace}"
-    tokenizer = f"kind=huggingface_auto,model={demo_model_path()}"
-    asked = (
-        "--backend",
-        backend,
-        "--data",
-        data,
-        "--tokenizer",
-        tokenizer,
-        "--profile",
-        "kind=replay,time_scale=0.001",
-    )
+    asked = ("--backend", backend, "--data", data, "--profile", "kind=replay,time_scale=0.001")
+    asked += ("--tokenizer", f"kind=huggingface_auto,model={demo_model_path()}")
     run_program("guidellm", "run", *asked, "--output", f"kind=json,path={report}", "--disable-console-interactive")
     figures = json.loads(report.read_text())["benchmarks"][0]["metrics"]
     totals = figures["request_totals"]
@@ -180,6 +170,8 @@ def test_guidellm_replays_a_trace_of_mooncakes_format(cluster: Cluster, tmp_path
 
 
 def test_the_anthropic_client_gets_the_same_messages_streamed_and_whole(cluster: Cluster) -> None:
+    import anthropic  # imported here, as it takes every test process more than a second
+
     wish: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Write a loop."}]}
     wish |= {"max_tokens": 24, "system": "Hi.", "extra_body": {"temperature": 0}}
     with anthropic.Anthropic(base_url=cluster.url, api_key="sesame", max_retries=0) as client:

@@ -17,11 +17,6 @@ from tests.patience import PATIENCE_S, until
 from tests.random_models import make_model
 
 
-def small_model(folder: Path) -> Path:
-    make_model("llama", folder / "model")
-    return folder / "model"
-
-
 def assert_nothing_left(cluster: Cluster, pids: list[int], shm_before: set[str]) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     until(lambda: not left_in_shm(shm_before))  # segments of other tests may not be mapped yet, or not yet removed
@@ -39,10 +34,10 @@ def left_in_shm(before: set[str]) -> set[str]:
     return new
 
 
-def test_serve_is_ready_when_it_says_so_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
+def test_serve_is_ready_when_it_says_so_and_ctrl_c_stops_everything(model_path: Path, tmp_path: Path) -> None:
     """Ctrl-C stops all processes and leaves nothing, like SIGTERM in the next test."""
     shm_before = set(os.listdir("/dev/shm"))
-    cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
+    cluster = Cluster(model_path, log_dir=tmp_path / "logs")
     cluster.wait_for("the ready line", lambda: "moonserve is ready on" in cluster.output)
     cluster.complete([1, 2, 3], max_tokens=1)
     assert f"curl {cluster.url}" in cluster.output
@@ -62,8 +57,8 @@ def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     assert_nothing_left(cluster, pids, shm_before)
 
 
-def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    cluster = Cluster(small_model(tmp_path), log_dir=tmp_path / "logs")
+def test_no_process_outlives_a_killed_launcher(model_path: Path, tmp_path: Path) -> None:
+    cluster = Cluster(model_path, log_dir=tmp_path / "logs")
     cluster.wait_until_ready()
     children = psutil.Process(cluster.process.pid).children()
     cluster.process.kill()
@@ -73,7 +68,8 @@ def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_mismatched_weights_are_reported_in_one_line(tmp_path: Path) -> None:
-    model = small_model(tmp_path)
+    model = tmp_path / "model"
+    make_model("llama", model)
     weights = load_file(model / "model.safetensors")
     name = next(n for n in weights if n.endswith("q_proj.weight"))
     weights[name] = torch.zeros(3, 3)

@@ -37,7 +37,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48},
     "deepseek_v3": {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale_all_dim": 1.0}
@@ -53,7 +52,7 @@ class Case:
     family: str
     block_size: int
     chunk: int
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
     kept: str = ""  # dtype of the stored KV, for one engine as the reference; empty = transformers is the reference
     quantise: str = "auto"  # format of weights
     lengths: tuple[int, ...] = ()  # of the prompts; empty = around every border
@@ -92,12 +91,10 @@ CASES = {
         family="qwen2", block_size=16, chunk=256, flags=("--transports", "shm", "--speculative", "on"), num_workers=2
     ),
     **{
-        family: Case(family=family, block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 513, 1_100))
-        for family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+        family: Case(family=family, block_size=32, chunk=100, lengths=(1, 31, 33, 100, 513, 1_100))
+        for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")
     },
-    "the layers of transformers": Case(
-        family="olmo2", block_size=32, chunk=100, flags=(), lengths=(1, 31, 33, 100, 101, 300)
-    ),
+    "the layers of transformers": Case(family="olmo2", block_size=32, chunk=100, lengths=(1, 31, 33, 100, 101, 300)),
     "int8 in blocks of 512": Case(
         family="llama",
         block_size=512,
@@ -186,7 +183,7 @@ def test_a_sequence_preempted_to_the_store_continues_with_the_same_tokens(tmp_pa
     half of five answers. Preempted sequences resume with their codes from the store and have the same tokens."""
     model = demo_model_path()
     lengths = (290, 310, 330, 350, 370)
-    case = Case(family="", block_size=32, chunk=128, kept="fp8", lengths=lengths, flags=())
+    case = Case(family="", block_size=32, chunk=128, kept="fp8", lengths=lengths)
     prompts = case.prompts()
     exam = Exam(prompts, one_engines(model, prompts, LONG_ANSWER, case.block_size, kv_dtype=case.kept), LONG_ANSWER)
     layout = load_model_config(model).kv_layout(case.block_size, "float32", case.kept)

@@ -6,10 +6,13 @@ They are forked from a process that has imported everything and runs no thread, 
 import multiprocessing
 import os
 import signal
+import threading
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
-from moonserve.transfer import RemoteSegment, Segment, TransferEngine, TransferOptions
+from moonserve.protocol.errors import MoonserveError
+from moonserve.transfer import Op, RemoteSegment, Segment, Transfer, TransferEngine, TransferOptions
 from moonserve.transfer.tcp import target
 from tests.patience import PATIENCE_S
 from tests.stopping import stop
@@ -61,6 +64,7 @@ class _Peer:
         self.engine = TransferEngine(cluster_token=TOKEN, options=TransferOptions(**options))
         self.engine.start()
         self.segments: dict[int, Segment] = {}
+        self.refusals: SimpleQueue[str] = SimpleQueue()
 
     def address(self) -> str:
         return self.engine.address
@@ -70,6 +74,25 @@ class _Peer:
         segment.buffer[:] = bytes([fill]) * nbytes
         self.segments[segment.segment_id] = segment
         return segment.segment_id, self.engine.open_window(segment, [(0, nbytes)])
+
+    def write_until_refused(self, remote: RemoteSegment, window_id: int, nbytes: int) -> None:
+        """Starts to write all of the window, again and again."""
+        local = self.engine.allocate(nbytes)
+        local.buffer[:] = b"w" * nbytes
+        transfer = Transfer(Op.WRITE, local, 0, remote, 0, nbytes, window_id)
+
+        def write() -> None:
+            try:
+                while True:
+                    self.engine.run([transfer], deadline_s=PATIENCE_S)
+            except MoonserveError as error:
+                self.refusals.put(type(error).__name__)
+
+        threading.Thread(target=write, daemon=True).start()
+
+    def refusal(self) -> str:
+        """Waits until the writer is refused."""
+        return self.refusals.get()
 
     def content(self, segment_id: int) -> bytes:
         return bytes(self.segments[segment_id].buffer)

@@ -81,7 +81,7 @@ def test_another_program_on_the_targets_port_is_a_lost_peer(
 def test_a_target_without_the_token_is_refused(transport: str) -> None:
     ours, theirs = socket.socketpair()
     with closing(Connection(theirs)) as impostor, closing(Connection(ours)) as initiator:
-        impostor.send(handshake._CHALLENGE.pack(b"MOONXFER", 0, 2, 0, bytes(32)))
+        impostor.send(handshake._CHALLENGE.pack(b"MOONXFER", 0, handshake.PROTOCOL_VERSION, 0, bytes(32)))
         impostor.send(handshake._WELCOME.pack(0, 7, bytes(32)))
         with pytest.raises(errors.Unauthenticated):
             handshake.initiate(initiator, Credentials(b"token", b""), bytes(16), checksums=True)
@@ -126,7 +126,7 @@ def test_a_proof_cannot_be_reflected_or_replayed(stage: Stage) -> None:
     def shake_hands(proof_for: Callable[[int, bytes], bytes]) -> tuple[int, bytes, bytes]:
         """Returns the target's status, the proof sent and the proof received."""
         connection = dial(stage.far.address)
-        connection.send(handshake._HELLO.pack(b"MOONXFER", 2, 0, nonce))
+        connection.send(handshake._HELLO.pack(b"MOONXFER", handshake.PROTOCOL_VERSION, 0, nonce))
         challenge = handshake._CHALLENGE.unpack(connection.receive_bytes(handshake._CHALLENGE.size))
         proof = proof_for(*challenge[3:])
         connection.send(handshake._PROOF.pack(proof, instance))
@@ -204,7 +204,7 @@ def test_unauthenticated_connections_do_not_keep_peers_out(stage: Stage) -> None
 
 nonsense = st.builds(
     lambda kind, number, rows: encode(Header(kind, 0, len(rows) // 24, *[number] * 3)) + rows,  # type: ignore[arg-type]
-    st.sampled_from([Kind.READ, Kind.WRITE, Kind.WRITE_FROM, Kind.MAP, Kind.OFFER]),
+    st.sampled_from([Kind.READ, Kind.WRITE, Kind.WRITE_FROM, Kind.MAP, Kind.OFFER, Kind.LEASE]),
     st.integers(0, 2**64 - 1),
     st.integers(0, 3).flatmap(lambda count: st.binary(min_size=24 * count, max_size=24 * count)),
 )

@@ -234,7 +234,10 @@ class DataPlane:
                 int32,
             ),
             (library.pump, [int32, ctypes.POINTER(FlowState), int64, int64], int32),
-            (library.read_inline, [*[pointer] * 5, int64], int32),
+            (library.copy_inline, [*[pointer] * 5, int64, int64], int32),
+            (brief.lease_begin, [pointer, int64, pointer, pointer, int64], int32),
+            (brief.lease_end_if_idle, [pointer, int64], int32),
+            (library.lease_end, [pointer, int64, int64], None),
         )
         for function, arguments, result in signatures:
             function.argtypes, function.restype = arguments, result

@@ -1,11 +1,10 @@
 """Shared memory that is created and written here and mapped read-only by peers on the same host.
 
 Owns the layout of such a file: the data, then one page whose first byte says whether the segment is still registered.
-Its rule is enforced by seals: no process can shrink the file under a reader (SIGBUS) and, once the owner has mapped it,
-none can map it writable again. Linux ≥ 5.1.
+A seal enforces that no process can shrink the file under a reader (SIGBUS). Peers receive a read-only descriptor; the
+writable one goes only to a peer with a lease of a window (write_windows.py).
 
-Elastic memory creates pages when they are written and can give them back. It lacks the second seal, which also forbids
-holes, so peers receive a read-only descriptor instead. A hole reads as zeros everywhere.
+Elastic memory creates pages when they are written and can give them back. A hole reads as zeros everywhere.
 """
 
 import contextlib
@@ -22,9 +21,7 @@ from moonserve.protocol.errors import ConfigError, InvalidRequest, PeerLost
 from moonserve.transfer.memory.data_plane import address_of, data_plane
 from moonserve.transfer.memory.scatter import Rows
 
-_F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python names it from 3.14 on
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PAGE = mmap.PAGESIZE
 _LIVE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +44,7 @@ def _marker(nbytes: int) -> int:
 
 
 class OwnedMemory:
-    """A sealed memfd and its only writable mapping. All pages are resident; with `elastic`, none is at first."""
+    """A sealed memfd and its owner's mapping. All pages are resident; with `elastic`, none is at first."""
 
     def __init__(self, nbytes: int, name: str = "", *, elastic: bool = False) -> None:
         """`name` appears in the process's maps. Raises ConfigError if the process or host cannot provide that much
@@ -62,19 +59,15 @@ class OwnedMemory:
             if not elastic:
                 _use_huge_pages(self.fd, nbytes)
                 _populate(self._map)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if elastic else _SEALS)
-            self.shared_fd = self._for_reading() if elastic else self.fd
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.shared_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.shared_fd)
         except OSError as error:
             raise _exhausted(nbytes, error) from error
         self.is_elastic = elastic
         self._marker = _marker(nbytes)
         self._map[self._marker] = _LIVE
         self.view = memoryview(self._map)[:nbytes]
-
-    def _for_reading(self) -> int:
-        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, fd)
-        return fd
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Makes a range of whole pages resident. Content is unchanged, and a hole reads as zeros. Raises OSError if the
@@ -99,27 +92,28 @@ class OwnedMemory:
 
 
 class PeerMemory:
-    """A peer's memfd, mapped read-only. Owns neither the content nor the passed descriptor."""
+    """A peer's memfd, mapped. Owns neither the content nor the passed descriptor."""
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = False) -> None:
         """Maps the file. Raises PeerLost if it is too small or lacks the seals of every `OwnedMemory`."""
         try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             size = os.fstat(fd).st_size
             if not sealed or not 0 < nbytes <= size - _PAGE:
                 raise PeerLost("the peer offered memory whose size could still change")
-            # Not populated: the pages exist already and fault in 16 at a time on first use. That costs less than
-            # populating all of them and does not delay the first transfer from a peer.
-            self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            # Not populated: the pages exist already and fault in on first use, 16 or a huge page at a time. That costs
+            # less than populating all of them and does not delay the first transfer.
+            self.base = _mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ)
         except OSError as error:
             raise PeerLost("the peer offered memory that cannot be mapped") from error
+        self._map = (ctypes.c_ubyte * size).from_address(self.base)
+        weakref.finalize(self._map, _libc.munmap, self.base, size)
         self._marker = _marker(nbytes)
         self.nbytes = nbytes
-        self.view = memoryview(self._map)[:nbytes]
-        self.base = address_of(self.view)
+        self.view = memoryview(self._map).cast("B").toreadonly()[:nbytes]
         self.live_address = self.base + self._marker
         self._native = (ctypes.c_int64 * 3)(self.base, nbytes, self.live_address)
-        self.native = ctypes.addressof(self._native)  # its `MappedMemory` (inline_reads.h)
+        self.native = ctypes.addressof(self._native)  # its `MappedMemory` (inline_copies.h)
         self._plane = data_plane()
 
     def copy(self, to: int, rows: Rows, *, to_column: int) -> None:
@@ -139,9 +133,21 @@ class PeerMemory:
 
     def close(self) -> None:
         """Unmaps the memory, or leaves that to the last view that callers still hold."""
+        del self._map
         with contextlib.suppress(BufferError):
             self.view.release()
-            self._map.close()
+
+
+def _mapped(fd: int, nbytes: int, access: int) -> int:
+    """Maps a file where a huge page can begin. Returns the address. Raises OSError."""
+    room: int = _libc.mmap(None, nbytes + _HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    begin = -(-room // _HUGE_PAGE) * _HUGE_PAGE
+    if _libc.mmap(begin, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != begin:
+        raise OSError(ctypes.get_errno(), "mmap")
+    end = -(-(begin + nbytes) // _PAGE) * _PAGE
+    _libc.munmap(room, begin - room)
+    _libc.munmap(end, room + nbytes + _HUGE_PAGE - end)
+    return begin
 
 
 def _use_huge_pages(fd: int, nbytes: int) -> None:
@@ -153,17 +159,10 @@ def _use_huge_pages(fd: int, nbytes: int) -> None:
     nbytes = nbytes // _HUGE_PAGE * _HUGE_PAGE
     if nbytes < _HUGE_BYTES:
         return
-    room = nbytes + _HUGE_PAGE
-    mapped = _libc.mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    begin = -(-mapped // _HUGE_PAGE) * _HUGE_PAGE
-    try:
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if _libc.mmap(begin, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != begin:
-            return
-        if all(not _libc.madvise(at, _PAGE, _MADV_POPULATE_WRITE) for at in range(begin, begin + nbytes, _HUGE_PAGE)):
-            _libc.madvise(begin, nbytes, _MADV_COLLAPSE)
-    finally:
-        _libc.munmap(mapped, room)
+    begin = _mapped(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    if all(not _libc.madvise(at, _PAGE, _MADV_POPULATE_WRITE) for at in range(begin, begin + nbytes, _HUGE_PAGE)):
+        _libc.madvise(begin, nbytes, _MADV_COLLAPSE)
+    _libc.munmap(begin, nbytes)
 
 
 def _populate(memory: mmap.mmap) -> None:

@@ -94,7 +94,7 @@ class Segment:
     """Address of the first byte."""
     nbytes: int = field(init=False)
     native: int = field(init=False)
-    """Address of its `LocalMemory` (inline_reads.h)."""
+    """Address of its `LocalMemory` (inline_copies.h)."""
     _native: Any = field(init=False)
 
     def __post_init__(self) -> None:

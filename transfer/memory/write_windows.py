@@ -1,8 +1,8 @@
 """Windows: which bytes peers may write, and until when.
 
 A window is a right to some ranges of one segment. Its rule: closing it waits for stores in flight and refuses all later
-ones, and an id is never reused. Stores happen elsewhere: inside `with window:`, in steps short enough to wait for, or
-by a device that has a revocable `WindowHold`.
+ones, and an id is never reused. Stores happen elsewhere: inside `with window:`, in steps short enough to wait for, by a
+device that has a revocable `WindowHold`, or by an initiator that has a `WriteLease`.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ import numpy as np
 
 from moonserve.protocol.errors import InvalidRequest, StaleLease
 from moonserve.transfer.memory import scatter
-from moonserve.transfer.memory.data_plane import data_plane
+from moonserve.transfer.memory.data_plane import address_of, data_plane
+from moonserve.transfer.memory.memfd import PeerMemory
 from moonserve.transfer.memory.scatter import LENGTH, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 
@@ -40,10 +41,33 @@ class WindowHold:
         self.window.release_hold(self)
 
 
+LEASE_BYTES = 4096
+"""Size of `Lease` of leased_writes.h, rounded up."""
+
+
+class WriteLease:
+    """An initiator's right to store into a window itself, in a page that both processes map (leased_writes.h)."""
+
+    def __init__(self, window: "Window", page: PeerMemory, process: int) -> None:
+        """Begins the lease of the initiator with that pid. Raises StaleLease if the window is closed, InvalidRequest if
+        it has too many ranges."""
+        self._window, self._page, self._process = window, page, process
+        window.begin_lease(self, page.base)
+
+    def end(self) -> None:
+        """Waits until the initiator stores nothing under the lease, and never will."""
+        data_plane().library.lease_end(self._page.base, self._window.window_id, self._process)
+        self._window.leases.discard(self)
+
+    def end_if_idle(self) -> bool:
+        """Returns False if the initiator is storing. It may not begin again."""
+        return bool(data_plane().brief.lease_end_if_idle(self._page.base, self._window.window_id))
+
+
 class Window:
     """A right to write; as a context manager it covers one store."""
 
-    __slots__ = ("_changed", "_holds", "_native", "_state", "ends", "segment", "starts", "state", "window_id")
+    __slots__ = ("_changed", "_holds", "_native", "_state", "ends", "leases", "segment", "starts", "state", "window_id")
 
     def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
         merged = data_plane().joined(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
@@ -56,6 +80,7 @@ class Window:
         self._state = ctypes.c_int64()
         self.state = ctypes.addressof(self._state)
         self._holds: set[WindowHold] = set()
+        self.leases: set[WriteLease] = set()
 
     def require_inside(self, rows: Rows) -> None:
         """Checks that each run lies within one range. Raises InvalidRequest otherwise."""
@@ -81,6 +106,9 @@ class Window:
     def close(self) -> None:
         with self._changed:
             self._native.window_close(self.state)
+        for lease in list(self.leases):
+            lease.end()
+        with self._changed:
             if self._wait_idle(time.monotonic() + _REVOKE_AFTER_S):
                 return
             holds = list(self._holds)
@@ -91,7 +119,8 @@ class Window:
 
     def close_if_idle(self) -> bool:
         with self._changed:
-            return not self._holds and bool(self._native.window_close_if_idle(self.state))
+            idle = not self._holds and all(lease.end_if_idle() for lease in list(self.leases))
+            return idle and bool(self._native.window_close_if_idle(self.state))
 
     def _wait_idle(self, until: float) -> bool:
         """Waits until there are no stores and holds. Returns False at `until`. The lock is held."""
@@ -110,6 +139,15 @@ class Window:
                 raise _stale(self.window_id)
             self._holds.add(hold)
         return hold
+
+    def begin_lease(self, lease: WriteLease, page: int) -> None:
+        with self._changed:
+            if self._state.value >= _CLOSED:
+                raise _stale(self.window_id)
+            starts, ends = address_of(self.starts), address_of(self.ends)
+            if not self._native.lease_begin(page, self.window_id, starts, ends, len(self.ends)):
+                raise InvalidRequest("the window has too many ranges for a lease")
+            self.leases.add(lease)
 
     def release_hold(self, hold: WindowHold) -> None:
         with self._changed:

@@ -70,6 +70,14 @@ static int32_t send_all(int32_t fd, Flow *flow, void *from, size_t count, int64_
     return end;
 }
 
+static int has_hung_up(int32_t fd) {
+    struct pollfd ended = {.fd = fd, .events = POLLRDHUP};
+    int events;
+    do events = poll(&ended, 1, 0);
+    while (events < 0 && errno == EINTR);
+    return events != 0;
+}
+
 static int is_on_route(const Route *route) {
     Header header = route->header;
     uint32_t entries = header.entries;
@@ -77,16 +85,17 @@ static int is_on_route(const Route *route) {
     return entries > 0 && entries <= MAX_ROWS && !memcmp(&header, &route->served, sizeof header);
 }
 
-static int is_in_window(const Route *route, int64_t start, int64_t length) {
-    int64_t low = 0, high = route->num_ranges; /* the last range that begins at or before `start` is in [low, high) */
+/* Returns 1 if the bytes are within one of the ranges, which are in order. */
+static int is_in_ranges(const int64_t *starts, const int64_t *ends, int64_t count, int64_t start, int64_t length) {
+    int64_t low = 0, high = count; /* the last range that begins at or before `start` is in [low, high) */
     while (high - low > 1) {
         int64_t middle = low + (high - low) / 2;
-        if (route->starts[middle] <= start)
+        if (starts[middle] <= start)
             low = middle;
         else
             high = middle;
     }
-    return high > 0 && start >= route->starts[low] && start <= route->ends[low] && length <= route->ends[low] - start;
+    return high > 0 && start >= starts[low] && start <= ends[low] && length <= ends[low] - start;
 }
 
 /* Returns 1 if each row copies from within the source into the window, and all are short enough for one step. */
@@ -95,7 +104,7 @@ static int are_allowed(const Route *route) {
     for (uint32_t i = 0; i < route->header.entries; i++) {
         const int64_t *row = route->rows[i];
         if (row[1] < 0 || row[LENGTH] < 0 || row[LENGTH] > left || row[LENGTH] > route->source_bytes - row[1]) return 0;
-        if (!is_in_window(route, row[0], row[LENGTH])) return 0;
+        if (!is_in_ranges(route->starts, route->ends, route->num_ranges, row[0], row[LENGTH])) return 0;
         left -= row[LENGTH];
     }
     return 1;
@@ -122,8 +131,7 @@ PUBLIC int32_t serve_copies(int32_t fd, Flow *flow, Route *route, void *reply, i
         if (end != IN_DONE || flow->descriptor >= 0 || !is_on_route(route)) return end;
         end = receive_all(fd, flow, route->rows, route->header.entries * sizeof *route->rows, stall_ns, spin_ns);
         if (end != IN_DONE) return end;
-        struct pollfd ended = {.fd = fd, .events = POLLRDHUP};
-        if (poll(&ended, 1, 0)) return HANGUP; /* the initiator may have reused its memory */
+        if (has_hung_up(fd)) return HANGUP; /* the initiator may have reused its memory */
         if (!copy_request(route)) return ROWS_DONE;
         end = send_all(fd, flow, reply, sizeof(Header), stall_ns, spin_ns);
         if (end != OUT_DONE) return end;

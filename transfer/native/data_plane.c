@@ -323,5 +323,6 @@ PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns)
 }
 
 #include "copy_requests.h"
+#include "leased_writes.h"
 #include "traffic.h"
-#include "inline_reads.h"
+#include "inline_copies.h"

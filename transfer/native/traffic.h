@@ -1,6 +1,6 @@
 /* Counters of slices and bytes (paths/traffic_stats.py, which repeats the structures).
  *
- * Python calls these functions with the GIL, which makes each call one step. `read_inline` counts without it, so the
+ * Python calls these functions with the GIL, which makes each call one step. `copy_inline` counts without it, so the
  * totals that both change are added to atomically. Included by data_plane.c.
  */
 
@@ -16,7 +16,7 @@ enum { READ, WRITE, OPS };
 /* Bandwidth to one peer. A period begins when bytes are in flight. */
 typedef struct {
     int64_t in_flight, moved[OPS]; /* in this period */
-    int64_t bytes[OPS], inline_ns; /* totals */
+    int64_t bytes[OPS], inline_ns[OPS]; /* totals */
     double began_at, seconds[OPS];
 } Meter;
 
@@ -82,10 +82,10 @@ PUBLIC void path_left(Path *path, int64_t bytes, double now) {
     begin_period(meter, now);
 }
 
-/* Counts a READ by `read_inline`. It reports its own time even if other bytes are in flight on another path. */
-static void count_inline(Path *path, int64_t bytes, int64_t ns) {
-    count_slice(path, READ, bytes, ns);
+/* Counts rows copied by `copy_inline`. They report their own time even if other bytes are in flight on another path. */
+static void count_inline(Path *path, int32_t op, int64_t bytes, int64_t ns) {
+    count_slice(path, op, bytes, ns);
     if (bytes < MEASURED_FROM) return;
-    add(&path->meter->bytes[READ], bytes);
-    add(&path->meter->inline_ns, ns);
+    add(&path->meter->bytes[op], bytes);
+    add(&path->meter->inline_ns[op], ns);
 }

@@ -120,15 +120,16 @@ class Lane:
             self._locked_by_caller = False
             self._session_lock.release()
 
-    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int) -> bool:
-        """Carries a READ by native code in the caller's thread if the lane is idle. Returns False if that failed."""
+    def copy_inline(self, window_id: int, segment_id: int, local: Segment, rows: bytes | int, count: int) -> bool:
+        """Carries a READ, or a WRITE unless the window is 0, by native code in the caller's thread if the lane is idle.
+        Returns False if that failed."""
         session = self._session
         if session is None or not self._session_lock.acquire(blocking=False):
             return False
         try:
             if not self._inbox.empty() or self._arrived or session is not self._session:
                 return False
-            outcome = session.read_inline(segment_id, local, rows, count, self.stats.native)
+            outcome = session.copy_inline(window_id, segment_id, local, rows, count, self.stats.native)
         finally:
             self._session_lock.release()
         if outcome < 0:

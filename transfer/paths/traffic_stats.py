@@ -33,16 +33,15 @@ class BandwidthMeter(ctypes.Structure):
 
     _fields_ = (
         ("in_flight", ctypes.c_int64),
-        *c_fields(ctypes.c_int64 * 2, "moved bytes"),
-        ("inline_ns", ctypes.c_int64),
+        *c_fields(ctypes.c_int64 * 2, "moved bytes inline_ns"),
         ("began_at", ctypes.c_double),
         ("seconds", ctypes.c_double * 2),
     )
 
     def totals(self) -> BandwidthTotals:
         read, written = self.bytes
-        read_s = self.seconds[0] + self.inline_ns / 1e9
-        return BandwidthTotals(read_bytes=read, read_s=read_s, written_bytes=written, written_s=self.seconds[1])
+        read_s, written_s = (seconds + ns / 1e9 for seconds, ns in zip(self.seconds, self.inline_ns, strict=True))
+        return BandwidthTotals(read_bytes=read, read_s=read_s, written_bytes=written, written_s=written_s)
 
 
 BUCKETS_S = (50e-6, 100e-6, 250e-6, 1e-3, 2.5e-3, 10e-3, 50e-3, 250e-3, 1.0, 5.0)

@@ -1,5 +1,5 @@
 """Memory of another process of this host: mapped (memfd) or read by address (process_vm_readv), and copied in steps,
-verified, by several threads if large.
+verified.
 
 Copying has one rule: with checksums on, both sides of every step are read again after the copy and compared. That costs
 less than a checksum of each side and misses nothing. Bytes that changed meanwhile or were copied wrong are an
@@ -18,9 +18,7 @@ import logging
 import os
 import select
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -37,8 +35,6 @@ _log = logging.getLogger(__name__)
 
 STEP_BYTES = 4 << 20
 """A copy of this size takes less than a millisecond, the longest that close_window waits."""
-_SHARED_BYTES = 8 << 20
-"""Size from which a copy is shared among threads. Below it, waking them costs more than they save."""
 
 _unguarded: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -62,63 +58,24 @@ class ReadableMemory(Protocol):
     def close(self) -> None: ...
 
 
-class Copier:
-    """Copies rows, sharing large copies among threads, which `close` ends. Thread-safe."""
-
-    def __init__(self, threads: int) -> None:
-        self._num_helpers = threads - 1
-        self._pool = ThreadPoolExecutor(threads - 1, "transfer-copy") if threads > 1 else None
-
-    def copy(
-        self,
-        source: ReadableMemory,
-        into: Segment,
-        rows: Rows,
-        *,
-        to_column: int,
-        verified: bool,
-        guard: AbstractContextManager[None] = _unguarded,
-    ) -> None:
-        """Copies rows whose bounds were checked. Each step's stores happen inside `guard`, which may refuse them."""
-        nbytes = scatter.total(rows)
-        left = deque((rows,) if nbytes <= STEP_BYTES else scatter.cut(rows, STEP_BYTES, MAX_ROWS))
-
-        def work() -> None:
-            while left:
-                try:
-                    step = left.popleft()
-                except IndexError:  # another thread took the last step
-                    return
-                with guard:
-                    if not verified:
-                        source.copy(into.base, step, to_column=to_column)
-                    elif not source.copy_verified(into.base, step, to_column=to_column):
-                        raise IntegrityError("bytes changed while they were copied within the host")
-
-        if self._pool is not None and nbytes >= _SHARED_BYTES:
-            self._share(self._pool, work, left)
-        else:
-            work()
-        source.require_live()
-
-    def _share(self, pool: ThreadPoolExecutor, work: Callable[[], None], left: deque[Rows]) -> None:
-        """Shares `work` with the pool. On return nothing is stored any more; helpers that start later find no steps."""
-        helpers: list[Future[None]] = []
-        try:
-            with contextlib.suppress(RuntimeError):  # no more threads for this process, or closed
-                helpers += (pool.submit(work) for _ in range(self._num_helpers))
-            work()
-        finally:
-            left.clear()
-            begun = [helper for helper in helpers if not helper.cancel()]
-            errors = [error for helper in begun if (error := helper.exception()) is not None]
-        if errors:
-            raise errors[0]
-
-    def close(self) -> None:
-        """Ends the threads and waits for them."""
-        if self._pool is not None:
-            self._pool.shutdown()
+def copy_in_steps(
+    source: ReadableMemory,
+    into: Segment,
+    rows: Rows,
+    *,
+    to_column: int,
+    verified: bool,
+    guard: AbstractContextManager[None] = _unguarded,
+) -> None:
+    """Copies rows whose bounds were checked. Each step's stores happen inside `guard`, which may refuse them."""
+    steps = (rows,) if scatter.total(rows) <= STEP_BYTES else scatter.cut(rows, STEP_BYTES, MAX_ROWS)
+    for step in steps:
+        with guard:
+            if not verified:
+                source.copy(into.base, step, to_column=to_column)
+            elif not source.copy_verified(into.base, step, to_column=to_column):
+                raise IntegrityError("bytes changed while they were copied within the host")
+    source.require_live()
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -165,6 +122,14 @@ class PeerProcess:
 
     def close(self) -> None:
         os.close(self._pidfd)
+
+
+def is_visible(pid: int) -> bool:
+    """Returns True if pids mean the same in that process as in this one."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return False
 
 
 def _pieces(base: int, rows: Rows, column: int) -> IoVectors:
@@ -231,8 +196,9 @@ class ProcessMemory:
 class PeerSegments:
     """Reachable memory by the peer's segment id; None if only the connection can carry it."""
 
-    def __init__(self, peer_pid: Callable[[], int]) -> None:
+    def __init__(self, peer_pid: Callable[[], int], *, writable: bool = False) -> None:
         self._peer_pid = peer_pid
+        self._writable = writable
         self._segments: dict[int, ReadableMemory | None] = {}
         self._process: PeerProcess | None = None
 
@@ -256,7 +222,7 @@ class PeerSegments:
         elif base:
             self._segments[segment_id] = self._readable(base, nbytes, PeerMemory(fd, 1))
         else:
-            self._segments[segment_id] = PeerMemory(fd, nbytes)
+            self._segments[segment_id] = PeerMemory(fd, nbytes, writable=self._writable)
 
     def _readable(self, base: int, nbytes: int, marker: PeerMemory) -> ReadableMemory | None:
         try:

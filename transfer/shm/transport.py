@@ -1,10 +1,11 @@
 """The `shm` transport, both ends: READs copy out of the peer's memory, WRITEs are copies that the target makes after
-its checks.
+its checks, or small ones that the initiator makes under a lease.
 
 Each end copies received bytes out of the other's memory, which it maps read-only or reads by address. The Unix socket
 carries requests, descriptors and, as a stream, the bytes of memory that cannot be reached. Its rules: a descriptor is
 passed only when that cannot block, since the peer may be sending answers; bytes are stored only inside an open window.
-After a WRITE that succeeded, native code serves further ones from the same memory into the same window.
+After a WRITE that succeeded, native code serves further ones from the same memory into the same window. After two in a
+row from its caller's thread, the initiator asks for a lease of the window (native/leased_writes.h).
 """
 
 import ctypes
@@ -13,21 +14,22 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 
 import numpy as np
 
-from moonserve.protocol.errors import ConfigError, IntegrityError, InvalidRequest, MoonserveError, PeerLost
+from moonserve.protocol.errors import ConfigError, IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from moonserve.protocol.process.machine import boot_id
 from moonserve.transfer.memory import scatter
 from moonserve.transfer.memory.data_plane import CopyRoute, address_of
 from moonserve.transfer.memory.memfd import OwnedMemory, PeerMemory
 from moonserve.transfer.memory.scatter import LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
-from moonserve.transfer.memory.write_windows import Window
+from moonserve.transfer.memory.write_windows import LEASE_BYTES, Window, WriteLease
 from moonserve.transfer.paths.peer_address import Address, Rail
-from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerSegments, ReadableMemory
+from moonserve.transfer.shm.peer_memory import STEP_BYTES, PeerSegments, ReadableMemory, copy_in_steps, is_visible
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import (
     HEADER_BYTES,
@@ -74,17 +76,18 @@ class ShmSession(StreamSession):
         connection: Connection,
         agreed: Agreement,
         *,
-        copier: Copier,
         markers: Mapping[int, OwnedMemory],
     ) -> None:
         super().__init__(dial, connection, agreed)
         self._max_in_flight = max(self._max_in_flight, _IN_FLIGHT_BYTES)
-        self._copier = copier
         self._markers = markers
         self._segments = PeerSegments(connection.peer_pid)
-        max_bytes = min(STEP_BYTES, dial.options.slice_bytes_over("shm"))
-        self._route = (ctypes.c_int64 * 3)(max_bytes, connection.descriptor, self._checksums)  # `ReadRoute`
-        self._read_natively = self._plane.library.read_inline
+        self._written_segments = PeerSegments(connection.peer_pid, writable=True)
+        self._lease = OwnedMemory(LEASE_BYTES)
+        self._written: tuple[int | None, int] = None, 0  # the last window in a caller's thread, and how often in a row
+        max_bytes, lease = min(STEP_BYTES, dial.options.slice_bytes_over("shm")), address_of(self._lease.view)
+        self._route = (ctypes.c_int64 * 4)(max_bytes, connection.descriptor, self._checksums, lease)  # `InlineRoute`
+        self._copy_natively = self._plane.library.copy_inline
         self._mapping: set[Slice] = set()
         """Slices whose next answer is a mapping."""
         self._offers: dict[int, _Offer] = {}
@@ -95,6 +98,17 @@ class ShmSession(StreamSession):
     def close(self) -> None:
         super().close()
         self._segments.close()
+        self._written_segments.close()
+
+    def carry_inline(self, single: Slice) -> None:
+        super().carry_inline(single)
+        window_id = single.window_id if single.op is Op.WRITE else None
+        self._written = window_id, self._written[1] + 1 if window_id == self._written[0] else 1
+        if window_id and self._written[1] == 2:
+            header = Header(kind=Kind.LEASE, segment_id=single.segment_id, window_id=window_id)
+            self._connection.send(encode(header), self._lease.fd)
+            with suppress(InvalidRequest, StaleLease):  # without a lease the target copies
+                self._accept_memory(self._written_segments, single.segment_id)
 
     def send_request(self, part: Slice, slices: SliceSource) -> bool:
         if part.op is Op.READ:
@@ -140,7 +154,7 @@ class ShmSession(StreamSession):
         return False
 
     def _receive_map(self, part: Slice) -> bool:
-        self._accept_map(part.segment_id)
+        self._accept_memory(self._segments, part.segment_id)
         source = self._segments.get(part.segment_id)
         if source is None:
             header = Header(kind=Kind.READ, entries=len(part.rows), segment_id=part.segment_id)
@@ -149,21 +163,21 @@ class ShmSession(StreamSession):
         self._read(part, source)
         return True
 
-    def _accept_map(self, segment_id: int) -> None:
-        """Receives the answer to MAP. Raises InvalidRequest if the peer lends no such memory."""
+    def _accept_memory(self, segments: PeerSegments, segment_id: int) -> None:
+        """Receives the answer to MAP or LEASE. Raises the peer's refusal."""
         data = self._connection.receive_bytes(HEADER_BYTES)
         fd = self._connection.take_descriptor()
         try:
             reply = self.accept(data)
-            if segment_id not in self._segments:
-                self._segments.add(segment_id, fd, reply.source_id, reply.nbytes)
+            if segment_id not in segments:
+                segments.add(segment_id, fd, reply.source_id, reply.nbytes)
         finally:
             if fd is not None:
                 os.close(fd)
 
     def _read(self, part: Slice, source: ReadableMemory) -> None:
         scatter.require_inside(part.rows, REMOTE, source.nbytes)
-        self._copier.copy(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
+        copy_in_steps(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
 
     def _reachable_for_peer(self, part: Slice) -> bool:
         """Returns True if the peer can copy out of the slice's local memory. Offers the memory first if necessary."""
@@ -195,7 +209,7 @@ class ShmSession(StreamSession):
         if segment_id not in self._segments:
             self._connection.set_deadline(deadline_at)
             self._connection.send(encode(Header(kind=Kind.MAP, segment_id=segment_id)))
-            self._accept_map(segment_id)
+            self._accept_memory(self._segments, segment_id)
         source = self._segments.get(segment_id)
         if not isinstance(source, PeerMemory):
             raise InvalidRequest("memory that its owner registered, not allocated, cannot be mapped: READ it")
@@ -204,11 +218,11 @@ class ShmSession(StreamSession):
             raise InvalidRequest(f"out of bounds of a segment of {source.nbytes} bytes")
         return source.view[offset : offset + length]
 
-    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
-        source = self._segments.get(segment_id)
-        if type(source) is not PeerMemory:
+    def copy_inline(self, window: int, segment: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
+        memory = (self._written_segments if window else self._segments).get(segment)
+        if type(memory) is not PeerMemory:
             return 0
-        return int(self._read_natively(self._route, path, source.native, local.native, rows, count))
+        return int(self._copy_natively(self._route, path, memory.native, local.native, rows, count, window))
 
 
 _BACKLOG_S = 0.5
@@ -223,7 +237,6 @@ class ShmTransport:
     def __init__(self) -> None:
         self._markers: dict[int, OwnedMemory] = {}
         """Markers of segments that peers cannot map, by segment id."""
-        self._copier = Copier(threads=1)
 
     def listen(self, state: ServedState) -> Sequence[Acceptor]:
         name = f"moonserve-{state.credentials.instance.hex()}"
@@ -234,12 +247,11 @@ class ShmTransport:
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot listen on the abstract socket {name}: {error}") from error
-        self._copier = Copier(state.options.copy_threads)
         rail = Rail(self.name, self.name, name)
-        return [Acceptor(listener, rail, state, partial(self._target, state), self._copier.close)]
+        return [Acceptor(listener, rail, state, partial(self._target, state))]
 
     def _target(self, state: ServedState, sock: socket.socket) -> "ShmTarget":
-        return ShmTarget(Connection(sock), state, copier=self._copier, markers=self._markers)
+        return ShmTarget(Connection(sock), state, markers=self._markers)
 
     def reachable(self, address: Address) -> bool:
         return self.name in address.rails and address.host == boot_id()
@@ -257,7 +269,7 @@ class ShmTransport:
             raise PeerLost(f"cannot connect over shm: {error}") from error
         connection = Connection(sock)
         agreed = authenticate(connection, dial)
-        return ShmSession(dial, connection, agreed, copier=self._copier, markers=self._markers)
+        return ShmSession(dial, connection, agreed, markers=self._markers)
 
     def segment_added(self, segment: Segment) -> None:
         """Creates a marker for memory that peers cannot map. Raises ConfigError if no descriptor is left."""
@@ -273,18 +285,18 @@ class ShmTransport:
 class ShmTarget(StreamTarget):
     """Serves one connection over the Unix socket and shared memory, on its own thread."""
 
-    def __init__(
-        self, connection: Connection, state: ServedState, *, copier: Copier, markers: Mapping[int, OwnedMemory]
-    ) -> None:
+    def __init__(self, connection: Connection, state: ServedState, *, markers: Mapping[int, OwnedMemory]) -> None:
         super().__init__(connection, state)
-        self._copier = copier
         self._markers = markers
         self._offered = PeerSegments(connection.peer_pid)
         self._route = CopyRoute()
         self._route_owners: tuple[Window, ReadableMemory] | None = None
         """Keeps the memory of the route."""
+        self._lease: WriteLease | None = None
 
     def close(self) -> None:
+        if self._lease is not None:
+            self._lease.end()
         self._offered.close()
 
     def next_request(self) -> None:
@@ -308,6 +320,8 @@ class ShmTarget(StreamTarget):
                 self._accept_offer(header, fd)
             case Kind.MAP:
                 self._share_memory(header)
+            case Kind.LEASE:
+                self._lend_window(header, fd)
             case Kind.WRITE_FROM:
                 self._write_from(header, receive_rows(self.connection, header))
             case _:
@@ -324,6 +338,21 @@ class ShmTarget(StreamTarget):
         base = 0 if segment.memory else segment.base
         reply = Header(kind=Kind.REPLY, source_id=base, nbytes=segment.nbytes)
         self.connection.send(encode(reply), shared.shared_fd if shared is not None else None)
+
+    def _lend_window(self, header: Header, fd: int | None) -> None:
+        """Answers LEASE. The previous lease of the connection ends."""
+        if self._lease is not None:
+            self._lease.end()
+        try:
+            window = self._windows.find(header.window_id, header.segment_id)
+            memory, process = window.segment.memory, self.connection.peer_pid()
+            if memory is None or fd is None or not is_visible(process):
+                raise InvalidRequest("this window cannot be leased")
+            self._lease = WriteLease(window, PeerMemory(fd, LEASE_BYTES, writable=True), process)
+        except (InvalidRequest, StaleLease) as error:
+            self.connection.send(refusal(error))
+        else:
+            self.connection.send(encode(Header(kind=Kind.REPLY, nbytes=window.segment.nbytes)), memory.fd)
 
     def _accept_offer(self, header: Header, fd: int | None) -> None:
         if fd is None or header.source_id in self._offered:
@@ -347,7 +376,7 @@ class ShmTarget(StreamTarget):
         if source is None:
             raise InvalidRequest(f"segment {header.source_id} of the initiator was never offered")
         scatter.require_inside(rows, LOCAL, source.nbytes)
-        self._copier.copy(source, window.segment, rows, to_column=REMOTE, verified=self.checksums, guard=window)
+        copy_in_steps(source, window.segment, rows, to_column=REMOTE, verified=self.checksums, guard=window)
         if isinstance(source, PeerMemory):
             self._serve_natively(header, window, source)
 

@@ -47,6 +47,7 @@ class Kind(IntEnum):
     CONNECT = 8  # queue pairs' addresses → the target's (rdma: see transfer/rdma/control_messages.py)
     KEY = 9  # rows → REPLY with the key to read them and their checksum (rdma)
     GRANT = 10  # rows and window → REPLY with the key to write them (rdma)
+    LEASE = 11  # window, page of the lease → REPLY with the window's memory, to be written under the lease (same host)
     REPLY = 16
     RESULT = 17  # unsolicited: outcome of a grant (rdma)
 

@@ -63,7 +63,7 @@ class StreamSession:
         if source.error is not None:
             raise source.error
 
-    def read_inline(self, segment_id: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
+    def copy_inline(self, window: int, segment: int, local: Segment, rows: bytes | int, count: int, path: int) -> int:
         return 0
 
     def view(self, segment_id: int, offset: int, length: int, deadline_at: float) -> memoryview:

@@ -4,7 +4,6 @@ Its rule: one-time work of a user (connecting, registering memory, computing add
 not timed. Every call is timed separately. Needs numpy only.
 """
 
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,21 +11,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.store.speed import workload
-from benchmarks.store.speed.workload import HALF_BYTES, POOL_BYTES, Batch, Load
-from benchmarks.transfer.contestant import touched
+from benchmarks.store.speed.workload import HALF_BYTES, Batch, Load
 from benchmarks.transfer.workload import Bytes
 
 STOCK, FRESH = "stock", "fresh"
 """Kinds of values: permanent ones for gets; ones that are put, removed and put again."""
 MIN_CALLS = 4
 REMOVED_AT_ONCE = 512
-
-
-def private_pool() -> Bytes:
-    """Allocates anonymous memory, with huge pages if the kernel has them, which suits most stores best."""
-    memory = mmap.mmap(-1, POOL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return touched(memory)
 
 
 class StoreClient:

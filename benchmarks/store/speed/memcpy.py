@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.store.speed import client
-from benchmarks.store.speed.workload import HALF_BYTES, Batch, Load
-from benchmarks.transfer.contestant import touched
+from benchmarks.store.speed.workload import HALF_BYTES, POOL_BYTES, Batch, Load
+from benchmarks.transfer.contestant import private_pool, touched
 from benchmarks.transfer.workload import Bytes
 
 
@@ -18,7 +18,7 @@ class Client(client.StoreClient):
 
     def __init__(self, facts: dict[str, Any], options: dict[str, Any]) -> None:
         super().__init__(facts, options)
-        self.pool = client.private_pool()
+        self.pool = private_pool(POOL_BYTES)
         kind = mmap.MAP_SHARED if options["shared"] else mmap.MAP_PRIVATE
         memory = mmap.mmap(-1, HALF_BYTES, kind | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -18,6 +18,7 @@ from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-f
 
 from benchmarks.store.speed import client
 from benchmarks.store.speed.workload import POOL_BYTES, Batch, Load
+from benchmarks.transfer.contestant import private_pool
 from benchmarks.transfer.workload import MIB
 from moonserve.protocol.process import child_process
 
@@ -49,7 +50,7 @@ class Client(client.StoreClient):
         else:
             inside = options["segment_bytes"] if options["path"] == "inside" else 0
             self._store = connected(facts["master"], inside)
-            self.pool = client.private_pool()
+            self.pool = private_pool(POOL_BYTES)
             self._base = self.pool.ctypes.data
         if self._store.register_buffer(self._base, POOL_BYTES):
             raise OSError("register_buffer failed")

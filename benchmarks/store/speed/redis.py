@@ -6,7 +6,8 @@ from typing import Any, cast
 import redis
 
 from benchmarks.store.speed import client
-from benchmarks.store.speed.workload import Batch, Load
+from benchmarks.store.speed.workload import POOL_BYTES, Batch, Load
+from benchmarks.transfer.contestant import private_pool
 
 TIMEOUT_S = 20.0
 MULTI, PIPELINE = "multi", "pipeline"
@@ -15,7 +16,7 @@ MULTI, PIPELINE = "multi", "pipeline"
 class Client(client.StoreClient):
     def __init__(self, facts: dict[str, Any], options: dict[str, Any]) -> None:
         super().__init__(facts, options)
-        self.pool = client.private_pool()
+        self.pool = private_pool(POOL_BYTES)
         self._redis = redis.Redis(port=facts["port"], socket_timeout=TIMEOUT_S)
         self._redis.ping()
 

@@ -17,7 +17,6 @@ from moonserve.protocol.errors import ConfigError
 
 LANES = 16
 PANEL = 2 * LANES
-GROUPS = (16, 32, 64, 128)
 _WORD_BITS = 32
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 64 << 20

@@ -139,10 +139,6 @@ class Ring:
         self._fd = self._library.ring_fd(ring)
         self._loop.add_reader(self._fd, self._collect)
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._under_way)
-
     def pages(self) -> RingPages:
         """Returns memory for operations."""
         return RingPages(self._pool)

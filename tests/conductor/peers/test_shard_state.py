@@ -11,6 +11,7 @@ from moonserve.conductor.placement.policies import make_policy
 from moonserve.conductor.state import ConductorState
 from moonserve.protocol.request import InstanceId, RequestId, RequestPhase, Role
 from tests.conductor.cluster import USUAL, chain, endpoint, worker
+from tests.thoroughness import examples
 
 
 class Shards:
@@ -69,7 +70,7 @@ def registrations(num_prefills: int, num_decodes: int, homes: bool) -> list[even
     return made
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.booleans(), st.randoms(use_true_random=False))
 def test_instances_are_shared_equally_with_both_roles_together(
     count: int, num_prefills: int, num_decodes: int, homes: bool, dice: random.Random
@@ -116,6 +117,7 @@ def test_a_prompt_with_a_long_wait_goes_where_none_wait() -> None:
 
 def test_a_prompt_stays_where_its_prefix_is_where_all_wait_or_where_it_was_sent() -> None:
     assert isinstance(two_with_work(9, 8).place("host:0", "all"), events.Placed)
+    assert isinstance(two_with_work(2, 0).place("host:0", "returns"), events.Placed), "its later prompts come here"
     assert isinstance(two_with_work(9, 0).place("host:0", "sent", is_redirected=True), events.Placed)
     shards = two_with_work(4, 0)
     beat = events.Heartbeat(
@@ -135,11 +137,11 @@ def test_time_outside_of_queues_is_no_reason_to_send_a_prompt_away() -> None:
 
 
 def test_a_silent_shard_gets_nothing_and_is_welcome_again() -> None:
-    shards = two_with_work(5, 0)
+    shards = two_with_work(0, 0)
     shards.silent.add("host:1")
     while shards.now < 2 * SILENT_AFTER_S:
         shards.exchange()
-    assert isinstance(shards.place("host:0", "new"), events.Placed)
+    assert all(isinstance(shards.place("host:0", f"new {n}"), events.Placed) for n in range(5))
     shards.silent.clear()
     shards.exchange()
     shards.exchange()

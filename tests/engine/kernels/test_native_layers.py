@@ -12,7 +12,7 @@ import torch
 import moonserve.engine
 from moonserve.engine.kernels import Kernels, Step
 from moonserve.engine.kernels.native_layers import NativeKernels
-from moonserve.engine.kernels.native_library import FLAGS
+from moonserve.engine.kernels.native_library import FLAGS, LayersLibrary
 from moonserve.engine.kernels.selector import FEW_TOKENS, MixedKernels, make_kernels
 from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.torch_layers import TorchKernels
@@ -218,7 +218,8 @@ def test_without_a_cache_folder_nothing_is_compiled(llama: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_compilation_is_reported_once(llama: Pair, tmp_path: Path) -> None:
+def test_compilation_is_reported_once(llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LayersLibrary.__init__.__kwdefaults__, "flags", (*FLAGS, "-O0"))  # is fast
     reported: list[str] = []
     for _ in range(2):
         make_kernels(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from moonserve.engine.kernels.weight_packing import Arena, Matrix, pack, pack_gates
 from moonserve.engine.kv_cache.tensors import TORCH_DTYPES
 from moonserve.engine.model.weights.quantised_matrix import (
-    GROUPS,
     HugePages,
     QuantisedMatrix,
     QuantisedRows,
@@ -26,6 +25,7 @@ from tests.engine.kernels.calls import DTYPES, random_tensor
 from tests.engine.kernels.test_matrix_product import gate, product
 from tests.thoroughness import examples
 
+GROUPS = (16, 32, 64, 128)
 FORMATS = [WeightFormat(bits, group, zeros) for bits in (4, 8) for group in GROUPS for zeros in (False, True)]
 FORMATS += [WeightFormat(4, 32, has_mins=True), WeightFormat(8, 16, has_mins=True), WeightFormat(4, 32, is_float=True)]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # numbers of MXFP4

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -125,6 +124,8 @@ async def test_responses_have_reasoning_items(
 
 @pytest.mark.parametrize("family", ["think"])
 async def test_messages_have_thinking_blocks(url: str, cluster: ScriptedCluster, folder: Path) -> None:
+    import anthropic  # imported here, as it takes every test process more than a second
+
     cluster.answer_with(CALLS["think"], load_tokenizer(folder))
     tools: Any = [{"name": "add", "input_schema": SCHEMA}]
     async with anthropic.AsyncAnthropic(base_url=url, api_key="x") as client:

@@ -91,13 +91,13 @@ async def test_reads_in_the_ring_are_answered_at_the_limit_and_their_slots_come_
         read = stand.read_of(tiers.written(1).object)
         task = asyncio.create_task(stand.tier.read([read]))
         await asyncio.sleep(0)
-        assert ring.num_in_flight == 1
+        assert len(ring._under_way) == 1
         clock.now += LIMIT_S + 1
         stand.tier.check_for_hang()  # before the loop has seen the completion
         assert await task == [False]
         assert not any(read.memory)
         ring.validate()
-        while ring.num_in_flight:  # noqa: ASYNC110 - only the kernel knows when
+        while ring._under_way:  # noqa: ASYNC110 - only the kernel knows when
             await asyncio.sleep(0)
         await stand.tier.check()
         assert await stand.holds(tiers.written(1))

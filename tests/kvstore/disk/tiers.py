@@ -122,7 +122,7 @@ class Stand:
         assert self.tier._scratch.num_borrowed == 0
         if self.tier._ring is not None:
             self.tier._ring.validate()
-            assert self.tier._ring.num_in_flight == 0
+            assert not self.tier._ring._under_way
         assert all(map(log.is_live, self.owner.places.values()))
 
 

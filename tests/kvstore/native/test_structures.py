@@ -18,6 +18,7 @@ from moonserve.transfer.memory.data_plane import address_of
 from tests.kvstore.native.mutator import key_of
 from tests.thoroughness import examples
 
+MAX_LOAD = 0.7  # MOST_LOADED_PERCENT of published_index.c
 SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
@@ -144,7 +145,7 @@ def test_a_block_takes_at_most_86_bytes_of_the_index() -> None:
     index, beside = KeyIndex(), index_layout.NUM_TAIL * index_layout.SLOT.size + index_layout.HEADER.size
     for number in range(60_000):
         index.insert(key_of(number), entry_with(number))
-        if number > 4096 * index_layout.MAX_LOAD:
+        if number > 4096 * MAX_LOAD:
             assert (index.nbytes - beside) / (number + 1) <= 86
 
 
@@ -172,9 +173,9 @@ def test_an_index_grows_early_when_entries_would_run_over_its_end() -> None:
     """An index grows early if its last slot is crowded. The smallest index cannot be; the keys crowd a larger one."""
     index = KeyIndex()
     geometry = index.geometry
-    assert geometry.num_slots * index_layout.MAX_LOAD < index_layout.NUM_TAIL
+    assert geometry.num_slots * MAX_LOAD < index_layout.NUM_TAIL
     sizes = [geometry.num_slots]
-    while sizes[-1] * index_layout.MAX_LOAD < index_layout.NUM_TAIL + 40:
+    while sizes[-1] * MAX_LOAD < index_layout.NUM_TAIL + 40:
         sizes.append(index_layout.next_num_slots(sizes[-1]))
     at_the_end = (key for key in map(key_of, count()) if home(key, geometry.seed, sizes[-1]) == sizes[-1] - 1)
     crowd = list(islice(at_the_end, index_layout.NUM_TAIL + 10))

@@ -7,10 +7,8 @@ import mmap
 import os
 import random
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from moonserve.transfer.memory.data_plane import address_of
 from moonserve.transfer.memory.memfd import OwnedMemory, PeerMemory
 from moonserve.transfer.memory.scatter import LENGTH, LOCAL, REMOTE
 from moonserve.transfer.memory.segments import Segment, SegmentTable
-from moonserve.transfer.shm.peer_memory import STEP_BYTES, Copier, PeerProcess, ProcessMemory
+from moonserve.transfer.shm.peer_memory import STEP_BYTES, PeerProcess, ProcessMemory, copy_in_steps
 
 
 def open_descriptors() -> int:
@@ -134,29 +132,13 @@ class Segments:
         self.source = PeerMemory(memory.fd, NBYTES)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_every_copy_step_is_guarded_and_none_follows_a_refusal(threads: int) -> None:
-    segments, rows, guard, copier = Segments(), scatter.rows((0, 0, NBYTES)), Guard(limit=3), Copier(threads)
+def test_every_copy_step_is_guarded_and_none_follows_a_refusal() -> None:
+    segments, rows, guard = Segments(), scatter.rows((0, 0, NBYTES)), Guard(limit=3)
     with pytest.raises(StaleLease):
-        copier.copy(segments.source, segments.into, rows, to_column=REMOTE, verified=True, guard=guard)
-    copier.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("transfer-copy")]
+        copy_in_steps(segments.source, segments.into, rows, to_column=REMOTE, verified=True, guard=guard)
     assert guard.inside == 0
     stored = sum(any(segments.into.buffer[at : at + STEP_BYTES]) for at in range(0, NBYTES, STEP_BYTES))
     assert stored == 3
-
-
-def test_a_copy_without_helper_threads_runs_once_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    segments, copier, whole = Segments(), Copier(3), scatter.rows((0, 0, NBYTES))
-    with monkeypatch.context() as exhausted:
-        exhausted.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
-        copier.copy(segments.source, segments.into, whole, to_column=LOCAL, verified=True)
-    assert segments.into.buffer == segments.owned.buffer
-    segments.into.buffer[:] = bytes(NBYTES)
-    half = scatter.rows((0, 0, NBYTES // 2))  # the thread pool still holds the tasks it could not start
-    copier.copy(segments.source, segments.into, half, to_column=LOCAL, verified=True)
-    copier.close()
-    assert segments.into.buffer[NBYTES // 2 :] == bytes(NBYTES - NBYTES // 2)
 
 
 # Memory of another process that cannot be mapped

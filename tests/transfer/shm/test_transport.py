@@ -148,19 +148,19 @@ def test_an_inline_read_holds_its_segment_and_leaves_what_fails_a_check_to_the_c
     end, limits, row = pair.memory.nbytes, (-1, 1 << 62, (1 << 63) - 1), scatter.pack(scatter.rows((0, 0, 1)))
     wrong = [*((at, 0, 1) for at in (end, *limits)), *((0, at, 1) for at in (end, *limits))]
     for bad in [*wrong, *((0, 0, length) for length in (0, end + 1, *limits))]:
-        assert not lane.read_inline(pair.memory.segment_id, pair.local, scatter.pack(scatter.rows(bad)), 1)
-    assert lane.read_inline(pair.memory.segment_id, pair.local, row, 1)
+        assert not lane.copy_inline(0, pair.memory.segment_id, pair.local, scatter.pack(scatter.rows(bad)), 1)
+    assert lane.copy_inline(0, pair.memory.segment_id, pair.local, row, 1)
     assert not pair.local.num_users
     pair.near._state.segments.hold([pair.local])
     with pytest.raises(InvalidRequest, match="in use"):
         pair.near.deregister(pair.local)
     pair.near._state.segments.release([pair.local])
     pair.near.deregister(pair.local)
-    assert not lane.read_inline(pair.memory.segment_id, pair.local, row, 1)
+    assert not lane.copy_inline(0, pair.memory.segment_id, pair.local, row, 1)
     into = pair.near.allocate(4096)
-    assert lane.read_inline(pair.memory.segment_id, into, row, 1)
+    assert lane.copy_inline(0, pair.memory.segment_id, into, row, 1)
     pair.far.close()
-    assert not lane.read_inline(pair.memory.segment_id, into, row, 1)
+    assert not lane.copy_inline(0, pair.memory.segment_id, into, row, 1)
 
 
 def test_map_shows_the_peers_memory_within_its_bounds(make_pair: MakePair) -> None:

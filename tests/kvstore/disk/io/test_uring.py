@@ -106,7 +106,7 @@ async def test_a_ring_takes_no_more_than_it_has_slots_and_no_longer_vectors(ring
     assert not ring.takes([one] * (NUM_SLOTS + 1))
     task = asyncio.create_task(ended(ring, DiskOperation.READ, [one] * NUM_SLOTS))
     await asyncio.sleep(0)
-    assert ring.num_in_flight == NUM_SLOTS
+    assert len(ring._under_way) == NUM_SLOTS
     assert not ring.takes([one])
     await task
     assert ring.takes([one] * NUM_SLOTS)
@@ -132,7 +132,7 @@ async def test_a_flight_given_up_reports_once_and_keeps_its_memory_until_it_ends
     assert told[0].given_up
     assert not told[0].is_whole(0)
     assert not over.is_set()
-    assert ring.num_in_flight == 1
+    assert len(ring._under_way) == 1
     await over.wait()
     assert len(told) == 1
 
