@@ -1,6 +1,5 @@
 """Hints about the further use of objects: what leaves first, what stays, and that no client can pin the store."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,21 +12,16 @@ from moonserve.kvstore.state.eviction.retention import MAX_KEPT_SHARE
 from moonserve.kvstore.state.objects import PutRequest
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.request import NO_HINTS, CacheHints
-from tests.kvstore.state.tiered import TTL_S, Tiered, chain, key
+from tests.kvstore.state.tiered import Tiered, chain, key
 from tests.thoroughness import examples
 
 LOW = CacheHints(low_priority=True)
 SOON = CacheHints(return_within_s=60.0)
 
 
-def put(node: Tiered, *numbers: int, hints: CacheHints = NO_HINTS, now: float = 0.0, **more: str) -> None:
+def put(node: Tiered, *numbers: int, hints: CacheHints = NO_HINTS, now: float = 0.0, tenant: str = "") -> None:
     """Stores one chain."""
-    name = node.new_id()
-    wishes = [replace(wish, hints=hints) for wish in chain(*numbers, **more)]
-    reservation = node.state.reservations.reserve(name, wishes, TTL_S, now)
-    if reservation.objects:
-        node.state.reservations.commit(name, dict.fromkeys(reservation.objects, 0), now)
-        node.state.reservations.verified(name, [], now)
+    node.put(chain(*numbers, hints=hints, tenant=tenant), now)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
