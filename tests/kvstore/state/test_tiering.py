@@ -70,7 +70,7 @@ def asked_for_by_a_writer(node: Tiered) -> None:
     assert node.put(chain(1)) == [PutOutcome.PRESENT]
 
 
-@pytest.mark.parametrize("used", [leased, asked_for_by_a_writer, lambda node: node.use(1)])
+@pytest.mark.parametrize("used", [leased, asked_for_by_a_writer])
 def test_an_object_that_is_used_while_it_is_written_stays_in_memory(used: Callable[[Tiered], None]) -> None:
     node = full()
     node.put(chain(91))
@@ -96,7 +96,6 @@ def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> Non
 
 @given(reports=st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), sunk=st.sets(st.integers(0, 7)))
 def test_a_report_counts_as_uses_from_its_end(reports: list[list[int]], sunk: set[int]) -> None:
-    """A report's objects count as used one by one from its end, for any tenants and tiers."""
     at_once, one_by_one = (_two_tenants(sunk) for _ in range(2))
     for numbers in reports:
         at_once.use(*numbers)
