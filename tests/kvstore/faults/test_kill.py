@@ -14,8 +14,7 @@ import pytest
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import KvStore, plain_key
 from tests.kvstore.client.pools import both_ways
-from tests.kvstore.directory.cluster import running_directory
-from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
+from tests.kvstore.faults.pool import Pool, running_directory, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
 from tests.patience import PATIENCE_S, until
 from tests.thoroughness import THOROUGH

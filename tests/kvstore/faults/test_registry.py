@@ -1,17 +1,14 @@
 """A pool without its directory or its registry stores and serves; after their return, all of them agree again. An id
 and a folder belong to one node."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
 from moonserve.deploy.launcher.ports import free_port
-from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.registry import TTL_S
-from tests.kvstore.directory.cluster import running_directory
-from tests.kvstore.faults.pool import Pool, held, running_pool
+from tests.kvstore.faults.pool import Pool, held, running_directory, running_pool, until_in_step
 from tests.kvstore.faults.values import Load, put_many, value_of
 from tests.patience import PATIENCE_S, until
 from tests.redis_server import RedisServer
@@ -61,18 +58,6 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
             until_in_step(pool)
             until(lambda: agree(pool))
             pool.audit(away, held=load.stored, gone=load.removed)
-
-
-def until_in_step(pool: Pool) -> None:
-    """Waits until the directory knows all objects of the nodes."""
-
-    def is_in_step() -> bool:
-        with contextlib.suppress(PeerLost):  # gRPC retries a refused port only after a second
-            pool.directory(lambda asks: asks.until_in_step(*pool.running))
-            return True
-        return False
-
-    until(is_in_step)
 
 
 def agree(pool: Pool) -> bool:
