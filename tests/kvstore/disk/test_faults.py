@@ -11,7 +11,7 @@ import pytest
 from moonserve.kvstore.disk import health
 from moonserve.kvstore.disk.base import PAGE, Health
 from moonserve.kvstore.disk.io.format import page_of
-from tests.kvstore.disk.tiers import SMALL, failing, found_in, objects, opened, stuck, until_it_hangs, written
+from tests.kvstore.disk.tiers import SMALL, Ticks, failing, found_in, objects, opened, stuck, until_it_hangs, written
 
 
 @pytest.mark.parametrize(("what", "error"), [("write", errno.EROFS), ("write", errno.EIO), ("sync", errno.EIO)])
@@ -106,18 +106,10 @@ async def test_a_folder_that_vanishes_fails_the_tier_but_no_request(tmp_path: Pa
 
 
 async def test_hangs_of_the_disk_are_found_without_calls(tmp_path: Path) -> None:
-    ticks: asyncio.Queue[None] = asyncio.Queue()
-
-    async def sleep(seconds: float) -> None:
-        if seconds == SMALL.check_every_s:
-            await ticks.get()
-        else:
-            await asyncio.Event().wait()
-
-    changed = asyncio.Event()
-    async with opened(tmp_path / "tier", dataclasses.replace(SMALL, sleep=sleep)) as stand:
+    ticks, changed = Ticks(SMALL.check_every_s), asyncio.Event()
+    async with opened(tmp_path / "tier", dataclasses.replace(SMALL, sleep=ticks.sleep)) as stand:
         stand.tier._health._changed = lambda health, reason: changed.set()
         shutil.move(tmp_path / "tier", tmp_path / "elsewhere")
-        ticks.put_nowait(None)
+        ticks.ends.put_nowait(None)
         await changed.wait()
         assert stand.tier.health is Health.FAILED
