@@ -72,10 +72,10 @@ class Tiered:
             self.state.reservations.verified(name, [], now)
         return [slot.outcome for slot in reservation.slots]
 
-    def put_each(self, *numbers: int) -> None:
-        """Stores objects without parents."""
+    def put_each(self, *numbers: int, now: float = 0.0, **more: Any) -> None:
+        """Stores objects without parents. `more` is passed on to `chain`."""
         for number in numbers:
-            self.put(chain(number))
+            self.put(chain(number, **more), now)
 
     def put_on_disk(self, *numbers: int) -> None:
         """Stores objects without parents one after another and moves each to disk, out of memory."""
