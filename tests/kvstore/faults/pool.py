@@ -33,24 +33,6 @@ SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
 """Default TTLs of the nodes, for calls that set none. Clients set TTLs from their deadlines."""
 
 
-class Starting:
-    """A node process that is starting; several can start at once."""
-
-    def __init__(self, flags: Iterable[str], output: Path) -> None:
-        self.output = output
-        with output.open("ab") as said:
-            self._starting = processes.start("store", *flags, token=TOKEN, stderr=said)
-        self.process = self._starting.process
-
-    def ready(self) -> Node:
-        """Waits for the node. Raises ChildProcessError with its log if the process ends instead."""
-        try:
-            return Node(self.process, self._starting.facts()["rpc"])
-        except NotReady:
-            self.process.wait()
-            raise ChildProcessError(self.output.read_text()) from None
-
-
 @dataclass(slots=True)
 class Pool:
     """A pool of nodes. `running` has the nodes by id, `disks` the folders of nodes with a disk."""
@@ -64,16 +46,22 @@ class Pool:
     background: BackgroundLoop = field(default_factory=BackgroundLoop)
     channels: Channels = field(default_factory=lambda: Channels(TOKEN))
 
-    def begin(self, node_id: str) -> Starting:
+    def begin(self, node_id: str) -> processes.Starting:
         disk = self.disks.setdefault(node_id, self.folder / node_id)
         ssd = ("--ssd", f"{disk}:{self.ssd}") if self.ssd else ()
         named = ("--instance-id", node_id, "--join", self.registry)
-        return Starting([*named, *ssd, *self.flags], self.folder / f"{node_id}.log")
+        with (self.folder / f"{node_id}.log").open("ab") as said:
+            return processes.start("store", *named, *ssd, *self.flags, token=TOKEN, stderr=said)
 
     def start(self, *node_ids: str) -> None:
+        """Starts nodes and waits for them. Raises ChildProcessError with all logs if one ends instead."""
         starting = {node_id: self.begin(node_id) for node_id in node_ids}
-        for node_id, process in starting.items():
-            self.running[node_id] = process.ready()
+        for node_id, node in starting.items():
+            try:
+                self.running[node_id] = Node(node.process, node.facts()["rpc"])
+            except NotReady:
+                node.process.wait()
+                raise ChildProcessError(self.said()) from None
 
     def kill(self, node_id: str) -> None:
         """Kills a node with SIGKILL."""
@@ -95,15 +83,11 @@ class Pool:
         return stopped(self.running[node_id].process.pid)
 
     def store(self, transports: tuple[str, ...] = BOTH) -> KvStore:
-        """Returns a client that knows exactly the running nodes."""
+        """Returns a client that knows exactly the running nodes, by their current addresses, none of them resting."""
         store = store_of(self.registry, transports)
-        until(lambda: self.is_known_to(store))
+        addresses = {node_id: node.rpc_address for node_id, node in self.running.items()}
+        until(lambda: {node.node_id: node.address for node in store.nodes() if not node.resting} == addresses)
         return store
-
-    def is_known_to(self, store: KvStore) -> bool:
-        """Returns True if the client has the current address of each running node, and none is resting."""
-        known = {node.node_id: node.address for node in store.nodes() if not node.resting}
-        return known == {node_id: node.rpc_address for node_id, node in self.running.items()}
 
     def alone(self, node_id: str) -> KvStore:
         """Returns a client of one node, which ignores placement."""

@@ -76,9 +76,9 @@ def test_the_second_owner_of_an_id_ends_with_a_reason_and_takes_over_a_dead_ones
         with pool.store() as store, Load(store, "first") as load:
             load.go_on(10)
             second = pool.begin("store-0")
-            second.ready()
+            second.facts()
             assert second.process.wait(TTL_S + PATIENCE_S) == 1
-            said = second.output.read_text()
+            said = pool.said()
             assert "store-0 belongs to another process, which keeps renewing it" in said
             assert first.rpc_address in said
             load.go_on(10)
@@ -96,9 +96,9 @@ def test_a_folder_belongs_to_one_running_node(tmp_path: Path) -> None:
     with running_pool(tmp_path, 1, "--dram", "8MiB", ssd="64MiB") as pool:
         pool.disks["store-1"] = pool.disks["store-0"]
         with pytest.raises(ChildProcessError, match="in use"):
-            pool.begin("store-1").ready()
+            pool.start("store-1")
         with pytest.raises(ChildProcessError, match="in use"):
-            pool.begin("store-0").ready()
+            pool.start("store-0")
         with pool.store() as store, Load(store, "alone") as load:
             load.go_on(10)
         pool.restart("store-0")
