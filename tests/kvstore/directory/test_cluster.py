@@ -48,16 +48,6 @@ def put(pool: Pool, node_id: str, blocks: Sequence[Block]) -> list[BlockKey]:
     return [block.key for block in blocks]
 
 
-def test_the_directory_learns_of_stored_and_removed_blocks_soon(pool: Pool) -> None:
-    blocks = a_chain(8)
-    keys = put(pool, "store-0", blocks)
-    put(pool, "store-1", blocks[:3])
-    until(lambda: held(pool, keys) == [{"store-0", "store-1"}] * 3 + [{"store-0"}] * 5)
-    with pool.alone("store-0") as store:
-        store.remove(blocks[7])
-    until(lambda: held(pool, keys[7:]) == [set()])
-
-
 def test_requested_replicas_are_made_with_their_ancestors_and_dropped_again(pool: Pool) -> None:
     """Replica changes can follow at once: objects just stored are not missing, replicas just made can be dropped."""
     blocks = a_chain(8)
@@ -70,11 +60,14 @@ def test_requested_replicas_are_made_with_their_ancestors_and_dropped_again(pool
         until(lambda: all(len(nodes) == 1 for nodes in held(pool, keys)))
         change = store.change_replica(blocks, 3)
         assert (change.created, change.dropped, change.missing) == (16, 0, 0)
+        until(lambda: held(pool, keys) == [set(pool.running)] * 8)
         with pytest.raises(InvalidRequest):
             store.change_replica(blocks, 0)
     for node_id in pool.running:
         with pool.alone(node_id) as store:
             assert store.batch_get(blocks) == values_of(blocks)
+            store.remove(blocks[7])
+    until(lambda: held(pool, keys[6:]) == [set(pool.running), set()])
 
 
 def test_the_directory_locates_keys_that_are_at_no_likely_node(pool: Pool) -> None:
