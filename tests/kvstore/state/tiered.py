@@ -134,8 +134,8 @@ class Tiered:
         return [number for number, tier in self.tiers().items() if tier is Tier.DISK]
 
 
-def full() -> Tiered:
-    """Returns a node whose memory is filled to its high watermark with objects 1 to 90, which have no parents."""
+def filled(count: int) -> Tiered:
+    """Returns a node with objects 1 to `count` without parents. With more than 90 it is above its high watermark."""
     node = Tiered.make(100, 200, watermarks=Watermarks())
-    node.put_each(*range(1, 91))
+    node.put_each(*range(1, count + 1))
     return node
