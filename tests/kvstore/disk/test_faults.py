@@ -20,7 +20,7 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
     async with failing(tmp_path) as (calls, stand):
         await stand.put([written(1)])
         calls.errors[what] = error
-        assert await stand.put([written(2)]) == [False]
+        assert await stand.put([written(2), written(4)]) == [False, False]
         assert stand.tier.health is Health.READ_ONLY
         assert await stand.holds(written(1))
         assert await stand.put([written(3)]) == [False]
