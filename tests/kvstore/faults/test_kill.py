@@ -31,8 +31,7 @@ STOPPED_S = 3.0
 @both_ways
 def test_a_node_killed_during_a_put_keeps_nothing_half_written(tmp_path: Path, transports: tuple[str, ...]) -> None:
     rng = random.Random(1)
-    flags = ("--dram", "16MiB", "--ssd-write-through")
-    with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
+    with running_pool(tmp_path, 1, "--dram", "16MiB", "--ssd-write-through", ssd="128MiB") as pool:
         names, kill = [], partial(pool.kill, "store-0")
         for number in range(ROUNDS):
             with pool.store(transports) as store:
@@ -61,8 +60,7 @@ def after(after_s: float, happens: Callable[[], object]) -> Iterator[None]:
 def test_a_node_killed_during_gets_from_memory_and_disk_never_gives_wrong_bytes(
     tmp_path: Path, transports: tuple[str, ...]
 ) -> None:
-    flags = ("--dram", "8MiB", "--ssd-write-through")
-    with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
+    with running_pool(tmp_path, 1, "--dram", "8MiB", "--ssd-write-through", ssd="128MiB") as pool:
         with pool.store(transports) as store:
             names = put_many(store, "read", 40, 500_000)
             until_on_disk(pool, "store-0", names)
@@ -97,8 +95,7 @@ def kill_under(pool: Pool, load: Load) -> None:
 
 
 def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(tmp_path: Path) -> None:
-    flags = ("--dram", "4MiB", "--ssd-write-through")
-    with running_pool(tmp_path, 1, *flags, ssd="16MiB") as pool:
+    with running_pool(tmp_path, 1, "--dram", "4MiB", "--ssd-write-through", ssd="16MiB") as pool:
         with pool.store() as store, Load(store, "churn", nbytes=400_000, kept=20) as load:
             # A number above NUM_SEGMENTS means that other segments have been emptied.
             last = f"segment-{NUM_SEGMENTS:010}.kv"
