@@ -3,7 +3,7 @@
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import connect
 from tests.docs.fences import ROOT, fences_of
-from tests.kvstore.directory.cluster import running_directory
+from tests.kvstore.faults.pool import running_directory
 from tests.kvstore.node.nodes import TOKEN, running_node
 from tests.patience import until
 

@@ -12,7 +12,7 @@ from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.registry.client import connect_registry
 from moonserve.protocol.membership.registry.redis_registry import RedisRegistry
 from tests.commands import Command
-from tests.kvstore.faults.pool import Pool, pool_with_directory
+from tests.kvstore.faults.pool import Pool, pool_with_directory, until_in_step
 from tests.kvstore.node.nodes import TOKEN
 from tests.patience import NEVER_S, PATIENCE_S, PatientChannels
 
@@ -35,7 +35,7 @@ def join(pool: Pool, node_id: str, *flags: str) -> None:
     """Starts another node, with flags of its own, and waits until the directory knows it."""
     pool.flags, pool.ssd = flags, ""
     pool.start(node_id)
-    pool.directory(lambda asks: asks.until_in_step(*pool.running))
+    until_in_step(pool)
 
 
 def kvctl_of(capsys: pytest.CaptureFixture[str], *begin: str) -> Command:

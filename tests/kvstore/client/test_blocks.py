@@ -93,8 +93,7 @@ async def test_a_block_of_another_length_is_refused(node: Node, way: str) -> Non
 
 @ways
 async def test_objects_only_on_disk_are_read_under_a_lease(way: str, tmp_path: os.PathLike[str]) -> None:
-    flags = ("--dram", str(4 * 2**20), "--ssd", f"{tmp_path}:64MiB")
-    with running_node(*flags) as own:
+    with running_node("--dram", "4MiB", "--ssd", f"{tmp_path}:64MiB") as own:
         async with connected(own.rpc_address, way) as (client, transfer, store):
             local = filled(transfer, 96 * BLOCK)
             objects, slots = chain_of(local, range(96), BLOCK, pieces=PIECES)

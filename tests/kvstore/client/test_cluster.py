@@ -54,7 +54,6 @@ def test_all_replicas_are_removed_and_pinned(shared_pool: Pool) -> None:
 
 
 def test_a_removal_learned_from_others_is_answered_like_a_first_one(shared_pool: Pool) -> None:
-    """A removal that came through another node first still answers the client with the number of removed objects."""
     name = fresh()
     first, second, _ = shared_pool.rank_of(name)
     shared_pool.put_at(second, name, VALUE)

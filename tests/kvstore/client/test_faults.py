@@ -30,15 +30,21 @@ def rot(pool: Pool, node_id: str, name: Key) -> None:
         pool.running[node_id].flip_byte(entry.offset, DRAM)  # type: ignore[union-attr, arg-type]
 
 
+def stored_twice(pool: Pool, value: bytes = VALUE) -> tuple[bytes, str, str]:
+    """Stores a value at the two nodes that are searched first. Returns its key and these nodes."""
+    name = fresh()
+    first, second, _ = pool.rank_of(name)
+    for node_id in (first, second):
+        pool.put_at(node_id, name, value)
+    return name, first, second
+
+
 @both_ways
 @pytest.mark.parametrize("is_leased", [False, True])
 def test_a_damaged_replica_is_dropped_and_counted_and_another_one_serves(
     shared_pool: Pool, transports: tuple[str, ...], is_leased: bool
 ) -> None:
-    name = fresh()
-    first, second, _ = shared_pool.rank_of(name)
-    shared_pool.put_at(first, name, VALUE)
-    shared_pool.put_at(second, name, VALUE)
+    name, first, second = stored_twice(shared_pool)
     rot(shared_pool, first, name)
     with shared_pool.store(transports) as store:
         before = store.stats().counters[first]["integrity_failures"]
@@ -61,10 +67,7 @@ def test_a_damaged_replica_is_dropped_and_counted_and_another_one_serves(
 
 @both_ways
 def test_readers_go_on_with_another_replica_when_a_node_is_killed(pool: Pool, transports: tuple[str, ...]) -> None:
-    name, value = fresh(), os.urandom(3 * 2**20)
-    first, second, _ = pool.rank_of(name)
-    pool.put_at(first, name, value)
-    pool.put_at(second, name, value)
+    name, first, _ = stored_twice(pool, value := os.urandom(3 * 2**20))
     results: list[bool] = []
     killed = threading.Event()
 
@@ -177,11 +180,7 @@ def test_a_lease_is_renewed_for_as_long_as_it_is_open(shared_pool: Pool) -> None
 
 
 def test_lease_at_node_that_died_before_it_was_read_does_not_count(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease at a node that dies before the read is dropped; the value read from another node is valid."""
-    name = fresh()
-    first, second, _ = pool.rank_of(name)
-    pool.put_at(first, name, VALUE)
-    pool.put_at(second, name, VALUE)
+    name, first, second = stored_twice(pool)
     read = store_lease.read_runs
 
     def read_too_late(*args: Any) -> None:

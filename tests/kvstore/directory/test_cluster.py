@@ -18,8 +18,7 @@ from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.registry.client import RemoteRegistry
 from moonserve.protocol.pb import kvstore_pb2 as pb
 from tests.kvstore.client.pools import TCP, fresh
-from tests.kvstore.directory.cluster import asking
-from tests.kvstore.faults.pool import Pool, held, pool_with_directory, until_on_disk
+from tests.kvstore.faults.pool import Pool, held, known_nodes, pool_with_directory, until_on_disk
 from tests.kvstore.faults.values import put_many
 from tests.kvstore.node.nodes import TOKEN, key
 from tests.patience import PATIENCE_S, until
@@ -49,16 +48,6 @@ def put(pool: Pool, node_id: str, blocks: Sequence[Block]) -> list[BlockKey]:
     return [block.key for block in blocks]
 
 
-def test_the_directory_learns_of_stored_and_removed_blocks_soon(pool: Pool) -> None:
-    blocks = a_chain(8)
-    keys = put(pool, "store-0", blocks)
-    put(pool, "store-1", blocks[:3])
-    until(lambda: held(pool, keys) == [{"store-0", "store-1"}] * 3 + [{"store-0"}] * 5)
-    with pool.alone("store-0") as store:
-        store.remove(blocks[7])
-    until(lambda: held(pool, keys[7:]) == [set()])
-
-
 def test_requested_replicas_are_made_with_their_ancestors_and_dropped_again(pool: Pool) -> None:
     """Replica changes can follow at once: objects just stored are not missing, replicas just made can be dropped."""
     blocks = a_chain(8)
@@ -71,11 +60,14 @@ def test_requested_replicas_are_made_with_their_ancestors_and_dropped_again(pool
         until(lambda: all(len(nodes) == 1 for nodes in held(pool, keys)))
         change = store.change_replica(blocks, 3)
         assert (change.created, change.dropped, change.missing) == (16, 0, 0)
+        until(lambda: held(pool, keys) == [set(pool.running)] * 8)
         with pytest.raises(InvalidRequest):
             store.change_replica(blocks, 0)
     for node_id in pool.running:
         with pool.alone(node_id) as store:
             assert store.batch_get(blocks) == values_of(blocks)
+            store.remove(blocks[7])
+    until(lambda: held(pool, keys[6:]) == [set(pool.running), set()])
 
 
 def test_the_directory_locates_keys_that_are_at_no_likely_node(pool: Pool) -> None:
@@ -146,10 +138,6 @@ def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(t
             await registry.close()
             return members["directory"].facts["lean"]
 
-        async def holders(lean: str) -> list[set[str]]:
-            async with asking(lean) as asks:
-                return await asks.holders(KEYS)
-
         with pool.alone("store-1") as store:
             store.batch_put(zip(BLOCKS, VALUES, strict=True))
         with pool.alone("store-0") as store:
@@ -157,15 +145,14 @@ def test_a_killed_node_is_dropped_and_announces_its_disk_again_when_it_is_back(t
         until_on_disk(pool, "store-1", BLOCKS)
         both = [{"store-0", "store-1"}] * 2 + [{"store-1"}] * 6
         until(lambda: held(pool, KEYS) == both)
-        lean = pool.background.run(directory_at(), PATIENCE_S)
-        assert pool.background.run(holders(lean), PATIENCE_S) == both
+        assert held(pool, KEYS, pool.background.run(directory_at(), PATIENCE_S)) == both
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as reply:
             shown = reply.read().decode()
         assert "moonserve_directory_keys 8.0" in shown
         assert "moonserve_directory_gaps_total 0.0" in shown
         pool.kill("store-1")
         until(lambda: held(pool, KEYS) == [{"store-0"}] * 2 + [set()] * 6)
-        assert set(pool.directory(lambda asks: asks.nodes())) == {"store-0"}
+        assert set(known_nodes(pool)) == {"store-0"}
         pool.start("store-1")
         until(lambda: held(pool, KEYS[2:]) == [{"store-1"}] * 6)
         with pool.alone("store-1") as store:

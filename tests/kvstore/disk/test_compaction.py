@@ -17,21 +17,10 @@ from moonserve.protocol.kv_blocks import BlockKey
 from tests.kvstore.disk.tiers import failing, found_in, objects, opened, stuck, until_it_hangs, written
 
 
-@pytest.fixture
-def living(tmp_path: Path) -> Path:
-    return tmp_path / "living"
-
-
-@pytest.fixture
-def photo(tmp_path: Path) -> Path:
-    """Path for a copy of the folder, taken at one moment."""
-    return tmp_path / "photo"
-
-
 async def test_an_object_released_during_its_copy_is_forgotten_before_its_source_is_freed(
-    living: Path, photo: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object released during its copy is forgotten before its source is deleted, also if the folder is full."""
+    living, photo = tmp_path / "living", tmp_path / "photo"
     monkeypatch.setattr(compaction, "_BATCH_BYTES", 1)
     async with failing(living, "write") as (calls, stand):
         rename = calls.rename
@@ -69,8 +58,9 @@ async def test_an_object_that_could_not_be_copied_stays(tmp_path: Path, what: st
     assert await found_in(tmp_path) == objects(1, 2, 3)
 
 
-async def test_an_object_released_during_a_failed_copy_does_not_return(living: Path, photo: Path) -> None:
-    """An object released during a failed copy does not come back. The copy is whole; only its flush reports failure."""
+async def test_an_object_released_during_a_failed_copy_does_not_return(tmp_path: Path) -> None:
+    """The copy is whole; only its flush reports failure."""
+    living, photo = tmp_path / "living", tmp_path / "photo"
     async with failing(living, "sync") as (calls, stand):
         assert await stand.put([written(1), written(2)]) == [True, True]
         segment = await stand.sealed()
@@ -89,9 +79,10 @@ async def test_an_object_released_during_a_failed_copy_does_not_return(living: P
 
 
 async def test_an_object_removed_during_its_copy_stays_removed_after_a_crash(
-    living: Path, photo: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy of a removed object stays removed in a crash, although it lies behind the tombstone and outlasts it."""
+    living, photo = tmp_path / "living", tmp_path / "photo"
     async with opened(living) as stand:
         assert await stand.put([written(1), written(2)]) == [True, True]
         segment, compactor = await stand.sealed(), stand.tier._compactor

@@ -11,14 +11,16 @@ import pytest
 from moonserve.kvstore.disk import health
 from moonserve.kvstore.disk.base import PAGE, Health
 from moonserve.kvstore.disk.io.format import page_of
-from tests.kvstore.disk.tiers import SMALL, failing, found_in, objects, opened, stuck, until_it_hangs, written
+from tests.kvstore.disk.tiers import SMALL, Ticks, failing, found_in, objects, opened, stuck, until_it_hangs, written
 
 
-async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "error"), [("write", errno.EROFS), ("write", errno.EIO), ("sync", errno.EIO)])
+async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path, what: str, error: int) -> None:
+    """An object whose write failed can be written again; a restart does not find a failed attempt."""
     async with failing(tmp_path) as (calls, stand):
         await stand.put([written(1)])
-        calls.errors["write"] = errno.EROFS
-        assert await stand.put([written(2)]) == [False]
+        calls.errors[what] = error
+        assert await stand.put([written(2), written(4)]) == [False, False]
         assert stand.tier.health is Health.READ_ONLY
         assert await stand.holds(written(1))
         assert await stand.put([written(3)]) == [False]
@@ -29,18 +31,7 @@ async def test_a_disk_that_turns_read_only_still_serves_and_heals(tmp_path: Path
         await stand.tier.check()
         assert stand.tier.health is Health.GOOD
         assert await stand.put([written(2)]) == [True]
-
-
-@pytest.mark.parametrize("what", ["write", "sync"])
-async def test_a_failed_write_may_be_repeated(tmp_path: Path, what: str) -> None:
-    """An object whose write failed can be written again; the failed attempt is not found by a restart."""
-    async with failing(tmp_path) as (calls, stand):
-        calls.errors[what] = errno.EIO
-        assert await stand.put([written(1), written(2)]) == [False, False]
-        calls.errors.clear()
-        await stand.tier.check()
-        assert await stand.put([written(1)]) == [True]
-    assert await found_in(tmp_path) == objects(1)
+    assert await found_in(tmp_path) == objects(1, 2)
 
 
 async def test_objects_forgotten_while_the_disk_fails_are_forgotten_later(tmp_path: Path) -> None:
@@ -115,18 +106,10 @@ async def test_a_folder_that_vanishes_fails_the_tier_but_no_request(tmp_path: Pa
 
 
 async def test_hangs_of_the_disk_are_found_without_calls(tmp_path: Path) -> None:
-    ticks: asyncio.Queue[None] = asyncio.Queue()
-
-    async def sleep(seconds: float) -> None:
-        if seconds == SMALL.check_every_s:
-            await ticks.get()
-        else:
-            await asyncio.Event().wait()
-
-    changed = asyncio.Event()
-    async with opened(tmp_path / "tier", dataclasses.replace(SMALL, sleep=sleep)) as stand:
+    ticks, changed = Ticks(SMALL.check_every_s), asyncio.Event()
+    async with opened(tmp_path / "tier", dataclasses.replace(SMALL, sleep=ticks.sleep)) as stand:
         stand.tier._health._changed = lambda health, reason: changed.set()
         shutil.move(tmp_path / "tier", tmp_path / "elsewhere")
-        ticks.put_nowait(None)
+        ticks.ends.put_nowait(None)
         await changed.wait()
         assert stand.tier.health is Health.FAILED

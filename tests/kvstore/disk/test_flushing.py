@@ -15,24 +15,10 @@ INTERVAL_S = 7.0
 CAPACITY = 128 * tiers.SEGMENT
 
 
-class Ticks:
-    """Replaces `sleep`: flush intervals end only when a test ends them, other sleeps never."""
-
-    def __init__(self) -> None:
-        self.begun: asyncio.Queue[None] = asyncio.Queue()
-        self.ends: asyncio.Queue[None] = asyncio.Queue()
-
-    async def sleep(self, seconds: float) -> None:
-        if seconds != INTERVAL_S:
-            await asyncio.Event().wait()
-        self.begun.put_nowait(None)
-        await self.ends.get()
-
-
 @contextlib.asynccontextmanager
-async def lazy(folder: Path) -> AsyncIterator[tuple[tiers.FaultyCalls, Ticks, tiers.Stand]]:
+async def lazy(folder: Path) -> AsyncIterator[tuple[tiers.FaultyCalls, tiers.Ticks, tiers.Stand]]:
     """Opens a tier with a flush per interval and with a segment that no test fills, since its end would flush."""
-    ticks = Ticks()
+    ticks = tiers.Ticks(INTERVAL_S)
     options = {"sleep": ticks.sleep, "sync_interval_s": INTERVAL_S, "segment_bytes": 16 * tiers.SEGMENT}
     async with tiers.failing(folder, "sync", CAPACITY, **options) as (calls, stand):
         yield calls, ticks, stand

@@ -200,7 +200,6 @@ async def put_while(stand: Stand, holds: Callable[[], bool]) -> None:
 async def test_a_segment_that_cannot_be_prepared_is_asked_for_again_when_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A segment that could not be created ahead of need is created when it is needed, without a reported error."""
     async with opened(tmp_path) as stand:
         log = stand.tier._log
         assert await stand.put([written(0)]) == [True]

@@ -154,6 +154,21 @@ async def for_ever(seconds: float) -> None:
     await asyncio.Event().wait()
 
 
+class Ticks:
+    """Replaces `sleep`: sleeps of `interval_s` end only when a test ends them, other sleeps never."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self.begun: asyncio.Queue[None] = asyncio.Queue()
+        self.ends: asyncio.Queue[None] = asyncio.Queue()
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds != self._interval_s:
+            await asyncio.Event().wait()
+        self.begun.put_nowait(None)
+        await self.ends.get()
+
+
 class FaultyCalls(FileCalls):
     """File calls that can fail. Calls of one `kind` ("read", "write" or "sync") block while `answers` is clear."""
 

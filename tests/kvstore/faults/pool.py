@@ -4,10 +4,11 @@ Nodes keep their ids, flags and folders over restarts. The pool uses the registr
 """
 
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import KvStore
@@ -15,40 +16,21 @@ from moonserve.kvstore.client.node_access.background import BackgroundLoop
 from moonserve.kvstore.client.node_access.objects import Key, block_of
 from moonserve.kvstore.client.placement import Placement
 from moonserve.kvstore.state.allocator import padded
-from moonserve.protocol.kv_blocks import BlockKey
-from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
+from moonserve.protocol.errors import PeerLost
+from moonserve.protocol.kv_blocks import BlockKey, pack_keys
+from moonserve.protocol.pb import directory_pb2, directory_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.process.child_process import NotReady
 from moonserve.protocol.rpc.grpc_transport import Channels
 from tests import processes
 from tests.kvstore.client.pools import BOTH, running_registry, store_of
-from tests.kvstore.directory.cluster import Questions, asking, running_directory
 from tests.kvstore.faults.values import value_of
 from tests.kvstore.node.nodes import TOKEN, Node
 from tests.patience import PATIENCE_S, until
 from tests.stopping import stopped
 
-T = TypeVar("T")
 Stats = kvstore_pb2.StoreStatsReply
 SHORT_RIGHTS = ("--reservation-ttl-s", "2", "--lease-ttl-s", "2")
 """Default TTLs of the nodes, for calls that set none. Clients set TTLs from their deadlines."""
-
-
-class Starting:
-    """A node process that is starting; several can start at once."""
-
-    def __init__(self, flags: Iterable[str], output: Path) -> None:
-        self.output = output
-        with output.open("ab") as said:
-            self._starting = processes.start("store", *flags, token=TOKEN, stderr=said)
-        self.process = self._starting.process
-
-    def ready(self) -> Node:
-        """Waits for the node. Raises ChildProcessError with its log if the process ends instead."""
-        try:
-            return Node(self.process, self._starting.facts()["rpc"])
-        except NotReady:
-            self.process.wait()
-            raise ChildProcessError(self.output.read_text()) from None
 
 
 @dataclass(slots=True)
@@ -64,16 +46,22 @@ class Pool:
     background: BackgroundLoop = field(default_factory=BackgroundLoop)
     channels: Channels = field(default_factory=lambda: Channels(TOKEN))
 
-    def begin(self, node_id: str) -> Starting:
+    def begin(self, node_id: str) -> processes.Starting:
         disk = self.disks.setdefault(node_id, self.folder / node_id)
         ssd = ("--ssd", f"{disk}:{self.ssd}") if self.ssd else ()
         named = ("--instance-id", node_id, "--join", self.registry)
-        return Starting([*named, *ssd, *self.flags], self.folder / f"{node_id}.log")
+        with (self.folder / f"{node_id}.log").open("ab") as said:
+            return processes.start("store", *named, *ssd, *self.flags, token=TOKEN, stderr=said)
 
     def start(self, *node_ids: str) -> None:
+        """Starts nodes and waits for them. Raises ChildProcessError with all logs if one ends instead."""
         starting = {node_id: self.begin(node_id) for node_id in node_ids}
-        for node_id, process in starting.items():
-            self.running[node_id] = process.ready()
+        for node_id, node in starting.items():
+            try:
+                self.running[node_id] = Node(node.process, node.facts()["rpc"])
+            except NotReady:
+                node.process.wait()
+                raise ChildProcessError(self.said()) from None
 
     def kill(self, node_id: str) -> None:
         """Kills a node with SIGKILL."""
@@ -95,15 +83,11 @@ class Pool:
         return stopped(self.running[node_id].process.pid)
 
     def store(self, transports: tuple[str, ...] = BOTH) -> KvStore:
-        """Returns a client that knows exactly the running nodes."""
+        """Returns a client that knows exactly the running nodes, by their current addresses, none of them resting."""
         store = store_of(self.registry, transports)
-        until(lambda: self.is_known_to(store))
+        addresses = {node_id: node.rpc_address for node_id, node in self.running.items()}
+        until(lambda: {node.node_id: node.address for node in store.nodes() if not node.resting} == addresses)
         return store
-
-    def is_known_to(self, store: KvStore) -> bool:
-        """Returns True if the client has the current address of each running node, and none is resting."""
-        known = {node.node_id: node.address for node in store.nodes() if not node.resting}
-        return known == {node_id: node.rpc_address for node_id, node in self.running.items()}
 
     def alone(self, node_id: str) -> KvStore:
         """Returns a client of one node, which ignores placement."""
@@ -128,20 +112,18 @@ class Pool:
 
     # Calls to the directory and to nodes
 
-    def directory(self, question: Callable[[Questions], Awaitable[T]]) -> T:
-        """Queries the directory, which serves the pool's registry."""
-
-        async def ask() -> T:
-            async with asking(self.registry) as asks:
-                return await question(asks)
-
-        return self.background.run(ask(), PATIENCE_S)
-
     def ask(self, node_id: str, method: str, request: Any = None, timeout_s: float = PATIENCE_S) -> Any:
         """Makes a unary call to a node. Raises the call's errors."""
+        return self._call(lambda: self._method(node_id, method), request, timeout_s)
 
+    def ask_directory(self, method: str, request: Any, address: str = "") -> Any:
+        """Makes a unary call to the directory, which by default is the pool's registry."""
+        stub = directory_pb2_grpc.DirectoryStub
+        return self._call(lambda: getattr(stub(self.channels.to(address or self.registry)), method), request)
+
+    def _call(self, method: Callable[[], Any], request: Any, timeout_s: float = PATIENCE_S) -> Any:
         async def call() -> Any:
-            return await self.channels.call(self._method(node_id, method), request, timeout_s=timeout_s)
+            return await self.channels.call(method(), request, timeout_s=timeout_s)
 
         return self.background.run(call(), timeout_s + PATIENCE_S)
 
@@ -214,9 +196,29 @@ class Pool:
         return value is not None
 
 
-def held(pool: Pool, keys: Sequence[BlockKey]) -> list[set[str]]:
+def held(pool: Pool, keys: Sequence[BlockKey], directory: str = "") -> list[set[str]]:
     """Returns for each key the nodes that hold it according to the directory."""
-    return pool.directory(lambda asks: asks.holders(keys))
+    reply = pool.ask_directory("Locate", directory_pb2.LocateRequest(keys=pack_keys(keys)), directory)
+    names = [node.instance_id for node in reply.nodes]
+    return [{names[n] for n in holders.nodes} for holders in reply.holders]
+
+
+def known_nodes(pool: Pool) -> dict[str, directory_pb2.StoreNodeView]:
+    """Returns the nodes that the directory knows, by id."""
+    reply = pool.ask_directory("GetNodes", directory_pb2.GetNodesRequest())
+    return {node.endpoint.instance_id: node for node in reply.nodes}
+
+
+def until_in_step(pool: Pool) -> None:
+    """Waits until the directory knows exactly the running nodes and all of their objects."""
+
+    def is_in_step() -> bool:
+        with contextlib.suppress(PeerLost):  # gRPC retries a refused port only after a second
+            nodes = known_nodes(pool)
+            return nodes.keys() == pool.running.keys() and all(node.in_step for node in nodes.values())
+        return False
+
+    until(is_in_step)
 
 
 def until_on_disk(pool: Pool, node_id: str, names: Iterable[Key]) -> None:
@@ -240,6 +242,14 @@ def running_pool(folder: Path, num_nodes: int, *flags: str, ssd: str = "", regis
 
 
 @contextlib.contextmanager
+def running_directory(*flags: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a directory process. SIGTERM must end it with exit code 0, unless the test has ended it."""
+    named = ("--instance-id", "directory-0", "--port", str(port), "--log-level", "error")
+    with processes.running("directory", *named, *flags, token=TOKEN) as (process, _):
+        yield process
+
+
+@contextlib.contextmanager
 def pool_with_directory(
     folder: Path, num_nodes: int, *flags: str, ssd: str = "", directory: Sequence[str] = ()
 ) -> Iterator[Pool]:
@@ -249,7 +259,7 @@ def pool_with_directory(
         running_directory(*directory, port=port),
         running_pool(folder, num_nodes, *flags, ssd=ssd, registry=f"127.0.0.1:{port}") as pool,
     ):
-        pool.directory(lambda asks: asks.until_in_step(*pool.running))
+        until_in_step(pool)
         yield pool
 
 

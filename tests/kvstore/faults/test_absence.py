@@ -78,12 +78,10 @@ def test_a_value_stored_anew_after_a_removal_stays(tmp_path: Path) -> None:
 
 def test_a_value_stored_during_an_absence_replaces_the_older_one(tmp_path: Path) -> None:
     with running_pool(tmp_path, 2, *ON_DISK, ssd="64MiB") as pool:
-        with pool.alone("store-1") as store:
-            store.put(b"replaced", b"old")
+        pool.put_at("store-1", b"replaced", b"old")
         [other] = put_on(pool, "store-1", "other", 1)
         pool.kill("store-1")
-        with pool.alone("store-0") as store:
-            store.put(b"replaced", b"new")
+        pool.put_at("store-0", b"replaced", b"new")
         pool.restart("store-1")
         with pool.alone("store-1") as store:
             assert store.get(b"replaced") is None
@@ -115,8 +113,7 @@ def test_a_node_that_was_stopped_until_it_was_forgotten_shows_nothing_old(tmp_pa
     with running_pool(tmp_path, 3, "--dram", "64MiB") as pool:
         removed = put_on(pool, "store-1", "removed")
         kept = put_on(pool, "store-1", "kept")
-        with pool.alone("store-1") as store:
-            store.put(b"replaced", b"old")
+        pool.put_at("store-1", b"replaced", b"old")
         with pool.store() as store:
             with pool.frozen("store-1"):
                 until(lambda: len(store.nodes()) == 2)  # its lease lasts 10 s, readers wait 6 s more
@@ -173,10 +170,9 @@ def test_a_node_that_is_being_drained_still_is_after_a_restart(tmp_path: Path) -
         pool.ask("store-0", "SetDraining", pb.StoreSetDrainingRequest(draining=True))
         pool.restart("store-0")
         assert pool.stats("store-0").draining
-        with pool.alone("store-0") as store, pytest.raises(Overloaded):
-            store.put(b"key", b"value")
+        with pytest.raises(Overloaded):
+            pool.put_at("store-0", b"key", b"value")
         pool.ask("store-0", "SetDraining", pb.StoreSetDrainingRequest(draining=False))
         pool.restart("store-0")
         assert not pool.stats("store-0").draining
-        with pool.alone("store-0") as store:
-            store.put(b"key", b"value")
+        pool.put_at("store-0", b"key", b"value")

@@ -6,7 +6,6 @@ The calls bypass the client. Arguments that clients refuse themselves are tested
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ KEY = bytes([1]) * 16
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder: Path = tmp_path_factory.mktemp("input")
-    with running_pool(folder, 1, "--dram", str(DRAM), ssd="64MiB") as pool:
+    with running_pool(tmp_path_factory.mktemp("input"), 1, "--dram", str(DRAM), ssd="64MiB") as pool:
         yield pool
 
 

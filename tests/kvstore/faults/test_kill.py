@@ -14,8 +14,8 @@ import pytest
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.kvstore.client import KvStore, plain_key
 from tests.kvstore.client.pools import both_ways
-from tests.kvstore.directory.cluster import running_directory
-from tests.kvstore.faults.pool import Pool, running_pool, until_on_disk
+from tests.kvstore.faults.mounts import segments
+from tests.kvstore.faults.pool import Pool, running_directory, running_pool, until_on_disk
 from tests.kvstore.faults.values import BLAMELESS, Load, name_of, put_many, value_of
 from tests.patience import PATIENCE_S, until
 from tests.thoroughness import THOROUGH
@@ -31,8 +31,7 @@ STOPPED_S = 3.0
 @both_ways
 def test_a_node_killed_during_a_put_keeps_nothing_half_written(tmp_path: Path, transports: tuple[str, ...]) -> None:
     rng = random.Random(1)
-    flags = ("--dram", "16MiB", "--ssd-write-through")
-    with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
+    with running_pool(tmp_path, 1, "--dram", "16MiB", "--ssd-write-through", ssd="128MiB") as pool:
         names, kill = [], partial(pool.kill, "store-0")
         for number in range(ROUNDS):
             with pool.store(transports) as store:
@@ -61,8 +60,7 @@ def after(after_s: float, happens: Callable[[], object]) -> Iterator[None]:
 def test_a_node_killed_during_gets_from_memory_and_disk_never_gives_wrong_bytes(
     tmp_path: Path, transports: tuple[str, ...]
 ) -> None:
-    flags = ("--dram", "8MiB", "--ssd-write-through")
-    with running_pool(tmp_path, 1, *flags, ssd="128MiB") as pool:
+    with running_pool(tmp_path, 1, "--dram", "8MiB", "--ssd-write-through", ssd="128MiB") as pool:
         with pool.store(transports) as store:
             names = put_many(store, "read", 40, 500_000)
             until_on_disk(pool, "store-0", names)
@@ -97,20 +95,15 @@ def kill_under(pool: Pool, load: Load) -> None:
 
 
 def test_a_node_killed_during_compaction_loses_nothing_and_brings_nothing_back(tmp_path: Path) -> None:
-    flags = ("--dram", "4MiB", "--ssd-write-through")
-    with running_pool(tmp_path, 1, *flags, ssd="16MiB") as pool:
+    with running_pool(tmp_path, 1, "--dram", "4MiB", "--ssd-write-through", ssd="16MiB") as pool:
         with pool.store() as store, Load(store, "churn", nbytes=400_000, kept=20) as load:
-            until(lambda: last_segment(pool) > NUM_SEGMENTS)
+            # A number above NUM_SEGMENTS means that other segments have been emptied.
+            last = f"segment-{NUM_SEGMENTS:010}.kv"
+            until(lambda: any(path.name > last for path in segments(pool.disks["store-0"])))
             for _ in range(ROUNDS):
                 load.go_on(160)  # twice the disk's capacity
                 kill_under(pool, load)
         pool.audit(load.uncertain, gone=load.removed)
-
-
-def last_segment(pool: Pool) -> int:
-    """Returns the last segment's number. A number above NUM_SEGMENTS means that others have been emptied."""
-    names = [path.stem for path in pool.disks["store-0"].glob("segment-*.kv")]
-    return max((int(name.partition("-")[2]) for name in names), default=0)
 
 
 @pytest.mark.parametrize("victim", ["store-0", "store-1", "directory"])

@@ -1,17 +1,14 @@
 """A pool without its directory or its registry stores and serves; after their return, all of them agree again. An id
 and a folder belong to one node."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
 from moonserve.deploy.launcher.ports import free_port
-from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.membership.registry import TTL_S
-from tests.kvstore.directory.cluster import running_directory
-from tests.kvstore.faults.pool import Pool, held, running_pool
+from tests.kvstore.faults.pool import Pool, held, running_directory, running_pool, until_in_step
 from tests.kvstore.faults.values import Load, put_many, value_of
 from tests.patience import PATIENCE_S, until
 from tests.redis_server import RedisServer
@@ -63,18 +60,6 @@ def test_a_killed_directory_is_not_missed_and_agrees_with_the_nodes_when_it_is_b
             pool.audit(away, held=load.stored, gone=load.removed)
 
 
-def until_in_step(pool: Pool) -> None:
-    """Waits until the directory knows all objects of the nodes."""
-
-    def is_in_step() -> bool:
-        with contextlib.suppress(PeerLost):  # gRPC retries a refused port only after a second
-            pool.directory(lambda asks: asks.until_in_step(*pool.running))
-            return True
-        return False
-
-    until(is_in_step)
-
-
 def agree(pool: Pool) -> bool:
     """Returns True if the directory names for each object exactly the nodes that list it."""
     listed: dict[BlockKey, set[str]] = {}
@@ -91,9 +76,9 @@ def test_the_second_owner_of_an_id_ends_with_a_reason_and_takes_over_a_dead_ones
         with pool.store() as store, Load(store, "first") as load:
             load.go_on(10)
             second = pool.begin("store-0")
-            second.ready()
+            second.facts()
             assert second.process.wait(TTL_S + PATIENCE_S) == 1
-            said = second.output.read_text()
+            said = pool.said()
             assert "store-0 belongs to another process, which keeps renewing it" in said
             assert first.rpc_address in said
             load.go_on(10)
@@ -111,9 +96,9 @@ def test_a_folder_belongs_to_one_running_node(tmp_path: Path) -> None:
     with running_pool(tmp_path, 1, "--dram", "8MiB", ssd="64MiB") as pool:
         pool.disks["store-1"] = pool.disks["store-0"]
         with pytest.raises(ChildProcessError, match="in use"):
-            pool.begin("store-1").ready()
+            pool.start("store-1")
         with pytest.raises(ChildProcessError, match="in use"):
-            pool.begin("store-0").ready()
+            pool.start("store-0")
         with pool.store() as store, Load(store, "alone") as load:
             load.go_on(10)
         pool.restart("store-0")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moonserve.kvstore import index_layout
 from moonserve.kvstore.directory.block_table import WORD_BITS, Column, SlotIndex, leading_holders
@@ -16,10 +16,9 @@ from moonserve.kvstore.state.eviction.base import RankHeap
 from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey
 from moonserve.transfer.memory.data_plane import address_of
 from tests.kvstore.native.mutator import key_of
-from tests.thoroughness import examples
+from tests.thoroughness import any_order, examples
 
 MAX_LOAD = 0.7  # MOST_LOADED_PERCENT of published_index.c
-SETTINGS = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
 def entry_with(record: int, generation: int = 1) -> index_layout.Entry:
@@ -136,9 +135,8 @@ class HeapMachine(RuleBasedStateMachine):
         assert all(self.heap.rank_of(record) == rank for record, rank in self.ranks.items())
 
 
-@pytest.mark.parametrize("machine", [IndexMachine, HeapMachine])
-def test_any_sequence_of_calls_agrees_with_pythons_own_containers(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(machine, settings=SETTINGS)
+TestIndex = any_order(IndexMachine, 20, derandomize=False)
+TestHeap = any_order(HeapMachine, 20, derandomize=False)
 
 
 def test_a_block_takes_at_most_86_bytes_of_the_index() -> None:

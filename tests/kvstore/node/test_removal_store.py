@@ -265,11 +265,10 @@ class Ignorant(CatchUp):
 
 
 async def test_objects_found_after_an_unknown_absence_are_dropped(folder: Path) -> None:
-    """Objects found after an absence with unknown removals are dropped, even if all could have stayed before it."""
     async with life_in(folder) as life:
         node, channels = life.node, Channels(TOKEN)
         again = Ignorant("store-0", EmbeddedRegistry(), life.remembering, node.state, channels)
-        again._may_stay = True
+        again._may_stay = True  # all of them, before this absence
         again._decided.set()
         await again.before_rejoin(60.0)
         node.put(4)

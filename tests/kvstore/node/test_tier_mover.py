@@ -136,22 +136,6 @@ async def test_a_stop_does_not_wait_for_a_lost_disk(tmp_path: Path) -> None:
         assert await asyncio.wait_for(flushing, PATIENCE_S) == 0
 
 
-async def test_a_removed_object_does_not_come_back_even_if_it_was_evicted_before(tmp_path: Path) -> None:
-    async with node_on(tmp_path) as node:
-        for number in range(10):
-            node.put(number)
-        await node.mover.flush(10.0)
-        evicted = node.state.catalog.find(key(3))
-        assert evicted is not None
-        assert evicted.place is not None
-        node.state.remove([key(3)], corrupt=False)  # like an eviction, without notifying the disk
-        removed = [key(3), key(4)]
-        node.state.remove(removed, corrupt=False)
-        await node.mover.forget(dict.fromkeys(removed, node.state.catalog.latest_generation))
-    async with node_on(tmp_path) as again:
-        assert again.present(range(10)) == [0, 1, 2, 5, 6, 7, 8, 9]
-
-
 @pytest.mark.parametrize("removed", [True, False])
 async def test_a_value_that_was_evicted_does_not_come_back_in_place_of_later_one(tmp_path: Path, removed: bool) -> None:
     """An evicted value does not come back if its key was removed before a later value was stored, even if the later one

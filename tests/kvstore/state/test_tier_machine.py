@@ -38,17 +38,14 @@ class TwoTiers(TwoTiersInTruth):
     def begin_with_both_tiers(self) -> None:
         """Fills both tiers, since most runs would otherwise end with little on disk."""
         for chain in range(NUM_CHAINS):
-            self.put_chain(chain, 0, ALIGNMENT, "", Pin.NONE, NO_HINTS, at_once=True)
+            self.put(chain, 0, ALIGNMENT, "", Pin.NONE, NO_HINTS, at_once=True)
             if chain < NUM_CHAINS - 1:
-                self.sink(2**30, at_once=True)
+                self.demote(2**30, at_once=True)
 
     # Writers
 
     @rule(chain=chains, first=depths, size=sizes, tenant=tenants, pin=pins, at_once=st.booleans(), hints=hints_of_puts)
-    def put(self, chain: int, first: int, size: int, tenant: str, pin: Pin, at_once: bool, hints: CacheHints) -> None:
-        self.put_chain(chain, first, size, tenant, pin, hints, at_once=at_once)
-
-    def put_chain(
+    def put(
         self, chain: int, first: int, size: int, tenant: str, pin: Pin, hints: CacheHints, *, at_once: bool
     ) -> None:
         name = f"put-{self.new_number()}"
@@ -205,10 +202,7 @@ class TwoTiers(TwoTiersInTruth):
 
     @precondition(lambda self: not self.disk_is_lost)
     @rule(limit=st.sampled_from([1, 2 * ALIGNMENT, 2**30]), at_once=st.booleans())
-    def demote(self, limit: int, at_once: bool) -> None:
-        self.sink(limit, at_once=at_once)
-
-    def sink(self, limit: int, *, at_once: bool) -> None:
+    def demote(self, limit: int, *, at_once: bool) -> None:
         begun = self.state.tier_moves.demotions(limit)
         self.stores += begun
         for store in begun if at_once else ():

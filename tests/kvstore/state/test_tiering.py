@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from moonserve.kvstore.disk.base import Pin
 from moonserve.kvstore.state.allocator import ALIGNMENT
 from moonserve.kvstore.state.objects import PutOutcome, Tier, Watermarks
-from tests.kvstore.state.tiered import Tiered, chain, full, key, keys
+from tests.kvstore.state.tiered import Tiered, chain, filled, key, keys
 
 
 def test_above_the_high_watermark_the_coldest_are_demoted_down_to_the_low_one() -> None:
-    node = full()
-    node.put(chain(91))
+    node = filled(91)
     stores = node.demotions()
     assert [store.object.key for store in stores] == keys(1, 2, 3, 4, 5, 6)
     assert len(node.in_memory()) == 91, "they can be read in memory while they are being written"
@@ -24,8 +23,7 @@ def test_above_the_high_watermark_the_coldest_are_demoted_down_to_the_low_one() 
 
 
 def test_demotion_runs_to_the_low_watermark_and_pauses_until_the_high_one() -> None:
-    node = full()
-    node.put(chain(91))
+    node = filled(91)
     for _ in range(6):
         [store] = node.state.tier_moves.demotions(ALIGNMENT)
         node.written([store])
@@ -38,7 +36,7 @@ def test_demotion_runs_to_the_low_watermark_and_pauses_until_the_high_one() -> N
 
 
 def test_an_object_with_a_disk_copy_leaves_memory_without_a_write() -> None:
-    node = full()
+    node = filled(90)
     node.copy(1, 2, 3, 4, 5, 6)
     node.put(chain(91))
     assert node.demotions() == []
@@ -62,18 +60,13 @@ def test_a_demoted_object_is_read_after_it_was_brought_to_memory(unreadable: tup
     assert node.state.counters["disk_reads_failed"] == len(unreadable)
 
 
-def leased(node: Tiered) -> None:
-    node.state.leases.release(node.lease(1)[0], 0.0)
-
-
 def asked_for_by_a_writer(node: Tiered) -> None:
     assert node.put(chain(1)) == [PutOutcome.PRESENT]
 
 
-@pytest.mark.parametrize("used", [leased, asked_for_by_a_writer, lambda node: node.use(1)])
+@pytest.mark.parametrize("used", [asked_for_by_a_writer, lambda node: node.state.leases.release(node.lease(1)[0], 0.0)])
 def test_an_object_that_is_used_while_it_is_written_stays_in_memory(used: Callable[[Tiered], None]) -> None:
-    node = full()
-    node.put(chain(91))
+    node = filled(91)
     stores = node.demotions()
     used(node)
     node.written(stores)
@@ -82,8 +75,7 @@ def test_an_object_that_is_used_while_it_is_written_stays_in_memory(used: Callab
 
 
 def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> None:
-    node = full()
-    node.put(chain(91))
+    node = filled(91)
     stores = node.demotions()
     node.state.remove([key(2)], corrupt=False)
     node.put(chain(99))  # reuses the record of the removed object
@@ -96,7 +88,6 @@ def test_an_object_reported_as_read_while_it_is_written_stays_in_memory() -> Non
 
 @given(reports=st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), sunk=st.sets(st.integers(0, 7)))
 def test_a_report_counts_as_uses_from_its_end(reports: list[list[int]], sunk: set[int]) -> None:
-    """A report's objects count as used one by one from its end, for any tenants and tiers."""
     at_once, one_by_one = (_two_tenants(sunk) for _ in range(2))
     for numbers in reports:
         at_once.use(*numbers)

@@ -15,7 +15,6 @@ from tests.kvstore.state.states import Heard, make_state
 UNIT = Disk(0).space(ALIGNMENT)
 """Disk space of an object that takes one unit of memory."""
 TTL_S = 30.0
-MARKS = Watermarks()
 
 
 def key(number: int) -> BlockKey:
@@ -26,11 +25,11 @@ def keys(*numbers: int) -> list[BlockKey]:
     return [key(number) for number in numbers]
 
 
-def chain(*numbers: int, length: int = ALIGNMENT, tenant: str = "", pin: Pin = Pin.NONE) -> list[PutRequest]:
-    """Returns wishes for the blocks `numbers`, each the parent of the next."""
+def chain(*numbers: int, length: int = ALIGNMENT, **more: Any) -> list[PutRequest]:
+    """Returns wishes for the blocks `numbers`, each the parent of the next. `more` is passed on to `PutRequest`."""
     parents = [None, *map(key, numbers)]
     return [
-        PutRequest(key=key(n), parent=parent, length=length, tenant=tenant, pin=pin)
+        PutRequest(key=key(n), parent=parent, length=length, **more)
         for n, parent in zip(numbers, parents, strict=False)
     ]
 
@@ -63,20 +62,20 @@ class Tiered:
         self.num_rights += 1
         return f"id-{self.num_rights}"
 
-    def put(self, wishes: Sequence[PutRequest]) -> list[PutOutcome]:
+    def put(self, wishes: Sequence[PutRequest], now: float = 0.0) -> list[PutOutcome]:
         """Stores objects whose checksums are their keys' numbers. Returns the outcome of each wish."""
         name = self.new_id()
-        reservation = self.state.reservations.reserve(name, wishes, TTL_S, 0.0)
+        reservation = self.state.reservations.reserve(name, wishes, TTL_S, now)
         if reservation.objects:
             sums = {block: int.from_bytes(block, "little") for block in reservation.objects}
-            self.state.reservations.commit(name, sums, 0.0)
-            self.state.reservations.verified(name, [], 0.0)
+            self.state.reservations.commit(name, sums, now)
+            self.state.reservations.verified(name, [], now)
         return [slot.outcome for slot in reservation.slots]
 
-    def put_each(self, *numbers: int) -> None:
-        """Stores objects without parents."""
+    def put_each(self, *numbers: int, now: float = 0.0, **more: Any) -> None:
+        """Stores objects without parents. `more` is passed on to `chain`."""
         for number in numbers:
-            self.put(chain(number))
+            self.put(chain(number, **more), now)
 
     def put_on_disk(self, *numbers: int) -> None:
         """Stores objects without parents one after another and moves each to disk, out of memory."""
@@ -103,23 +102,14 @@ class Tiered:
         """Moves objects to disk and out of memory."""
         self.copy(*numbers)
         for number in reversed(numbers):
-            self.leave(number)
+            stored = self.state.catalog.find(key(number))
+            assert stored is not None
+            self.state.catalog.leave_memory(stored)
 
-    def leave(self, number: int) -> None:
-        """Drops an object's copy in memory, as the catalog does to make room."""
-        stored = self.state.catalog.find(key(number))
-        assert stored is not None
-        self.state.catalog.leave_memory(stored)
-
-    def recover(self, number: int, generation: int, *, parent: int | None = None, pin: Pin = Pin.NONE) -> bool:
+    def recover(self, number: int, generation: int, pin: Pin = Pin.NONE) -> bool:
         """Restores an object as if a restart found it on disk. Returns whether the node kept it."""
         found = DiskObject(
-            key=key(number),
-            parent=None if parent is None else key(parent),
-            length=ALIGNMENT,
-            checksum=number,
-            generation=generation,
-            pin=pin,
+            key=key(number), parent=None, length=ALIGNMENT, checksum=number, generation=generation, pin=pin
         )
         place = self.disk.write(found)
         kept = self.state.restore(found, place)
@@ -144,8 +134,8 @@ class Tiered:
         return [number for number, tier in self.tiers().items() if tier is Tier.DISK]
 
 
-def full(units: int = 100) -> Tiered:
-    """Returns a node whose memory of `units` is filled to its high watermark with objects 1, 2, … without parents."""
-    node = Tiered.make(units, 2 * units, watermarks=MARKS)
-    node.put_each(*range(1, units * 9 // 10 + 1))
+def filled(count: int) -> Tiered:
+    """Returns a node with objects 1 to `count` without parents. With more than 90 it is above its high watermark."""
+    node = Tiered.make(100, 200, watermarks=Watermarks())
+    node.put_each(*range(1, count + 1))
     return node

@@ -44,12 +44,15 @@ def header_of(record: Record, tag: bytes = bytes(16)) -> bytearray:
 
 
 @given(record=records, tag=st.binary(min_size=16, max_size=16))
-def test_a_header_holds_all_metadata_of_its_object(record: Record, tag: bytes) -> None:
+def test_a_header_holds_all_metadata_of_its_object_and_is_valid_only_at_its_place(record: Record, tag: bytes) -> None:
     page = memoryview(header_of(record, tag))
     header = disk_format.decode_header(page, HERE)
     assert header is not None
     assert (header.kind, header.record, header.tag) == (PageKind.OBJECT, record, tag)
     assert disk_format.header_matches(page, HERE, record.object)
+    for other in (HERE._replace(segment=8), HERE._replace(page=12), HERE._replace(folder_id=bytes(16))):
+        assert disk_format.decode_header(page, other) is None
+        assert not disk_format.header_matches(page, other, record.object)
 
 
 @given(record=records, bit=st.integers(0, 8 * 200 - 1))
@@ -60,14 +63,6 @@ def test_a_flipped_bit_makes_a_header_invalid(record: Record, bit: int) -> None:
     if bit // 8 < end:
         assert disk_format.decode_header(memoryview(damaged), HERE) is None
         assert not disk_format.header_matches(memoryview(damaged), HERE, record.object)
-
-
-@given(record=records)
-def test_a_header_is_valid_only_at_its_own_place(record: Record) -> None:
-    page = memoryview(header_of(record))
-    for other in (HERE._replace(segment=8), HERE._replace(page=12), HERE._replace(folder_id=bytes(16))):
-        assert disk_format.decode_header(page, other) is None
-        assert not disk_format.header_matches(page, other, record.object)
 
 
 @given(content=st.binary(max_size=PAGE))
@@ -112,42 +107,33 @@ def test_nonces_differ_wherever_pages_do() -> None:
     assert {len(nonce) for nonce in nonces} == {12}
 
 
-def record(about: DiskObject, source: int = 0) -> Record:
-    return Record(about, page=1, source=source)
-
-
-@pytest.mark.parametrize("records", [((7, 9), (3, 7), (0, 3)), ((7, 9), (0, 3))])
-def test_the_latest_of_several_records_of_an_object_counts(records: tuple[tuple[int, int], ...]) -> None:
-    """The record in the latest segment counts, also if segment 3 could not be emptied and segment 7 is gone."""
-    about = written(1).object
-    known = RecordFilter()
-    found = [known.still_counts(record(about, source), segment) for source, segment in records]
-    assert found == [True] + [False] * (len(records) - 1)
-
-
-def test_another_generation_is_another_object() -> None:
-    known = RecordFilter()
-    known.forget(disk_format.pack_tombstones([Tombstone(written(1).object.key, 1, segment=9)]))
-    assert known.still_counts(record(written(1, generation=3).object, source=3), 9)
-    assert known.still_counts(record(written(1, generation=2).object), 3)
-    assert not known.still_counts(record(written(1, generation=1).object), 3)
-
-
-def test_an_object_forgotten_in_a_segment_may_be_written_to_a_later_one() -> None:
-    about, known = written(1, generation=4).object, RecordFilter()
-    known.forget(disk_format.pack_tombstones([Tombstone(about.key, 4, segment=7)]))
-    assert not known.still_counts(record(about), 7)
-    assert known.still_counts(record(about), 8)
-    assert known.still_counts(record(about, source=8), 9)
-    assert not known.uncovered
-
-
-def test_compaction_does_not_revive_an_object_forgotten_during_its_copy() -> None:
-    """A copy behind the tombstone stays forgotten and needs a new tombstone: the old one goes with its source."""
-    about, known = written(1, generation=4).object, RecordFilter()
-    known.forget(disk_format.pack_tombstones([Tombstone(about.key, 4, segment=7)]))
-    assert not known.still_counts(record(about, source=3), 8)
-    assert known.uncovered == [Tombstone(about.key, 4, segment=8)]
+@pytest.mark.parametrize(
+    ("forgotten", "records", "uncovered"),
+    [  # (generation, segment) of tombstones; (generation, source, segment) of records, and whether they still count
+        pytest.param([], {(1, 7, 9): True, (1, 3, 7): False, (1, 0, 3): False}, [], id="the latest record counts"),
+        pytest.param([], {(1, 7, 9): True, (1, 0, 3): False}, [], id="segment 3 is not yet emptied and segment 7 gone"),
+        pytest.param(
+            [(1, 9)],
+            {(3, 3, 9): True, (2, 0, 3): True, (1, 0, 3): False},
+            [],
+            id="another generation is another object",
+        ),
+        pytest.param(
+            [(4, 7)], {(4, 0, 7): False, (4, 0, 8): True, (4, 8, 9): True}, [], id="written again to a later segment"
+        ),
+        # The copy needs a new tombstone: the old one goes with the copy's source.
+        pytest.param([(4, 7)], {(4, 3, 8): False}, [(4, 8)], id="forgotten during its copy by compaction"),
+    ],
+)
+def test_a_record_counts_unless_a_later_record_or_a_tombstone_overrides_it(
+    forgotten: list[tuple[int, int]], records: dict[tuple[int, int, int], bool], uncovered: list[tuple[int, int]]
+) -> None:
+    known, key = RecordFilter(), written(1).object.key
+    known.forget(disk_format.pack_tombstones([Tombstone(key, *each) for each in forgotten]))
+    for (generation, source, segment), counts in records.items():
+        record = Record(written(1, generation=generation).object, page=1, source=source)
+        assert known.still_counts(record, segment) == counts
+    assert known.uncovered == [Tombstone(key, *each) for each in uncovered]
 
 
 def test_the_emptier_and_the_older_of_two_segments_goes_first() -> None:

@@ -163,13 +163,6 @@ async def test_the_ring_moves_aligned_data_without_a_copy(tmp_path: Path, monkey
         ring._pool.give_back(held)
 
 
-note = Ring._note
-
-
-def note_as_failed(ring: Ring, slot: int, nbytes: int) -> None:
-    note(ring, slot, -errno.EIO)
-
-
 @pytest.mark.usefixtures("ring")
 async def test_threads_do_what_the_ring_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread reads and writes unaligned objects that are too long for the loop to copy, or that come while all of the
@@ -189,6 +182,7 @@ async def test_threads_do_what_the_ring_cannot(tmp_path: Path, monkeypatch: pyte
             ring._pool.take(1)
         await comes_back(written(2))
         ring._pool.give_back(held)
-        monkeypatch.setattr(Ring, "_note", note_as_failed)
+        note = Ring._note
+        monkeypatch.setattr(Ring, "_note", lambda ring, slot, nbytes: note(ring, slot, -errno.EIO))
         await comes_back(written(3))
         assert stand.tier.counters["objects_read"] == 3

@@ -50,8 +50,7 @@ def test_a_tenant_whose_objects_cannot_go_is_refused_while_others_are_not() -> N
 
 def test_objects_on_disk_count_and_go_first() -> None:
     node = Tiered.make(memory=8, quotas={"alice": 2})
-    node.put(chain(1, tenant="alice"))
-    node.put(chain(2, tenant="alice"))
+    node.put_each(1, 2, tenant="alice")
     node.sink(2)
     assert node.put(chain(3, tenant="alice")) == [GRANTED]
     assert node.in_memory() == [1, 3]

@@ -1,6 +1,5 @@
 """Hints about the further use of objects: what leaves first, what stays, and that no client can pin the store."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,31 +12,24 @@ from moonserve.kvstore.state.eviction.retention import MAX_KEPT_SHARE
 from moonserve.kvstore.state.objects import PutRequest
 from moonserve.protocol.errors import InvalidRequest
 from moonserve.protocol.request import NO_HINTS, CacheHints
-from tests.kvstore.state.tiered import TTL_S, Tiered, chain, key
+from tests.kvstore.state.tiered import Tiered, chain, key
 from tests.thoroughness import examples
 
 LOW = CacheHints(low_priority=True)
 SOON = CacheHints(return_within_s=60.0)
 
 
-def put(node: Tiered, *numbers: int, hints: CacheHints = NO_HINTS, now: float = 0.0, **more: str) -> None:
+def put(node: Tiered, *numbers: int, hints: CacheHints = NO_HINTS, now: float = 0.0, tenant: str = "") -> None:
     """Stores one chain."""
-    name = node.new_id()
-    wishes = [replace(wish, hints=hints) for wish in chain(*numbers, **more)]
-    reservation = node.state.reservations.reserve(name, wishes, TTL_S, now)
-    if reservation.objects:
-        node.state.reservations.commit(name, dict.fromkeys(reservation.objects, 0), now)
-        node.state.reservations.verified(name, [], now)
+    node.put(chain(*numbers, hints=hints, tenant=tenant), now)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_objects_of_low_priority_leave_before_all_others_in_the_order_of_the_policy(policy: str) -> None:
     node = Tiered.make(4, None, policy=policy)
     put(node, 1)
-    put(node, 2, hints=LOW)
-    put(node, 3, hints=LOW)
-    for number in (4, 5, 6, 7):
-        put(node, number)
+    node.put_each(2, 3, hints=LOW)
+    node.put_each(4, 5, 6, 7)
     left = [number for number in (1, 2, 3, 4, 5, 6, 7) if number not in node.in_memory()]
     assert left[1:] == [2, 3]
     assert len(left) == 3  # and one without a hint
@@ -46,19 +38,15 @@ def test_objects_of_low_priority_leave_before_all_others_in_the_order_of_the_pol
 def test_one_put_of_normal_priority_ends_the_low_priority_of_an_object() -> None:
     node = Tiered.make(2, None)
     put(node, 1, hints=LOW)
-    put(node, 2)
-    put(node, 1)
-    put(node, 3)
+    node.put_each(2, 1, 3)
     assert node.in_memory() == [1, 3]
 
 
 def test_a_put_cannot_make_an_object_that_is_present_leave_earlier() -> None:
     node = Tiered.make(3, None)
-    put(node, 1)
-    put(node, 2)
+    node.put_each(1, 2)
     put(node, 2, hints=CacheHints(ttl_s=1.0, low_priority=True))
-    for number in (3, 4):
-        put(node, number, now=5.0)
+    node.put_each(3, 4, now=5.0)
     assert node.in_memory() == [2, 3, 4]
 
 
@@ -66,11 +54,9 @@ def test_a_put_cannot_make_an_object_that_is_present_leave_earlier() -> None:
 def test_a_chain_that_is_expected_outlives_others_until_its_time_is_over(policy: str) -> None:
     node = Tiered.make(6, None, policy=policy)
     put(node, 1, 2, hints=SOON)
-    for number in range(10, 30):
-        put(node, number, now=59.0)
+    node.put_each(*range(10, 30), now=59.0)
     assert {1, 2} <= {*node.in_memory()}
-    for number in range(30, 60):
-        put(node, number, now=61.0)
+    node.put_each(*range(30, 60), now=61.0)
     assert not {1, 2} & {*node.in_memory()}
 
 
@@ -85,8 +71,7 @@ def test_a_return_ends_the_expectation() -> None:
 
 def test_an_object_unused_for_its_ttl_leaves_first_and_a_use_prolongs_it() -> None:
     node = Tiered.make(3, None)
-    for number in (1, 2):
-        put(node, number, hints=CacheHints(ttl_s=10.0))
+    node.put_each(1, 2, hints=CacheHints(ttl_s=10.0))
     node.state.catalog.evictor.advance(5.0)
     node.use(1)
     put(node, 3, now=6.0)
@@ -101,12 +86,10 @@ def test_expected_returns_keep_at_most_half_of_the_memory_and_the_next_ones_win(
     for number, within_s in ((1, 60.0), (2, 40.0), (3, 70.0), (4, 50.0)):
         put(node, 10 * number, 10 * number + 1, hints=CacheHints(return_within_s=within_s))
     node.tiers()
-    for number in range(100, 140):
-        put(node, number)
+    node.put_each(*range(100, 140))
     assert [number for number in node.in_memory() if number < 100] == [20, 21, 40, 41]
     put(node, *range(50, 56), hints=SOON)  # more than half alone
-    for number in range(60, 80):
-        put(node, number)
+    node.put_each(*range(60, 80))
     assert not [number for number in node.in_memory() if 50 <= number < 60]
 
 
@@ -116,8 +99,7 @@ def test_a_block_stays_for_as_long_as_the_last_chain_that_is_kept_with_it() -> N
     put(node, 1, 3, hints=CacheHints(return_within_s=40.0))
     node.use(1, 3)
     put(node, 1, 4, hints=CacheHints(return_within_s=20.0))
-    for number in range(100, 140):
-        put(node, number, now=30.0)
+    node.put_each(*range(100, 140), now=30.0)
     assert [number for number in node.in_memory() if number < 100] == [1, 2]
 
 
