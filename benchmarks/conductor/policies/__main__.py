@@ -14,20 +14,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from benchmarks.conductor.policies.ablations import ABLATIONS, Ablation
 from benchmarks.conductor.policies.bounds import lowest_mean_ttft_s, most_in_time
 from benchmarks.conductor.policies.report import as_page
 from benchmarks.conductor.simulated_runs import PUBLISHED, Traces, argument_parser, run_simulations
 from benchmarks.harness.measure import write_json
 from moonserve.conductor.placement.policies.baselines import DEFAULT_BALANCING_THRESHOLD
-from moonserve.conductor.placement.policies.least_added_delay import LeastAddedDelay, Weights
 from moonserve.protocol.latency import mean, percentile
 from moonserve.traces.experiments.parallel_runs import ClusterRun
 from moonserve.traces.format import TraceRecord
-from moonserve.traces.simulator.cluster.disaggregated import DisaggregatedCluster
-from moonserve.traces.simulator.cluster.event_loop import Event, EventLoop
-from moonserve.traces.simulator.cluster.run import request_states_of
 from moonserve.traces.simulator.model_profiles import LLAMA3_70B_8XA800
 from moonserve.traces.simulator.results import End, SimulationResult
 from moonserve.traces.simulator.spec import ClusterSpec
@@ -37,17 +34,6 @@ OURS, THEIRS = "moonserve", "global-cache-aware"
 THRESHOLDS = (1.0, DEFAULT_BALANCING_THRESHOLD, 2.0)
 TBT_SLOS_S = (0.1, 0.2)
 QUICK_REQUESTS = 1_500
-
-ABLATIONS: Mapping[str, Weights] = {
-    "all terms": Weights(),
-    "without the order (patience 0)": Weights(patience=0.0),
-    "without the objective as a bound": Weights(keeps_objective=False),
-    "without a price": Weights(served_steepness=None),
-    "without counting whom it delays": Weights(counts_delayed=False),
-    "without the order of arrival": Weights(by_arrival=False),
-    "without a price of copies": Weights(copy=0.0),
-    "with the price of prompts that are rejected": Weights(served_steepness=4.0),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,37 +82,6 @@ SCENARIOS = (
     Scenario(trace="tool-agent seed 11", speedup=2.6, num_requests=PART),
 )
 ABLATED = Scenario(trace="conversation seed 11", speedup=2.2, num_requests=PART)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ablation:
-    """A run of the policy with other terms."""
-
-    cost: ClassVar[float] = 1.0
-    run: ClusterRun
-    terms: Weights
-
-    def check(self) -> None:
-        self.run.check()
-
-    def do(self, records: Sequence[TraceRecord]) -> SimulationResult:
-        spec = self.run.spec
-        assert isinstance(spec, ClusterSpec)
-        scaled = self.run.records(records)
-        requests = request_states_of(scaled, spec.block_size, spec.model.max_model_len)
-        cluster = DisaggregatedCluster(spec, requests)
-        # Policies without a term have no name in the registry.
-        cluster.conductor._planner.policy = LeastAddedDelay(self.terms)
-        clock: EventLoop[Event] = EventLoop()
-        clock.run(cluster.begin(), cluster.handle)
-        return SimulationResult(
-            name=OURS,
-            outcomes=tuple(request.outcome(scaled[0].arrived_s) for request in requests),
-            ttft_slo_s=spec.ttft_slo_s,
-            tbt_slo_s=spec.tbt_slo_s,
-            duration_s=clock.now,
-            counters=cluster.counters,
-        )
 
 
 def figures(result: SimulationResult) -> dict[str, float]:

@@ -58,10 +58,10 @@ and when the overload ends, and the weakness of the bound.
 
 - Weighing 16 instances with a dozen prompts each takes about 15 µs of processor time; Algorithm 1 takes 9. Of more
   instances only the 16 with the shortest waits in order of arrival are examined exactly.
-- Long prompts pay for the lower mean. Without admission, late prompts among the longest 0.7 percent wait until an
-  overload ends, at most for 14 objectives and 34 times their own prefill time. Others yield at most until the TTFT of
-  the order of arrival: its recent 99% quantile, or the wait of new prompts by then, from the queues' growth in the last
-  minute. Each conductor learns these from its placements. With admission, late prompts are rejected at once.
+- Long prompts pay for the lower mean. Without admission, the longest 0.7% wait until an overload ends, at most for 14
+  objectives and 34 times their own prefill time. Others yield at most until the TTFT of the order of arrival: in time,
+  its recent 99% quantile; late, the wait of new prompts by then, from the queues' growth in the last minute. Each
+  conductor learns these from its placements. With admission, late prompts are rejected at once.
 - Without admission, a steeper price for long prompts, as with admission, has a lower mean and median, but makes more
   prompts wait until the overload ends (last row above).
 - Short queues leave nothing to gain: at the trace's own speed, waiting is a tenth of the TTFT.

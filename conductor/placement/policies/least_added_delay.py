@@ -14,8 +14,8 @@ from predictions that the conductor has anyway. Answer lengths and later arrival
    rejects it: then the power is high, since a long prompt makes several others late. Without admission a long prompt
    takes its time sooner or later, so only prompts go behind that would be late anyway (a power of 1): fewer wait long.
 4. *Order of arrival.* Where late prompts are served, a prompt yields at most until the TTFT that the order of arrival
-   would give it by then (`bound` in prefills.c), so that the p99 of the TTFT is hardly above that of this order. Only
-   the longest prompts yield for longer: in time 0.15 percent, and of late ones 0.7, twice as long as above.
+   would give (`bound` in prefills.c), so that the p99 of the TTFT is hardly above that of this order. Only the late
+   prompts among the longest 0.7 percent yield for longer, twice as long as above: they take the most time of others.
 5. *Place.* The instance with the smallest own TTFT + prefill time × number of delayed prompts is chosen. Prefixes are
    fetched as in Algorithm 1 (FAST'25), but without a threshold: if fetching is predicted to be faster than computing.
 6. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
@@ -64,7 +64,7 @@ class LeastAddedDelay:
         own = terms or Weights()
         self._if_rejected, self._if_served = _numbers(own, own.steepness), _numbers(own, own.served_steepness)
         # Struct `ArrivalOrder` of prefills.c, learned from placements.
-        self.arrival_order = np.array([1.0, 1.0, 1.0, 0.0, 0.0]) if own.by_arrival else None
+        self.arrival_order = np.array([1.0, 1.0, 0.0, 0.0]) if own.by_arrival else None
 
     def weigh(self, prompt: Prompt, offers: PrefillCandidates) -> Scores:
         prefills, waits = prefill_kernel(), offers.queue_waits

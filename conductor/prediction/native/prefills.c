@@ -59,16 +59,15 @@ typedef struct {
     double patience, keeps_objective, prices, steepness, late, late_patience, counts_delayed, copy;
 } Terms;
 
-/* Quantiles of recent TTFTs in order of arrival, 99 %, and of prefill times, 99.3 and 99.85 %; moving average of the
- * instances' mean wait. Begins with 1, 1, 1, 0, 0. */
+/* Quantiles of recent TTFTs in order of arrival, 99 %, and of prefill times, 99.3 %; moving average of the instances' mean wait.
+ * Begins with 1, 1, 0, 0. */
 typedef struct {
-    double ttft_s, long_s, longest_s, mean_queue_s, as_of;
+    double ttft_s, long_s, mean_queue_s, as_of;
 } ArrivalOrder;
 
-/* What the order of arrival says: the bound of a TTFT, and the prefill times above which late prompts and prompts in
- * time are not bounded. */
+/* Bounds by the order of arrival: TTFT of prompts in time, and of late ones with a prefill up to `long_s`. */
 typedef struct {
-    double ttft_s, long_s, longest_s;
+    double ttft_s, long_s, late_s;
 } Bounds;
 
 static const double GROWTH_S = 60.0, MAX_GROWTH = 0.95; /* of queues: time constant, seconds per second */
@@ -79,8 +78,8 @@ static double moved(double quantile, double value, double share) {
 }
 
 /* Returns the bounds of a prompt, then learns from it. The backlog is about the same in any order, so the wait in order
- * of arrival is that behind all queued work. A prompt may wait as long as new ones will by then: if queues grow by g
- * seconds per second, queue / (1 - g)^2. (The waits are equal after queue / (1 - g); the square is tuned.) */
+ * of arrival is that behind all queued work. A late prompt may wait as long as new ones will by then: if queues grow by
+ * g seconds per second, queue / (1 - g)^2. (The waits are equal after queue / (1 - g); the square is tuned.) */
 static Bounds bound(ArrivalOrder *order, const double *prefill_s, const double *ttft_s, const double *queue_s,
                     int64_t count, double now) {
     double best_prefill_s = INFINITY, best_ttft_s = INFINITY, mean_s = 0.0;
@@ -93,11 +92,11 @@ static Bounds bound(ArrivalOrder *order, const double *prefill_s, const double *
     order->mean_queue_s += (mean_s - order->mean_queue_s) * -expm1(-passed_s / GROWTH_S);
     order->as_of += passed_s;
     double growth = least(positive(mean_s - order->mean_queue_s) / GROWTH_S, MAX_GROWTH);
-    double grown_s = mean_s / ((1.0 - growth) * (1.0 - growth));
-    Bounds found = {grown_s > order->ttft_s ? grown_s : order->ttft_s, order->long_s, order->longest_s};
+    double late_s = mean_s / ((1.0 - growth) * (1.0 - growth));
+    if (late_s < order->ttft_s) late_s = order->ttft_s;
+    Bounds found = {order->ttft_s, order->long_s, late_s};
     order->ttft_s = moved(order->ttft_s, best_ttft_s, 0.99);
     order->long_s = moved(order->long_s, best_prefill_s, 0.993);
-    order->longest_s = moved(order->longest_s, best_prefill_s, 0.9985);
     return found;
 }
 
@@ -133,9 +132,9 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
     double left = slo_s > 0.0 ? positive(1.0 - queue_s / slo_s) : 0.0;
     if (terms->prices != 0.0 && prefill_s > slo_s * pow(left, terms->steepness)) {
         double late_s = terms->late * slo_s + terms->late_patience * prefill_s;
-        return prefill_s > bounds->long_s ? 2.0 * late_s : least(late_s, positive(bounds->ttft_s - prefill_s));
+        return prefill_s > bounds->long_s ? 2.0 * late_s : least(late_s, positive(bounds->late_s - prefill_s));
     }
-    if (prefill_s <= bounds->longest_s) patience_s = least(patience_s, positive(bounds->ttft_s - queue_s - prefill_s));
+    patience_s = least(patience_s, positive(bounds->ttft_s - queue_s - prefill_s));
     if (terms->keeps_objective == 0.0) return patience_s;
     return least(patience_s, positive(slo_s - queue_s - prefill_s));
 }

@@ -39,28 +39,27 @@ def yields_s(
     prefill_s: float, queue_s: float, slo_s: float, terms: Weights, bounds: Sequence[float] = UNBOUNDED
 ) -> float:
     """Returns the rank of a prompt by terms 1 to 4 of the policy."""
-    ttft_s, long_s, longest_s = bounds
+    ttft_s, long_s, late_s = bounds
     patience_s = terms.patience * prefill_s
     if math.isinf(slo_s):
         return patience_s
     left = max(1.0 - queue_s / slo_s, 0.0) if slo_s > 0 else 0.0
     if terms.steepness is not None and prefill_s > slo_s * left**terms.steepness:
         rank = terms.late * slo_s + terms.late_patience * prefill_s
-        return 2.0 * rank if prefill_s > long_s else min(rank, max(ttft_s - prefill_s, 0.0))
-    if prefill_s <= longest_s:
-        patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
+        return 2.0 * rank if prefill_s > long_s else min(rank, max(late_s - prefill_s, 0.0))
+    patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
     rest_s = max(slo_s - queue_s - prefill_s, 0.0)
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
 
 
 def bounds_of(order: Floats, shortest: tuple[float, float], queue_s: float, now: float) -> Sequence[float]:
     """Returns the bounds by the order of arrival, and learns from the shortest TTFT and prefill time."""
-    ttft_s, long_s, longest_s, mean_queue_s, as_of = order.tolist()
+    ttft_s, long_s, mean_queue_s, as_of = order.tolist()
     mean_queue_s += (queue_s - mean_queue_s) * (1.0 - math.exp((as_of - now) / 60.0))
     growth = min(max(queue_s - mean_queue_s, 0.0) / 60.0, 0.95)
-    order[:3] *= np.exp(0.1 * (np.array([0.99, 0.993, 0.9985]) - (np.array(shortest)[[0, 1, 1]] <= order[:3])))
-    order[3:] = mean_queue_s, now
-    return max(queue_s / (1.0 - growth) ** 2, ttft_s), long_s, longest_s
+    order[:2] *= np.exp(0.1 * (np.array([0.99, 0.993]) - (np.array(shortest) <= order[:2])))
+    order[2:] = mean_queue_s, now
+    return ttft_s, long_s, max(queue_s / (1.0 - growth) ** 2, ttft_s)
 
 
 # A prompt that would yield to waiting prompts, but may not.
