@@ -21,8 +21,8 @@ from predictions that the conductor has anyway. Answer lengths and later arrival
 6. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
    This adds `copy` × the time to compute those blocks, so that among similar instances a holder is chosen.
 
-The constants were tuned on synthetic traces (`traces.workload`); those of late prompts in term 4 also on the published
-one. docs/policies.md compares the policy with Algorithm 1 and shows the effect of each term.
+The constants were tuned on synthetic traces (`traces.workload`); those of term 4 also on rows of the table in
+docs/policies.md, which compares the policy with Algorithm 1 and shows the effect of each term.
 """
 
 from dataclasses import dataclass
