@@ -56,11 +56,10 @@ def busy(cluster: Cluster) -> Regulars:
 
 
 def test_instances_are_shared_and_requests_reach_both_conductors(cluster: Cluster) -> None:
-    """Until the gateway hears of the shares, it sends all requests to the conductor that had the instances before."""
+    """A gateway that has not heard of the shares sends all requests to the conductor that had the instances before."""
     cluster.wait_for("equal shares", lambda: is_shared(cluster))
-    cluster.wait_for(
-        "requests at both", lambda: min(placed(cluster, 24)) >= 3
-    )  # 1 in 10,000 pairs of addresses have less
+    # 1 in 10,000 pairs of addresses have less.
+    cluster.wait_for("requests at both", lambda: min(placed(cluster, 24)) >= 3)
 
 
 def placed(cluster: Cluster, num_requests: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Interface of placement policies: how much prefix each prefill instance would re-use, and which instance is best.
 
 Policies see numbers only: a `Prompt` and the columns of all instances that may serve it (`PrefillCandidates`, one row
-each). They are deterministic. The caller breaks ties between equal scores: least recently chosen first.
+each). They are deterministic, but may learn from what they weigh. The caller breaks ties between equal scores: least
+recently chosen first.
 
 A policy may also set the order in which prompts wait at their instance: by arrival + *rank*, lowest first. A rank is in
 seconds and at least 0. Prompts of rank 0 that arrive within this time after the prompt still run before it. So no

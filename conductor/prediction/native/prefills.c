@@ -59,8 +59,8 @@ typedef struct {
     double patience, keeps_objective, prices, steepness, late, late_patience, counts_delayed, copy;
 } Terms;
 
-/* Quantiles of recent TTFTs in order of arrival, 99 %, and of prefill times, 99.3 %; moving average of the instances' mean wait.
- * Begins with 1, 1, 0, 0. */
+/* Quantiles of recent TTFTs in order of arrival, 99 %, and of prefill times, 99.3 %; moving average of the instances'
+ * mean wait. Begins with 1, 1, 0, 0. */
 typedef struct {
     double ttft_s, long_s, mean_queue_s, as_of;
 } ArrivalOrder;
@@ -142,7 +142,8 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
 /* Writes rank, wait and added wait of others at one instance. `queue_s`: seconds until all its prompts have run. Ranks
  * are capped at `limit` and then shifted by `shift_s`. */
 static void look_at(const Queue *queue, const Terms *terms, const Bounds *bounds, double now, double slo_s,
-                    double prefill_s, double queue_s, double limit, double shift_s, double *rank, double *wait_s, double *added_s) {
+                    double prefill_s, double queue_s, double limit, double shift_s, double *rank, double *wait_s,
+                    double *added_s) {
     double num_delayed = 0.0;
     if (queue_s == 0.0) {
         *rank = yields_s(prefill_s, 0.0, slo_s, terms, bounds);
@@ -160,11 +161,11 @@ static void look_at(const Queue *queue, const Terms *terms, const Bounds *bounds
 enum { RANK, QUEUE, ADDED, NEW_TTFT, SCORE };
 
 /* Scores the instances in `rows` by their queues; the others count as in order of arrival and are never chosen.
- * `found`: the output of prefills_faster. `limits`: one per instance. `order` bounds
- * ranks. Both may be null. `out`: [SCORE + 1][count]. */
+ * `found`: the output of prefills_faster. `limits`: one per instance. `order` bounds ranks. Both may be null. `out`:
+ * [SCORE + 1][count]. */
 PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t count, const int64_t *rows,
-                           const Queue *const *queues, int64_t num_rows, const Terms *terms, ArrivalOrder *order, double now,
-                           double slo_s, const double *limits, double shift_s, double *out) {
+                           const Queue *const *queues, int64_t num_rows, const Terms *terms, ArrivalOrder *order,
+                           double now, double slo_s, const double *limits, double shift_s, double *out) {
     const double *prefill_s = found + PREFILL * count, *ttft_s = found + TTFT * count;
     const double *copied_s = found + NUM_TERMS * count;
     double *rank = out + RANK * count, *wait_s = out + QUEUE * count, *added_s = out + ADDED * count;
