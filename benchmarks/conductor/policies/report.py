@@ -33,7 +33,7 @@ several balancing thresholds by mean TTFT. TTFT in seconds, over requests with a
 met; *bound*: no policy can do better, even with the trace known in advance (see below). Admission *none* serves all
 requests, *predicted* rejects those whose prediction misses an objective. The constants were tuned on synthetic traces
 that are not in the table; the price of copies, the ranks of late prompts and that all prompts in time are bounded were
-also chosen on rows of it, and checked on thirteen other synthetic traces (LOG.md).
+also chosen on rows of it, and checked on fourteen other synthetic traces (LOG.md).
 """
 
 
