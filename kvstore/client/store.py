@@ -35,6 +35,7 @@ from moonserve.kvstore.state.objects import check_tenant, check_ttl
 from moonserve.kvstore.wire import pin_to_wire
 from moonserve.protocol.errors import DeadlineExceeded, InvalidRequest, PeerLost
 from moonserve.protocol.pb import kvstore_pb2
+from moonserve.protocol.request import NO_HINTS, CacheHints
 from moonserve.transfer import Segment
 from moonserve.transfer.memory.segments import Registrable
 
@@ -270,8 +271,7 @@ class KvStore(contextlib.AbstractContextManager["KvStore"]):
         keys: Sequence[Key],
         slots: BufferSlots,
         *,
-        pin: Pin | str = Pin.NONE,
-        tenant: str = "",
+        hints: CacheHints = NO_HINTS,
         timeout_s: float | None = None,
     ) -> None:
         """Stores values that fill slots of several pieces, as `put_from`. A key that is already stored keeps its value,
@@ -280,7 +280,7 @@ class KvStore(contextlib.AbstractContextManager["KvStore"]):
         _require_as_many(len(blocks), len(slots.offsets))
         items = [PutItem(block, *slots.pieces(place)) for place, block in enumerate(blocks)]
         deadline = Deadline(timeout_s, slots.nbytes)
-        terms = _terms(pin, tenant, keeps_present=True)
+        terms = PutOptions(hints=hints, keeps_present=True)
         for part in portions(slots.lengths.tolist()):
             self._puts.put(items[part], slots.at(range(part.start, part.stop)), terms, deadline)
 
@@ -360,9 +360,9 @@ class KvStore(contextlib.AbstractContextManager["KvStore"]):
         self.close()
 
 
-def _terms(pin: Pin | str, tenant: str, *, keeps_present: bool = False) -> PutOptions:
+def _terms(pin: Pin | str, tenant: str) -> PutOptions:
     check_tenant(tenant)
-    return PutOptions(pin=_pin_of(pin), tenant=tenant, keeps_present=keeps_present)
+    return PutOptions(pin=_pin_of(pin), tenant=tenant)
 
 
 def _pin_of(pin: Pin | str) -> Pin:

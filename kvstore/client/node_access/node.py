@@ -32,7 +32,7 @@ from moonserve.protocol.errors import DeadlineExceeded, Incompatible, InvalidReq
 from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.process.machine import host_identity
-from moonserve.protocol.request import Endpoint
+from moonserve.protocol.request import NO_HINTS, Endpoint
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.socket_client_sync import SyncChannel
 from moonserve.protocol.rpc.wire import endpoint_from_wire
@@ -187,11 +187,11 @@ class StoreNode:
     def put_inline(
         self, objects: Sequence[ToPut], slots: BufferSlots, terms: PutOptions, deadline: Deadline
     ) -> list[PutOutcome]:
-        """Stores objects in one round trip; all are LATER if node or size do not allow it. Raises as `call`."""
+        """Stores objects in one round trip; all are LATER if node, size or hints do not allow it. Raises as `call`."""
         later = [PutOutcome.LATER] * len(objects)
 
         def put(way: Attachment) -> list[PutOutcome]:
-            if way.inline is None or slots.nbytes > PUT_BYTES:
+            if way.inline is None or slots.nbytes > PUT_BYTES or terms.hints != NO_HINTS:  # there is no field for hints
                 return later
             try:
                 return way.inline.put(objects, slots, terms, deadline)

@@ -16,7 +16,8 @@ from moonserve.kvstore.client.node_access.node import StoreNode
 from moonserve.kvstore.client.node_access.objects import plain_key
 from moonserve.kvstore.index_layout import IndexMoved
 from moonserve.protocol.errors import ConfigError, InvalidRequest, NoWorker, Overloaded, PeerLost, Unauthenticated
-from tests.kvstore.client.pools import BOTH, TCP, fresh, own_node, store_of
+from moonserve.protocol.request import CacheHints
+from tests.kvstore.client.pools import BOTH, TCP, both_ways, fresh, own_node, store_of
 from tests.kvstore.client.pools import DRAM as SMALL_DRAM
 from tests.kvstore.node.nodes import TOKEN, Node, key
 
@@ -335,3 +336,15 @@ def test_values_are_gathered_from_pieces_and_scattered_into_others(
             assert wanted.pieces(place) == there.pieces(place)
         with pytest.raises(InvalidRequest, match="bytes of a block"):
             store.batch_get_scattered(keys[:1], BufferSlots.pages(memory, source[:1, :1], sizes[:1]))
+
+
+@both_ways
+def test_hints_come_with_gathered_values(transports: tuple[str, ...]) -> None:
+    with own_node("--evict-above", "1", "--evict-share", "0", transports=transports) as (_, store):
+        slots = BufferSlots.pages(store.allocate(BLOCK), np.zeros((1, 1)), [BLOCK])
+        older, low = fresh(), fresh()
+        store.batch_put_gathered([older], slots)
+        store.batch_put_gathered([low], slots, hints=CacheHints(low_priority=True))
+        while store.exists(low):
+            store.batch_put_gathered([fresh()], slots)
+        assert store.exists(older)
