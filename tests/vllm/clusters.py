@@ -15,7 +15,8 @@ import grpc
 import psutil
 
 from moonserve.deploy.launcher.local_cluster import LocalCluster
-from moonserve.protocol.pb import worker_pb2, worker_pb2_grpc
+from moonserve.kvstore.client import connect
+from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import TOKEN_HEADER
 from tests.patience import until
 from tests.vllm.servers import START_S, TOKEN, Answer
@@ -142,6 +143,15 @@ class Cluster(LocalCluster):
             stub, request = worker_pb2_grpc.WorkerStub(channel), worker_pb2.GetStatusRequest()
             status = stub.GetStatus(request, metadata=((TOKEN_HEADER, TOKEN),), timeout=START_S)
         return dict(status.counters)
+
+    def stored_keys(self) -> set[bytes]:
+        """Returns the keys of the store's objects."""
+        with connect(self.registry, cluster_token=TOKEN) as client:
+            [node] = client.nodes()
+        with grpc.insecure_channel(node.address) as channel:
+            stub, request = kvstore_pb2_grpc.KvStoreStub(channel), kvstore_pb2.StoreListRequest()
+            replies = stub.List(request, metadata=((TOKEN_HEADER, TOKEN),), timeout=START_S)
+            return {each.key for reply in replies for each in reply.objects}
 
     def instances(self) -> dict[str, dict[str, Any]]:
         return {each["instance_id"]: each for each in self.call("/v1/cluster")["instances"]}

@@ -27,7 +27,7 @@ from tests.patience import until
 from tests.random_models import make_model
 from tests.vllm.clusters import Cluster, collect
 from tests.vllm.servers import START_S, TOKEN, VllmServer, running
-from tests.vllm.stores import StoreNode
+from tests.vllm.stores import StoreNode, until_quiet
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 300, 500)
 SETTINGS = {"max_model_len": 1024, "max_num_seqs": 16}
@@ -99,6 +99,18 @@ def test_tokens_are_those_of_one_instance(site: Site) -> None:
     assert [site.tokens(prompt, 24) for prompt in prompts] == expected
     with ThreadPoolExecutor(len(prompts)) as threads:
         assert list(threads.map(lambda prompt: site.tokens(prompt, 24), prompts)) == expected
+
+
+def test_hints_reach_the_connector_of_an_attached_server(site: Site) -> None:
+    added = []
+    with connect(site.join, cluster_token=TOKEN) as store:
+        for is_stored in (False, True):
+            until_quiet(site.join)
+            before = store.stats().total.num_objects
+            site.complete(_prompt(100, seed=7), 2, kv_cache={"store": is_stored})
+            until_quiet(site.join)
+            added.append(store.stats().total.num_objects - before)
+    assert added == [0, 3]
 
 
 def test_kv_moves_between_the_servers_and_the_conductor_knows_their_caches(site: Site) -> None:

@@ -23,11 +23,12 @@ from tests.patience import until
 from tests.random_models import make_model
 from tests.vllm.clusters import Cluster, collect, running_cluster
 from tests.vllm.servers import START_S
+from tests.vllm.stores import until_quiet
 
 DRAWN = {"temperature": 1.0, "seed": 11, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 FLAGS = (
     *("--decode-workers", "2", "--dtype", "float32", "--kv-cache-memory", "64MiB", "--max-model-len", "1024"),
-    *("--vllm.enforce-eager", "--vllm.block-size", "32", "--vllm.max-num-seqs", "16"),
+    *("--vllm.enforce-eager", "--vllm.block-size", "32", "--vllm.max-num-seqs", "16", "--dram", "4MiB"),
 )
 
 
@@ -84,6 +85,35 @@ def test_prompts_of_other_salts_share_no_blocks(cluster: Cluster) -> None:
         usage = cluster.complete(prompt, 2, cache_salt=salt)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= num_cached
         assert bool(usage["prompt_tokens_details"]["cached_tokens"]) == bool(num_cached)
+
+
+def test_a_prompt_that_is_not_to_be_stored_is_in_no_cache_and_uses_what_is_there(cluster: Cluster) -> None:
+    prompt = _prompt(320, seed=6)
+    until_quiet(cluster.registry)
+    before = cluster.stored_keys()
+    for store, num_cached in ((False, 0), (True, 0), (False, 288), (True, 288)):
+        usage = cluster.complete(prompt, 34, kv_cache={"store": store})["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] in range(num_cached, num_cached + 33)
+        until_quiet(cluster.registry)
+        assert len(cluster.stored_keys() - before) == (0 if not (store or num_cached) else 11)
+
+
+def test_a_prompt_that_is_expected_to_return_stays_in_the_store_while_later_ones_leave(cluster: Cluster) -> None:
+    until_quiet(cluster.registry)
+    expected, other = _stored(cluster, 20, return_within_s=3600), _stored(cluster, 21)
+    seed = 22
+    while other <= cluster.stored_keys():
+        _stored(cluster, seed)
+        seed += 1
+    assert expected <= cluster.stored_keys()
+
+
+def _stored(cluster: Cluster, seed: int, **hints: float) -> set[bytes]:
+    """Sends a prompt with hints. Returns the keys of its blocks in the store."""
+    before = cluster.stored_keys()
+    cluster.complete(_prompt(320, seed), 2, kv_cache=hints)
+    until(lambda: len(cluster.stored_keys() - before) == 10)
+    return cluster.stored_keys() - before
 
 
 _BENCH_SERVE = """

@@ -1,4 +1,4 @@
-"""What routers of other projects use: the conductor's `Place`, and the events of what the connector has stored."""
+"""What routers of other projects use: the conductor's `Place`, hints, and events of what the connector has stored."""
 
 import asyncio
 import contextlib
@@ -11,12 +11,13 @@ from moonserve.conductor.config import ConductorConfig
 from moonserve.conductor.service import serve
 from moonserve.protocol.kv_blocks import BlockKey, root_key
 from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from moonserve.protocol.request import NO_HINTS, CacheHints
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.vllm.kv.cache_groups import CacheGroup, Page
 from moonserve.vllm.kv.chained_keys import ChainedKeys, StoredKeys
 from moonserve.vllm.kv.scheduler import ConnectorScheduler
 from moonserve.vllm.kv.settings import ConnectorSettings
-from moonserve.vllm.kv.step_plan import StepReport
+from moonserve.vllm.kv.step_plan import Save, StepReport
 from tests.conductor.test_service import TOKEN, registration
 from tests.docs.fences import ROOT, fences_of
 from tests.patience import PATIENCE_S
@@ -52,20 +53,27 @@ def _scheduler(num_ranks: int, extras: Any = None) -> ConnectorScheduler:
     return made
 
 
+def _request(token_ids: list[int], hints: Any = None) -> Any:
+    return SimpleNamespace(
+        request_id="r", all_token_ids=token_ids, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids),
+        kv_transfer_params=None if hints is None else {"cache_hints": hints},
+    )  # fmt: skip
+
+
 def _plan_saves(scheduler: ConnectorScheduler, token_ids: list[int], num_computed: int = 0) -> list[int]:
     """Plans a step that computes all tokens of a request. Returns the pins of its saves."""
-    request = SimpleNamespace(
-        request_id="r", all_token_ids=token_ids, num_tokens=len(token_ids), num_prompt_tokens=len(token_ids),
-        kv_transfer_params=None,
-    )  # fmt: skip
+    return [save.pin_id for save in _saves(scheduler, token_ids, num_computed)]
+
+
+def _saves(scheduler: ConnectorScheduler, token_ids: list[int], num_computed: int = 0) -> list[Save]:
     if "r" not in scheduler._tracked:
-        scheduler.add(request)
+        scheduler.add(_request(token_ids))
     scheduled = SimpleNamespace(
         total_num_scheduled_tokens=len(token_ids), num_scheduled_tokens={"r": len(token_ids) - num_computed},
         scheduled_new_reqs=[SimpleNamespace(req_id="r", num_computed_tokens=num_computed)],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
     )  # fmt: skip
-    return [save.pin_id for save in scheduler.plan_step(scheduled).saves]
+    return scheduler.plan_step(scheduled).saves
 
 
 def _keys(token_ids: list[int]) -> list[BlockKey]:
@@ -106,3 +114,34 @@ def test_blocks_whose_keys_depend_on_more_than_tokens_are_not_reported() -> None
         [pin] = _plan_saves(scheduler, list(range(14)))
         scheduler.reported(StepReport(Counter({pin: 1})))
         assert scheduler.take_stored() == []
+
+
+def test_the_expected_return_comes_once_with_the_blocks_that_complete_the_prompt() -> None:
+    hints = CacheHints(return_within_s=9.0, ttl_s=60.0)
+    request = _request(list(range(14)), {"return_within_s": 9.0, "ttl_s": 60.0})
+    with contextlib.closing(_scheduler(1)) as scheduler:
+        scheduler.add(request)
+        found = [_saves(scheduler, request.all_token_ids[:end], first) for first, end in ((0, 8), (8, 12), (12, 14))]
+        request.all_token_ids, request.num_tokens = list(range(16)), 16
+        found.append(_saves(scheduler, request.all_token_ids, 14))
+    rest = hints.without_return()
+    assert [[save.hints for save in saves] for saves in found] == [[rest], [hints], [], [rest]]
+
+
+def test_what_is_not_to_be_stored_leaves_vllms_cache_but_for_what_was_there() -> None:
+    evicted: list[set[int]] = []
+    request = _request(list(range(14)), {"store": False})
+    with contextlib.closing(_scheduler(1)) as scheduler:
+        scheduler._manager.evict_blocks = evicted.append
+        scheduler.add(request)
+        scheduler._tracked["r"].num_computed = 8
+        assert _saves(scheduler, request.all_token_ids, 8) == []
+        scheduler.finished(request)
+    assert evicted == [{3, 4}]
+
+
+def test_hints_that_are_none_are_ignored() -> None:
+    for wrong in ("soon", {"return_within_s": "soon"}, {"return_within_s": -1.0}, {"returns": 1.0}):
+        with contextlib.closing(_scheduler(1)) as scheduler:
+            scheduler.add(_request(list(range(14)), wrong))
+            assert [save.hints for save in _saves(scheduler, list(range(14)))] == [NO_HINTS]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moonserve.protocol.pb import common_pb2
-from moonserve.protocol.request import Request, SamplingParams
+from moonserve.protocol.request import CacheHints, Request, SamplingParams
 from moonserve.vllm.serving.sampling import (
     EXTRA,
     WAYS,
@@ -16,6 +16,7 @@ from moonserve.vllm.serving.sampling import (
     sampling_of_processor,
     scheduling_priority,
     seed_of_part,
+    transfer_parameters,
 )
 from tests.prefill_worker.builders import make_request
 
@@ -115,3 +116,13 @@ def test_requests_are_scheduled_by_priority_then_by_place() -> None:
 def test_greedy_requests_without_history_need_no_processor() -> None:
     given = engine_parameters(_request(SamplingParams(max_tokens=10, temperature=0.0)), exact=True)
     assert "extra_args" not in given
+
+
+def test_hints_come_with_the_transfer_parameters_of_either_role() -> None:
+    plain = make_request("r", range(20))
+    hinted = replace(plain, cache_hints=CacheHints(return_within_s=9.0))
+    assert transfer_parameters(plain, False, "") is None
+    for is_prefill, given in ((True, ""), (False, '{"remote_port": 1}'), (False, "")):
+        found = transfer_parameters(hinted, is_prefill, given) or {}
+        assert CacheHints(**found.pop("cache_hints")) == hinted.cache_hints
+        assert found == (transfer_parameters(plain, is_prefill, given) or {})

@@ -20,7 +20,7 @@ from moonserve.kvstore.state.objects import Tier
 MAX_KEPT_SHARE = 0.5
 """Share of the memory that expected returns may keep: clients cannot take the store from others by hints."""
 MAX_CHAIN = 4_096
-"""Blocks of a longer chain, for which no return is expected: finding them would take more than ten milliseconds."""
+"""Blocks of a longer chain, for which no return is expected: changing all of them would take a tenth of a second."""
 MAX_EXPIRIES = 1_024
 """Hints that end in one call, a few milliseconds. The others end in the next calls."""
 

@@ -10,20 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from moonserve.protocol.errors import InvalidRequest, NoWorker
-from moonserve.protocol.request import (
-    LOGPROB_DTYPE,
-    RANK_DTYPE,
-    FinishReason,
-    Logprobs,
-    PromptLogprobs,
-    Request,
-    Token,
-    finish_reason,
-)
-from moonserve.vllm.serving.sampling import WAYS, Way, engine_parameters
+from moonserve.protocol.request import FinishReason, Logprobs, PromptLogprobs, Request, Token, finish_reason
+from moonserve.vllm.serving.sampling import WAYS, Way, engine_parameters, prompt_logprobs
 
 REFUSED = tuple(name for name, way in WAYS.items() if way is Way.WHOLE_ANSWER)
 _NOT_OF_HTTP = ("detokenize", "skip_clone")
@@ -96,15 +85,8 @@ def prompt_logprobs_of(request: Request, choice: Mapping[str, Any]) -> PromptLog
     found = choice.get("prompt_logprobs")
     if not request.scores_prompt or not found:
         return None
-    num_top = request.sampling.num_prompt_logprobs or 0
-    rows = [(each[str(token_id)], each) for token_id, each in zip(request.token_ids[1:], found[1:], strict=False)]
-    tops = [sorted(each.items(), key=lambda item: item[1]["rank"])[:num_top] for _, each in rows]
-    shape = (len(rows), num_top)
-    return PromptLogprobs(
-        logprobs=np.array([own["logprob"] for own, _ in rows], LOGPROB_DTYPE),
-        ranks=np.array([own["rank"] for own, _ in rows], RANK_DTYPE),
-        top_ids=np.array([[int(name) for name, _ in top] for top in tops], RANK_DTYPE).reshape(shape),
-        top_logprobs=np.array([[entry["logprob"] for _, entry in top] for top in tops], LOGPROB_DTYPE).reshape(shape),
+    return prompt_logprobs(
+        request, [{int(name): (e["logprob"], e["rank"]) for name, e in each.items()} for each in found[1:]]
     )
 
 

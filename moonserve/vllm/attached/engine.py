@@ -120,7 +120,7 @@ class AttachedEngine:
     async def generate(self, wanted: Generate, salt: str = "") -> AsyncGenerator[Generated, None]:
         """As `Engine.generate`, but the server schedules by arrival. Raises PeerLost if the server is lost."""
         request, is_prefill = wanted.request, wanted.is_prefill
-        transfer = transfer_parameters(is_prefill, wanted.kv_transfer_params) if self.has_connector else None
+        transfer = transfer_parameters(request, is_prefill, wanted.kv_transfer_params) if self.has_connector else None
         body = completion_body(request, self._model, is_prefill=is_prefill, salt=salt, transfer=transfer)
         index, began_at = request.first_index, time.monotonic()
         async with contextlib.aclosing(self._server.complete(body)) as parts:
@@ -128,6 +128,7 @@ class AttachedEngine:
                 if "error" in part:
                     raise NoWorker(f"vLLM failed: {part['error'].get('message')}", request=request.request_id)
                 for choice in part["choices"]:
+                    found = part.get("kv_transfer_params")
                     tokens = tokens_of(request, choice, index, is_prefill=is_prefill)
                     index += len(tokens)
                     if tokens:
@@ -135,7 +136,7 @@ class AttachedEngine:
                             request_id=request.request_id,
                             tokens=tokens,
                             report=_report(request, part, choice, time.monotonic() - began_at),
-                            kv_transfer_params=_as_json(part.get("kv_transfer_params")),
+                            kv_transfer_params=json.dumps(found) if found else "",
                         )
                     if tokens and tokens[-1].finish_reason is not None:
                         return
@@ -183,7 +184,3 @@ def _report(request: Request, part: dict[str, Any], choice: dict[str, Any], elap
         compute_s=elapsed_s,
         prompt_logprobs=prompt_logprobs_of(request, choice),
     )
-
-
-def _as_json(params: dict[str, Any] | None) -> str:
-    return json.dumps(params) if params else ""

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonserve.kvstore.client import KvStore, connect
-from moonserve.protocol.errors import MoonserveError
+from moonserve.protocol.errors import InvalidRequest, MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey, root_key
 from moonserve.protocol.process.logs import OutageLog
+from moonserve.protocol.request import NO_HINTS, CacheHints
 from moonserve.vllm.kv.cache_groups import CacheGroup, alignment, longest_prefix
 from moonserve.vllm.kv.chained_keys import ChainedKeys, Extras, StoredKeys
 from moonserve.vllm.kv.lease_renewals import HandoffChannels, LeaseRenewals
@@ -56,6 +57,7 @@ class _Tracked:
     extras: Extras | None
     chains: dict[int, ChainedKeys]
     """Keys by block size."""
+    hints: CacheHints
     stored: list[bytearray]
     """Per group and block: 1 = in the store, or on its way there."""
     lookup: Future[list[bytearray]] | None = None
@@ -131,11 +133,11 @@ class ConnectorScheduler:
     # Requests
 
     def add(self, request: Any) -> None:
-        sizes = {group.block_size for group in self._groups}
         self._tracked[request.request_id] = _Tracked(
             request,
             self._extras_of(request),
-            {size: ChainedKeys(self._root, size) for size in sizes},
+            {group.block_size: ChainedKeys(self._root, group.block_size) for group in self._groups},
+            _hints_of(request),
             [bytearray() for _ in self._groups],
         )
         if (remote := self._remote_to_load(request)) is not None:
@@ -180,24 +182,28 @@ class ConnectorScheduler:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request. Returns the parameters with which a decode server finds its KV, if it is to."""
         tracked = self._tracked.pop(request.request_id)
-        if (remote := _remote_of(request)) is not None:
+        if (remote := Remote.of(request)) is not None:
             self._renewals.remove(remote)
         if (unused := self._remote_to_load(request)) is not None:
             self._release(unused)
+        if not tracked.hints.store:
+            new = self._blocks_between(request.request_id, tracked.num_computed, request.num_tokens)
+            self._manager.evict_blocks({block_id for blocks in new for block_id in blocks.block_ids})
         if not tracked.is_offered:
             return None
         if request.status.name not in _COMPLETED:
             self._plan.withdrawn.append(request.request_id)
             return None
-        return self._handoff_parameters(request.request_id)
+        return self._handoff_parameters(request)
 
-    def _handoff_parameters(self, request_id: str) -> dict[str, Any]:
+    def _handoff_parameters(self, request: Any) -> dict[str, Any]:
         host, _, port = self.addresses[0].rpartition("/")[2].rpartition(":")
         return {
+            **request.kv_transfer_params,  # such as hints
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.addresses[0],
-            "remote_request_id": request_id,
+            "remote_request_id": request.request_id,
             "remote_block_ids": [[NULL_BLOCK]],  # routers test whether there are any
             "remote_host": host,
             "remote_port": int(port),
@@ -210,7 +216,7 @@ class ConnectorScheduler:
         parameters = request.kv_transfer_params or {}
         if not (self._loads and parameters.get("do_remote_prefill")):
             return None
-        remote = _remote_of(request)
+        remote = Remote.of(request)
         if remote is None or len(remote.addresses) != self._num_ranks:
             log.error("request %s: its kv_transfer_params are not of a like server; it is computed", request.request_id)
             parameters["do_remote_prefill"] = False
@@ -247,7 +253,7 @@ class ConnectorScheduler:
             after = num_computed + scheduled.num_scheduled_tokens[request_id]
             # Later tokens are drafts, or not known to the scheduler yet.
             after = min(after, tracked.request.num_tokens)
-            if self._saves and self._store is not None:
+            if self._saves and self._store is not None and tracked.hints.store:
                 self._plan_save(tracked, after)
             parameters = tracked.request.kv_transfer_params or {}
             wanted = parameters.get("do_remote_decode") and not tracked.is_offered
@@ -260,7 +266,7 @@ class ConnectorScheduler:
         for request_id in request_ids:
             self._loading.discard(request_id)
             tracked = self._tracked.get(request_id)
-            if tracked is not None and (remote := _remote_of(tracked.request)) is not None:
+            if tracked is not None and (remote := Remote.of(tracked.request)) is not None:
                 self._renewals.remove(remote)  # the worker has released it
 
     def reported(self, report: StepReport) -> None:
@@ -310,7 +316,10 @@ class ConnectorScheduler:
             return
         pin_id = self._pins.pin(groups, pool)
         keys = [tracked.keys(group) for group in self._groups]
-        self._plan.saves.append(Save(pin_id, tracked.request.request_id, groups, keys))
+        hints = rest = tracked.hints.without_return()
+        if num_tokens // alignment(self._groups) >= tracked.request.num_prompt_tokens // alignment(self._groups):
+            hints, tracked.hints = tracked.hints, rest  # the return comes once: the store visits the whole chain for it
+        self._plan.saves.append(Save(pin_id, tracked.request.request_id, groups, keys, hints))
         if self._publishes and tracked.extras is None:
             self._saving[pin_id] = [
                 self._stored_blocks(tracked, group, run) for group, blocks in enumerate(groups) for run in blocks.runs()
@@ -383,7 +392,9 @@ def _computed_before(scheduled: Any) -> Iterator[tuple[str, int]]:
     yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
 
 
-def _remote_of(request: Any) -> Remote | None:
-    parameters = request.kv_transfer_params or {}
-    name, addresses = parameters.get("remote_request_id"), parameters.get("remote_addresses")
-    return Remote(name, list(addresses)) if name and addresses else None
+def _hints_of(request: Any) -> CacheHints:
+    try:
+        return CacheHints(**(request.kv_transfer_params or {}).get("cache_hints", {}))
+    except (TypeError, InvalidRequest) as error:
+        log.warning("request %s: its cache_hints are ignored: %s", request.request_id, error)
+        return NO_HINTS

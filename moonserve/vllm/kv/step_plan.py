@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.request import NO_HINTS, CacheHints
 
 
 @dataclass(slots=True)
@@ -18,13 +21,8 @@ class GroupBlocks:
 
     def runs(self) -> list[list[int]]:
         """Returns the positions, which ascend, divided where one is left out."""
-        found: list[list[int]] = []
-        for place in self.places:
-            if found and place == found[-1][-1] + 1:
-                found[-1].append(place)
-            else:
-                found.append([place])
-        return found
+        runs = itertools.groupby(enumerate(self.places), lambda each: each[1] - each[0])
+        return [[place for _, place in run] for _, run in runs]
 
 
 @dataclass(slots=True)
@@ -35,6 +33,12 @@ class Remote:
     """Name of the request at the prefill server."""
     addresses: list[str]
     """RPC addresses of its workers, by rank."""
+
+    @classmethod
+    def of(cls, request: Any) -> Remote | None:
+        parameters = request.kv_transfer_params or {}
+        name, addresses = parameters.get("remote_request_id"), parameters.get("remote_addresses")
+        return cls(name, list(addresses)) if name and addresses else None
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class Save:
     request_id: str
     groups: list[GroupBlocks]
     keys: list[list[BlockKey]]
+    hints: CacheHints = NO_HINTS
 
 
 @dataclass(slots=True)

@@ -267,7 +267,7 @@ class ConnectorWorker:
                 continue
             stored = of_group.blocks(keys, blocks.places)
             with self._memory.reading(group, blocks.block_ids) as slots:
-                self._store.batch_put_gathered(stored, slots, timeout_s=self._settings.timeout_s)
+                self._store.batch_put_gathered(stored, slots, hints=save.hints, timeout_s=self._settings.timeout_s)
             self._count_loaded("stored", group, len(blocks.places))
 
     def _count_skipped(self, save: Save, reason: str) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -31,8 +30,6 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 
 from moonserve.protocol.errors import InvalidRequest, MoonserveError, NoWorker
 from moonserve.protocol.request import (
-    LOGPROB_DTYPE,
-    RANK_DTYPE,
     FinishReason,
     Logprobs,
     PrefillReport,
@@ -43,7 +40,7 @@ from moonserve.protocol.request import (
 )
 from moonserve.vllm.serving.kv_event_state import KvEventSource
 from moonserve.vllm.serving.model_description import facts_of
-from moonserve.vllm.serving.sampling import engine_parameters, scheduling_priority, transfer_parameters
+from moonserve.vllm.serving.sampling import engine_parameters, prompt_logprobs, scheduling_priority, transfer_parameters
 from moonserve.vllm.serving.service import EngineFigures
 from moonserve.vllm.serving.state import Generate, Generated
 
@@ -130,7 +127,7 @@ class VllmEngine:
         """Implements `Engine.generate`."""
         request, is_prefill = wanted.request, wanted.is_prefill
         given = engine_parameters(request, max_new_tokens=1 if is_prefill else None, exact=self._exact_draws)
-        params = transfer_parameters(is_prefill, wanted.kv_transfer_params) if self._has_connector else None
+        params = transfer_parameters(request, is_prefill, wanted.kv_transfer_params) if self._has_connector else None
         if params is not None:
             given["extra_args"] = {**given.get("extra_args", {}), "kv_transfer_params": params}
         prompt = tokens_input(list(request.token_ids), cache_salt=salt or None)
@@ -143,12 +140,13 @@ class VllmEngine:
                 async for output in outputs:
                     tokens = _tokens(request, output, index, ends=output.finished and not is_prefill)
                     index += len(tokens)
+                    found = output.kv_transfer_params
                     if tokens:
                         yield Generated(
                             request_id=request.request_id,
                             tokens=tokens,
                             report=self._report(request, output, submitted_at, is_prefill=is_prefill),
-                            kv_transfer_params=_as_json(output.kv_transfer_params),
+                            kv_transfer_params=json.dumps(found) if found else "",
                         )
         except MoonserveError:
             raise
@@ -231,26 +229,10 @@ def _finite(logprob: float) -> float:
 def _prompt_logprobs(request: Request, output: RequestOutput) -> PromptLogprobs | None:
     if not request.scores_prompt or not output.prompt_logprobs:
         return None
-    num_top = request.sampling.num_prompt_logprobs or 0
-    sampled, ranks, ids, values = [], [], [], []
-    for token_id, found in zip(request.token_ids[1:], output.prompt_logprobs[1:], strict=False):
-        assert found is not None, "only the first token has none"
-        best = sorted(found.items(), key=lambda item: item[1].rank)[:num_top]
-        sampled.append(_finite(found[token_id].logprob))
-        ranks.append(found[token_id].rank)
-        ids.append([candidate for candidate, _ in best])
-        values.append([_finite(entry.logprob) for _, entry in best])
-    shape = (len(sampled), num_top)
-    return PromptLogprobs(
-        logprobs=np.array(sampled, LOGPROB_DTYPE),
-        ranks=np.array(ranks, RANK_DTYPE),
-        top_ids=np.array(ids, RANK_DTYPE).reshape(shape),
-        top_logprobs=np.array(values, LOGPROB_DTYPE).reshape(shape),
+    found = (each or {} for each in output.prompt_logprobs[1:])  # only the first token has none
+    return prompt_logprobs(
+        request, [{token_id: (_finite(e.logprob), e.rank) for token_id, e in each.items()} for each in found]
     )
-
-
-def _as_json(params: Mapping[str, Any] | None) -> str:
-    return "" if params is None else json.dumps(params)
 
 
 # -- start and end

@@ -15,11 +15,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from moonserve.protocol.pb import common_pb2
-from moonserve.protocol.request import Request, SamplingParams
+from moonserve.protocol.request import LOGPROB_DTYPE, NO_HINTS, RANK_DTYPE, PromptLogprobs, Request, SamplingParams
 from moonserve.protocol.rpc.wire import sampling_from_wire, sampling_to_wire
 
 
@@ -102,12 +106,27 @@ def needs_processor(sampling: SamplingParams) -> bool:
     return looks_back or bool(sampling.grammar or sampling.bad_words)
 
 
-def transfer_parameters(is_prefill: bool, given: str) -> dict[str, Any] | None:
+def transfer_parameters(request: Request, is_prefill: bool, given: str) -> dict[str, Any] | None:
     """Returns a request's `kv_transfer_params`. `given`: those with which its KV is found, as JSON; empty = none."""
-    if is_prefill:
-        return dict(REMOTE_DECODE)
-    found: dict[str, Any] | None = json.loads(given) if given else None
-    return found
+    found: dict[str, Any] = dict(REMOTE_DECODE) if is_prefill else json.loads(given or "{}")
+    if request.cache_hints != NO_HINTS:
+        found["cache_hints"] = asdict(request.cache_hints)
+    return found or None
+
+
+def prompt_logprobs(request: Request, found: Sequence[Mapping[int, tuple[float, int]]]) -> PromptLogprobs:
+    """Returns the log-probabilities of a prompt. `found`: log-probability and rank by candidate, for each token but the
+    first."""
+    num_top = request.sampling.num_prompt_logprobs or 0
+    own = [each[token_id] for token_id, each in zip(request.token_ids[1:], found, strict=False)]
+    best = [sorted(each.items(), key=lambda item: item[1][1])[:num_top] for each in found[: len(own)]]
+    shape = (len(own), num_top)
+    return PromptLogprobs(
+        logprobs=np.array([logprob for logprob, _ in own], LOGPROB_DTYPE),
+        ranks=np.array([rank for _, rank in own], RANK_DTYPE),
+        top_ids=np.array([[token_id for token_id, _ in row] for row in best], RANK_DTYPE).reshape(shape),
+        top_logprobs=np.array([[value for _, (value, _) in row] for row in best], LOGPROB_DTYPE).reshape(shape),
+    )
 
 
 def scheduling_priority(priority: int, place: float) -> int:
