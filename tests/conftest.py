@@ -56,6 +56,8 @@ FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
 LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "kvstore/faults/", "traces/", "e2e/")
 """Tests that run first, so that no long test remains when all others have ended."""
 
+gc.disable()  # until all tests are collected: their modules stay alive
+
 collect_ignore_glob = [] if find_spec("vllm") else ["vllm/*"]  # its tests import vLLM: make test-vllm
 
 # Without this, gRPC logs each connection that a test ends on purpose between pytest's dots.
@@ -97,6 +99,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_hypothesis_test(getattr(item, "obj", None)) or counts_examples:
             item.add_marker(pytest.mark.examples)
     items.sort(key=_rank)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _place(item: pytest.Item) -> str:
