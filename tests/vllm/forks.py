@@ -1,5 +1,5 @@
-"""Programs with vLLM, forked from a process that has imported it. Of the 21 s of CPU time in which a server and its engine
-core start, 18 are imports.
+"""Programs with vLLM, forked from a process that has imported it. Of the 21 s of CPU time in which a server and its
+engine core start, 18 are imports.
 
 Each test process has one such process, in which vLLM has computed nothing.
 """
