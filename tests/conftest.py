@@ -53,7 +53,7 @@ PROGRAMS = {"redis", "redis_server", "clang", "clang++"}
 FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
 """Exceptions to SLOW, which `make test` runs."""
 
-LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "kvstore/faults/", "traces/", "e2e/")
+LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "e2e/test_cluster.py", "kvstore/faults/", "traces/", "e2e/")
 """Tests that run first, so that no long test remains when all others have ended."""
 
 gc.disable()  # until all tests are collected: their modules stay alive
