@@ -126,7 +126,13 @@ def command() -> int:
     """Runs the command line of this process, which ends after all other functions of `atexit`: freeing the modules
     would take 0.3 s of processor time once torch is imported, in each of a cluster's processes."""
     codes: list[int] = []
-    atexit.register(lambda: codes and os._exit(codes[0]))
+
+    def end() -> None:
+        if codes:  # no error is on its way
+            sys.stdout.flush()
+            os._exit(codes[0])
+
+    atexit.register(end)  # the first function to be registered runs last
     codes.append(main())
     return codes[0]
 
