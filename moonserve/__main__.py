@@ -1,5 +1,6 @@
 """The `moonserve` command: one verb per line of `VERBS`. A verb's module is imported only when the verb is used."""
 
+import atexit
 import importlib
 import importlib.metadata
 import importlib.util
@@ -121,6 +122,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def command() -> int:
+    """Runs the command line of this process, which ends after all other functions of `atexit`: freeing the modules
+    would take 0.3 s of processor time once torch is imported, in each of a cluster's processes."""
+    codes: list[int] = []
+
+    def end() -> None:
+        if codes:  # no error is on its way
+            sys.stdout.flush()
+            os._exit(codes[0])
+
+    atexit.register(end)  # the first function to be registered runs last
+    codes.append(main())
+    return codes[0]
+
+
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage("moonserve", VERBS))
@@ -223,4 +239,4 @@ def _usage(command: str, verbs: dict[str, tuple[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -53,8 +53,10 @@ PROGRAMS = {"redis", "redis_server", "clang", "clang++"}
 FAST = ("e2e/test_cluster.py", "engine/cuda/test_device.py")
 """Exceptions to SLOW, which `make test` runs."""
 
-LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "kvstore/faults/", "traces/", "e2e/")
+LONGEST = ("rdma/", "deploy/ray/", "e2e/test_parity.py", "e2e/test_cluster.py", "kvstore/faults/", "traces/", "e2e/")
 """Tests that run first, so that no long test remains when all others have ended."""
+
+gc.disable()  # until all tests are collected: their modules stay alive
 
 collect_ignore_glob = [] if find_spec("vllm") else ["vllm/*"]  # its tests import vLLM: make test-vllm
 
@@ -97,6 +99,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_hypothesis_test(getattr(item, "obj", None)) or counts_examples:
             item.add_marker(pytest.mark.examples)
     items.sort(key=_rank)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _place(item: pytest.Item) -> str:

@@ -72,6 +72,12 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(argument: str, is_re
     assert (process.returncode, told.count(b"\n")) == (code, int(is_read))
 
 
+def test_a_process_ends_with_its_code_after_all_functions_of_atexit() -> None:
+    code = "import atexit, moonserve.__main__ as m; m.main = lambda: atexit.register(print, 'last') and 3; m.command()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "last\n")
+
+
 BROKEN = '{"hidden_size": 1,\n oops'
 MAMBA = json.dumps({"architectures": ["MambaForCausalLM"]})
 

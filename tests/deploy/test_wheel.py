@@ -78,7 +78,7 @@ def test_an_installed_wheel_imports_as_moonserve_and_loads_its_libraries_without
     """It does in a virtual environment that has only the wheel and this environment's dependencies."""
     need_compiler()
     venv, python = tmp_path / "venv", tmp_path / "venv" / "bin" / "python"
-    run(sys.executable, "-m", "venv", venv)
+    run(sys.executable, "-m", "venv", "--without-pip", venv)  # the dependencies have it
     site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
     others = {path for path in sys.path if path.endswith("site-packages")}
     (site / "dependencies.pth").write_text("\n".join(sorted(others)))

@@ -37,6 +37,9 @@ UNHURRIED = (
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 """Parameters of an answer whose every token is determined."""
 
+SMALL = {"MOONSERVE_DRAM": "64MiB", "MOONSERVE_KV_CACHE_MEMORY": "64MiB"}
+"""Environment of clusters with small models. Zeroing the memory that they have by default takes seconds."""
+
 POLL_S = 0.05
 """Poll interval. Most conditions query three processes that share the processors with the awaited work."""
 
@@ -51,7 +54,7 @@ class Cluster(LocalCluster):
         self.token = secrets.token_hex(8)
         self.headers: dict[str, str] = {}  # sent with every request, such as an API key
         # Next to other tests, workers with a positive nice value would wait seconds for processor time.
-        own = {"MOONSERVE_CLUSTER_TOKEN": self.token, "MOONSERVE_WORKER_NICE": "0"}
+        own = {"MOONSERVE_CLUSTER_TOKEN": self.token, "MOONSERVE_WORKER_NICE": "0", **SMALL}
         own |= environ or {}
         super().__init__(model, *flags, log_dir=log_dir, environ=own)
 

@@ -1,20 +1,20 @@
 """One vLLM instance without connector and server, whose tokens all others must give.
 
-As a program (`python -m tests.vllm.reference`) it is that instance, because vLLM changes global state of its process.
+As a program (`python -m tests.vllm.reference TASK`) it is that instance, because vLLM changes global state of its
+process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.processes import ROOT
+from tests.vllm import forks
 from tests.vllm.servers import ENGINE, ENVIRONMENT, START_S, Answer
 
 TOLERANCE = 1e-4
@@ -75,30 +75,20 @@ class Reference:
     ) -> None:
         self._log = model.with_suffix(".reference.log")
         task = {"engine": {**ENGINE, **engine, "model": str(model)}, "batches": batches, "max_tokens": max_tokens}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.reference"],
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task).encode())
-        self._process.stdin.close()
+        given = model.with_suffix(".reference.json")
+        given.write_text(json.dumps(task))
+        self._process = forks.start("tests.vllm.reference", [str(given)], ENVIRONMENT, self._log)
 
     def __enter__(self) -> Reference:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
     def answers(self) -> list[list[Expected]]:
         """Returns the answers of each batch."""
-        self._process.wait(START_S)
+        self._process.join(START_S)
         text = self._log.read_text(errors="replace")
         results = [line.removeprefix(_RESULT) for line in text.splitlines() if line.startswith(_RESULT)]
         assert results, f"the reference gave no answer:\n{text[-6_000:]}"
@@ -112,10 +102,10 @@ class Reference:
 
 
 def main() -> None:
-    """Answers the batches in the task on standard input."""
+    """Answers the batches in the task, whose file is the argument."""
     from vllm import LLM, SamplingParams
 
-    task = json.load(sys.stdin)
+    task = json.loads(Path(sys.argv[1]).read_text())
     llm = LLM(**task["engine"], enable_prefix_caching=False)
     sampling = SamplingParams(
         temperature=0, max_tokens=task["max_tokens"], logprobs=2, ignore_eos=True, detokenize=False

@@ -12,12 +12,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ from moonserve.deploy.launcher.ports import free_port
 from moonserve.vllm.serving.sampling import REMOTE_DECODE
 from tests.patience import until
 from tests.processes import ROOT
+from tests.vllm import forks
 from tests.vllm.models import VOCAB_SIZE
 
 TOKEN = "vllm-tests"
 BLOCK_SIZE = 32
 MAX_NUM_SEQS = 16
 START_S = 400.0
-"""A server starts in 12 to 16 s of processor time, and other work may have most of the machine."""
+"""A server starts in 4 s of processor time, or 14 with the imports, and other work may have most of the machine."""
 ANSWER_S = 240.0
 
 ENGINE: dict[str, Any] = {
@@ -88,7 +88,7 @@ class VllmServer:
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
+    process: BaseProcess | None = None
 
     @property
     def block_size(self) -> int:
@@ -96,15 +96,9 @@ class VllmServer:
         return size
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._flags()],
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, **self.environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that `kill` reaches the engine's processes
-            )
+        # As the leader of a process group, so that `kill` reaches the engine's processes.
+        module, environment = "vllm.entrypoints.openai.api_server", {**ENVIRONMENT, **self.environment}
+        self.process = forks.start(module, self._flags(), environment, self.log)
 
     def _flags(self) -> list[str]:
         named = {**ENGINE, **self.engine, "model": str(self.model), "host": "127.0.0.1", "port": self.port}
@@ -128,7 +122,7 @@ class VllmServer:
                 self.request("GET", "/health", timeout_s=5.0)
                 return
             assert self.process is not None
-            starts = self.process.poll() is None and time.monotonic() < give_up_at
+            starts = self.process.is_alive() and time.monotonic() < give_up_at
             assert starts, f"the server does not start:\n{self.last_words()}"
             time.sleep(0.1)
 
@@ -138,6 +132,7 @@ class VllmServer:
     def signal(self, number: int) -> None:
         """Sends a signal to all processes of the server."""
         assert self.process is not None
+        assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -145,15 +140,15 @@ class VllmServer:
         """Ends the server by SIGKILL, at once. Idempotent."""
         if self.process is not None:
             self.signal(signal.SIGKILL)
-            self.process.wait()
+            self.process.kill()  # also if it is not yet the leader of its group
+            self.process.join()
             self.process = None
 
     def stop(self) -> None:
         """Ends the server by SIGTERM, and what is left of it by SIGKILL."""
         if self.process is not None:
             self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(20.0)
+            self.process.join(20.0)
         self.kill()
 
     @contextlib.contextmanager
