@@ -32,6 +32,7 @@ MAX_IOVECS = 1024
 
 Words = npt.NDArray[np.uint64]
 
+SEAL_BYTES = 8
 SHORT_VALUE = 240
 """Most bytes of a value that is not hashed on arrival: XXH3 has other rules for them (xxh3.h)."""
 
@@ -125,6 +126,8 @@ class FlowState(ctypes.Structure):
         *c_fields(ctypes.c_int64, "wanted active_at_ns"),
         *c_fields(ctypes.c_int32, "error descriptor rest"),
         ("hashing", Hashing),
+        ("sealed", Queue),
+        ("seal", ctypes.c_uint64 * 17),
     )
     wanted: int
     """Value of `into.moved` at which the input is complete."""
@@ -138,12 +141,13 @@ class FlowState(ctypes.Structure):
 class Flow:
     """Pending output and input of one stream socket. Used by one thread at a time."""
 
-    __slots__ = ("_hashed", "into", "out", "state")
+    __slots__ = ("_hashed", "into", "out", "sealed", "state")
 
     def __init__(self) -> None:
         self.state = FlowState(descriptor=-1)
         self.out = Queue.from_buffer(self.state, FlowState.out.offset)
         self.into = Queue.from_buffer(self.state, FlowState.into.offset)
+        self.sealed = Queue.from_buffer(self.state, FlowState.sealed.offset)
 
     @property
     def wants_input(self) -> bool:
@@ -158,6 +162,12 @@ class Flow:
         self.into.add(vectors)
         self.state.wanted = wanted + (total_bytes(vectors) if at_least is None else at_least)
 
+    def drop_input(self) -> None:
+        """Drops the places of input that has not arrived."""
+        self.into.clear()
+        self.state.wanted = self.into.moved
+        self.state.hashing = Hashing()
+
     def hash_values(self, lengths: Words) -> Words:
         """Returns an array that receives the XXH3-64 of the next values of the input, of these lengths back to back.
 
@@ -169,6 +179,14 @@ class Flow:
         hashing.lengths, hashing.sums = address_of(lengths), address_of(sums)
         hashing.count, hashing.index = len(lengths), 0
         return sums
+
+    def send_sealed(self, vectors: IoVectors, begin: int, nbytes: int) -> None:
+        """Appends output. Its last 8 bytes receive the XXH3-64 of `nbytes` before them, more than `SHORT_VALUE`, which
+        are `begin` bytes behind its first. `pump` hashes them while they are in the cache."""
+        out = self.out
+        begin += out.moved if out.empty else out.moved + total_bytes(out.array[out.index :]) - out.offset
+        self.sealed.add(np.array(((begin, begin + nbytes),), np.uint64))
+        out.add(vectors)
 
     def take_descriptor(self) -> int | None:
         """Returns the file descriptor that came with the last received bytes and gives it to the caller to close.
@@ -279,12 +297,22 @@ class DataPlane:
         """Returns valid rows with adjacent ones joined and empty ones dropped. Overwrites `rows`."""
         return rows[: self.join_rows(rows, LIMIT, LIMIT)[0]]
 
-    def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
-        """Returns the pieces of `rows` on one side in order. Adjacent pieces are joined and empty ones omitted."""
+    def iovecs(
+        self, base: int, rows: Rows, *, column: int, before: bytes = b"", behind: bytearray | None = None
+    ) -> IoVectors:
+        """Returns the pieces of `rows` on one side in order, between the pieces `before` and `behind` them. Adjacent
+        pieces of rows are joined and empty ones omitted."""
         rows = np.ascontiguousarray(rows, np.int64)
-        made: IoVectors = np.empty((len(rows), 2), np.uint64)
-        place = address_of(made)
-        return made[: self.library.fill_iovecs(place, base, address_of(rows), len(rows), column)]
+        first = 1 if before else 0
+        made: IoVectors = np.empty((len(rows) + 2, 2), np.uint64)
+        place = address_of(made[first:])
+        count = first + self.library.fill_iovecs(place, base, address_of(rows), len(rows), column)
+        if before:
+            made[0] = address_of(before), len(before)
+        if behind:
+            made[count] = address_of(behind), len(behind)
+            count += 1
+        return made[:count]
 
     def pump(self, fd: int, flow: Flow, *, timeout_ns: int, spin_ns: int) -> PumpEnd:
         """Sends and receives until there is a reason to stop (`PumpEnd`), without waiting for one direction while the

@@ -1,4 +1,4 @@
-/* The data plane: copies rows of bytes, and moves them over a stream socket in both directions at once, hashing input.
+/* The data plane: copies rows of bytes, and moves them over a stream socket in both directions at once, hashing them.
  *
  * Called through ctypes, so without the GIL. Addresses are not checked: the callers check bounds and keep the memory
  * alive. Allocates nothing and keeps no state except Flow. memory/data_plane.py repeats the structures and constants.
@@ -29,9 +29,14 @@
 /* The kernel treats a receiver that also sends as interactive and delays its acknowledgements, for which a sender with
    a full buffer waits. From this many expected bytes on, the receiver acknowledges at once; a fifth faster (LOG.md). */
 #define STREAM ((int64_t)64 << 10)
-/* Bytes and pieces received at a time while hashing: fewer system calls, and still in the cache (LOG.md). */
-#define HASH_STEP ((size_t)128 << 10)
-#define HASH_PIECES 64
+/* Bytes and pieces received or sent at a time while hashing: still in the cache, and few enough system calls. Received
+   are at most half of the bytes that are left, so that little is left to hash after the last one (LOG.md). */
+#define HASH_STEP ((int64_t)512 << 10)
+#define LEAST_HASH_STEP ((int64_t)128 << 10)
+#define HASH_PIECES 128
+/* Up to this many last bytes of a sealed payload are hashed first, so that they leave together with their seal. */
+#define LAST_STEP ((int64_t)256 << 10)
+#define SEAL_BYTES 8
 #define PUBLIC __attribute__((visibility("default")))
 
 enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED, ROWS_DONE };
@@ -61,7 +66,13 @@ typedef struct {
     int32_t error, descriptor;
     int32_t rest; /* remaining waits without spinning */
     Hashing hashing;
+    Queue sealed; /* output with a seal behind it: each piece is a `Sealed` */
+    Xxh3 seal;    /* of the first one */
 } Flow;
+
+/* The bytes of the output from `begin` to `end`, counted from the connection's first, are not yet hashed. Their seal is
+   the XXH3-64 of the whole payload, in the next piece of the output. */
+typedef struct { int64_t begin, end; } Sealed;
 
 static void copy(char *to, const char *source, size_t length) {
     for (; length > COPY_STEP; length -= COPY_STEP, to += COPY_STEP, source += COPY_STEP)
@@ -215,26 +226,81 @@ static void hash_bytes(Hashing *to, const uint8_t *bytes, uint64_t count) {
     }
 }
 
-/* Like move_some, for input of at most HASH_STEP bytes, which it hashes. */
+static int64_t smaller(int64_t one, int64_t other) {
+    return one < other ? one : other;
+}
+
+/* Adds the next pieces of the queue, of at most `room` bytes in all, to the message. Returns the bytes added. */
+static int64_t take_pieces(const Queue *queue, struct msghdr *message, int64_t room) {
+    int64_t offset = queue->offset, taken = 0;
+    for (int64_t i = queue->index; i < queue->count && taken < room && message->msg_iovlen < HASH_PIECES; i++) {
+        struct iovec whole = queue->vectors[i];
+        int64_t count = smaller((int64_t)whole.iov_len - offset, room - taken);
+        message->msg_iov[message->msg_iovlen++] = (struct iovec){(char *)whole.iov_base + offset, (size_t)count};
+        taken += count, offset = 0;
+    }
+    return taken;
+}
+
+/* Like move_some, for a step of the input, which it hashes. */
 static ssize_t receive_and_hash(int fd, Flow *flow) {
     Queue *queue = &flow->into;
     struct iovec pieces[HASH_PIECES];
     struct msghdr message = {.msg_iov = pieces};
-    size_t offset = (size_t)queue->offset, room = HASH_STEP, count;
-    for (int64_t i = queue->index; i < queue->count && room && message.msg_iovlen < HASH_PIECES; i++, offset = 0) {
-        count = queue->vectors[i].iov_len - offset;
-        if (count > room) count = room;
-        pieces[message.msg_iovlen++] = (struct iovec){(char *)queue->vectors[i].iov_base + offset, count};
-        room -= count;
-    }
+    int64_t half = (flow->wanted - queue->moved) / 2;
+    take_pieces(queue, &message, half > LEAST_HASH_STEP ? smaller(half, HASH_STEP) : LEAST_HASH_STEP);
     ssize_t moved = receive(fd, flow, &message);
     if (moved < 0) return -errno;
-    size_t left = (size_t)moved;
+    size_t left = (size_t)moved, count;
     for (struct iovec *piece = pieces; left; piece++, left -= count) {
         count = left < piece->iov_len ? left : piece->iov_len;
         hash_bytes(&flow->hashing, piece->iov_base, count);
     }
     advance(queue, (size_t)moved);
+    return moved;
+}
+
+/* Hashes the unhashed bytes among the first `count` bytes of the pieces, which begin at `position` of the output. */
+static void hash_sent(Flow *flow, Sealed *sealed, int64_t position, const struct iovec *piece, int64_t count) {
+    uint64_t length = flow->seal.position + (uint64_t)(sealed->end - sealed->begin);
+    count = smaller(count, sealed->end - position);
+    for (int64_t some; count > 0; piece++, position += some, count -= some) {
+        some = smaller((int64_t)piece->iov_len, count);
+        int64_t skipped = sealed->begin - position;
+        if (skipped >= some) continue;
+        xxh3_add(&flow->seal, (const uint8_t *)piece->iov_base + skipped, (uint64_t)(some - skipped), length);
+        sealed->begin = position + some;
+    }
+}
+
+static void write_seal(Flow *flow, void *to) {
+    uint64_t sum = xxh3_end(&flow->seal);
+    memcpy(to, &sum, SEAL_BYTES);
+}
+
+/* Like move_some, for output with a sealed payload. It is hashed in steps that the kernel has just copied: then they are
+   in the cache, and the receiver already copies them. */
+static ssize_t send_and_hash(int fd, Flow *flow) {
+    Queue *queue = &flow->out;
+    Sealed *sealed = (Sealed *)flow->sealed.vectors + flow->sealed.index;
+    struct iovec pieces[HASH_PIECES];
+    struct msghdr message = {.msg_iov = pieces};
+    int64_t before = sealed->begin - queue->moved, unhashed = sealed->end - sealed->begin;
+    int64_t all = sealed->end - queue->moved + SEAL_BYTES, position = queue->moved, room = all;
+    if (unhashed > LAST_STEP) room = before + smaller(unhashed - LAST_STEP, HASH_STEP);
+    int64_t taken = take_pieces(queue, &message, room);
+    if (taken == all && unhashed) {
+        hash_sent(flow, sealed, position, pieces, all);
+        write_seal(flow, pieces[message.msg_iovlen - 1].iov_base);
+    }
+    ssize_t moved = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (moved < 0) return -errno;
+    advance(queue, (size_t)moved);
+    if (sealed->begin < sealed->end) {
+        hash_sent(flow, sealed, position, pieces, moved);
+        if (sealed->begin == sealed->end) write_seal(flow, queue->vectors[queue->index].iov_base);
+    }
+    if (moved == all) flow->sealed.index++;
     return moved;
 }
 
@@ -296,7 +362,10 @@ PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns)
         ssize_t received = !receiving ? -EAGAIN
                            : hashing  ? receive_and_hash(fd, flow)
                                       : move_some(fd, flow, &flow->into);
-        ssize_t sent = broken ? -EAGAIN : move_some(fd, flow, &flow->out);
+        int sealing = flow->sealed.index < flow->sealed.count;
+        ssize_t sent = broken    ? -EAGAIN
+                       : sealing ? send_and_hash(fd, flow)
+                                 : move_some(fd, flow, &flow->out);
         int64_t now = now_ns();
         if (received > 0 || sent > 0) flow->active_at_ns = now;
         if (receiving && !wants_input(flow)) return IN_DONE;
