@@ -27,12 +27,19 @@ SOURCE = Path(__file__).parents[1] / "native" / "data_plane.c"
 IoVectors = npt.NDArray[np.uint64]
 """A `struct iovec` array: address and length of each piece. Shape (n, 2), C-contiguous, writable."""
 
+Piece = tuple[int, int] | None
+"""Address and length of one piece."""
+NO_PIECES: tuple[Piece, Piece] = (None, None)
+
 MAX_IOVECS = 1024
 """Pieces per system call (IOV_MAX of Linux)."""
 
 Words = npt.NDArray[np.uint64]
 
 SEAL_BYTES = 8
+UNSEALED = 1 << 62
+"""Length of a piece of output whose 8 bytes are the number of bytes before it, above `SHORT_VALUE`. `pump` hashes those
+while they are in the cache, and sends their XXH3-64 in place of the number."""
 SHORT_VALUE = 240
 """Most bytes of a value that is not hashed on arrival: XXH3 has other rules for them (xxh3.h)."""
 
@@ -126,7 +133,7 @@ class FlowState(ctypes.Structure):
         *c_fields(ctypes.c_int64, "wanted active_at_ns"),
         *c_fields(ctypes.c_int32, "error descriptor rest"),
         ("hashing", Hashing),
-        ("sealed", Queue),
+        ("num_unsealed", ctypes.c_int64),
         ("seal", ctypes.c_uint64 * 17),
     )
     wanted: int
@@ -136,18 +143,19 @@ class FlowState(ctypes.Structure):
     error: int
     """The errno after `PumpEnd.ERROR`."""
     descriptor: int
+    num_unsealed: int
+    """Pieces of queued output with the length `UNSEALED`."""
 
 
 class Flow:
     """Pending output and input of one stream socket. Used by one thread at a time."""
 
-    __slots__ = ("_hashed", "into", "out", "sealed", "state")
+    __slots__ = ("_hashed", "into", "out", "state")
 
     def __init__(self) -> None:
         self.state = FlowState(descriptor=-1)
         self.out = Queue.from_buffer(self.state, FlowState.out.offset)
         self.into = Queue.from_buffer(self.state, FlowState.into.offset)
-        self.sealed = Queue.from_buffer(self.state, FlowState.sealed.offset)
 
     @property
     def wants_input(self) -> bool:
@@ -179,14 +187,6 @@ class Flow:
         hashing.lengths, hashing.sums = address_of(lengths), address_of(sums)
         hashing.count, hashing.index = len(lengths), 0
         return sums
-
-    def send_sealed(self, vectors: IoVectors, begin: int, nbytes: int) -> None:
-        """Appends output. Its last 8 bytes receive the XXH3-64 of `nbytes` before them, more than `SHORT_VALUE`, which
-        are `begin` bytes behind its first. `pump` hashes them while they are in the cache."""
-        out = self.out
-        begin += out.moved if out.empty else out.moved + total_bytes(out.array[out.index :]) - out.offset
-        self.sealed.add(np.array(((begin, begin + nbytes),), np.uint64))
-        out.add(vectors)
 
     def take_descriptor(self) -> int | None:
         """Returns the file descriptor that came with the last received bytes and gives it to the caller to close.
@@ -297,20 +297,19 @@ class DataPlane:
         """Returns valid rows with adjacent ones joined and empty ones dropped. Overwrites `rows`."""
         return rows[: self.join_rows(rows, LIMIT, LIMIT)[0]]
 
-    def iovecs(
-        self, base: int, rows: Rows, *, column: int, before: bytes = b"", behind: bytearray | None = None
-    ) -> IoVectors:
-        """Returns the pieces of `rows` on one side in order, between the pieces `before` and `behind` them. Adjacent
-        pieces of rows are joined and empty ones omitted."""
+    def iovecs(self, base: int, rows: Rows, *, column: int, around: tuple[Piece, Piece] = NO_PIECES) -> IoVectors:
+        """Returns the pieces of `rows` on one side in order, between the two `around` them. Adjacent pieces of rows are
+        joined and empty ones omitted."""
         rows = np.ascontiguousarray(rows, np.int64)
+        before, behind = around
         first = 1 if before else 0
         made: IoVectors = np.empty((len(rows) + 2, 2), np.uint64)
-        place = address_of(made[first:])
+        place = address_of(made) + first * made.itemsize * 2
         count = first + self.library.fill_iovecs(place, base, address_of(rows), len(rows), column)
         if before:
-            made[0] = address_of(before), len(before)
+            made[0] = before
         if behind:
-            made[count] = address_of(behind), len(behind)
+            made[count] = behind
             count += 1
         return made[:count]
 

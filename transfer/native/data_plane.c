@@ -36,6 +36,9 @@
 #define HASH_PIECES 128
 /* Up to this many last bytes of a sealed payload are hashed first, so that they leave together with their seal. */
 #define LAST_STEP ((int64_t)256 << 10)
+/* Length of a piece of the output whose 8 bytes are the number of bytes before it, more than SHORT_VALUE, to be replaced
+   by their XXH3-64. Then its length is SEAL_BYTES. */
+#define UNSEALED ((size_t)1 << 62)
 #define SEAL_BYTES 8
 #define PUBLIC __attribute__((visibility("default")))
 
@@ -66,13 +69,9 @@ typedef struct {
     int32_t error, descriptor;
     int32_t rest; /* remaining waits without spinning */
     Hashing hashing;
-    Queue sealed; /* output with a seal behind it: each piece is a `Sealed` */
-    Xxh3 seal;    /* of the first one */
+    int64_t num_unsealed; /* pieces of the output with the length UNSEALED */
+    Xxh3 seal;            /* of the bytes before the first of them, as far as they are hashed */
 } Flow;
-
-/* The bytes of the output from `begin` to `end`, counted from the connection's first, are not yet hashed. Their seal is
-   the XXH3-64 of the whole payload, in the next piece of the output. */
-typedef struct { int64_t begin, end; } Sealed;
 
 static void copy(char *to, const char *source, size_t length) {
     for (; length > COPY_STEP; length -= COPY_STEP, to += COPY_STEP, source += COPY_STEP)
@@ -260,47 +259,42 @@ static ssize_t receive_and_hash(int fd, Flow *flow) {
     return moved;
 }
 
-/* Hashes the unhashed bytes among the first `count` bytes of the pieces, which begin at `position` of the output. */
-static void hash_sent(Flow *flow, Sealed *sealed, int64_t position, const struct iovec *piece, int64_t count) {
-    uint64_t length = flow->seal.position + (uint64_t)(sealed->end - sealed->begin);
-    count = smaller(count, sealed->end - position);
-    for (int64_t some; count > 0; piece++, position += some, count -= some) {
-        some = smaller((int64_t)piece->iov_len, count);
-        int64_t skipped = sealed->begin - position;
-        if (skipped >= some) continue;
-        xxh3_add(&flow->seal, (const uint8_t *)piece->iov_base + skipped, (uint64_t)(some - skipped), length);
-        sealed->begin = position + some;
+/* Hashes the next bytes of a payload of `length` bytes. The first `before` bytes of the pieces are no part of it. */
+static void hash_pieces(Xxh3 *hash, const struct iovec *piece, int64_t before, int64_t count, uint64_t length) {
+    for (; count > 0; piece++) {
+        int64_t skipped = smaller(before, (int64_t)piece->iov_len);
+        int64_t some = smaller((int64_t)piece->iov_len - skipped, count);
+        xxh3_add(hash, (const uint8_t *)piece->iov_base + skipped, (uint64_t)some, length);
+        before -= skipped, count -= some;
     }
 }
 
-static void write_seal(Flow *flow, void *to) {
-    uint64_t sum = xxh3_end(&flow->seal);
-    memcpy(to, &sum, SEAL_BYTES);
-}
-
-/* Like move_some, for output with a sealed payload. It is hashed in steps that the kernel has just copied: then they are
-   in the cache, and the receiver already copies them. */
+/* Like move_some, for output with a payload and its seal. The payload is hashed in steps that the kernel has just copied:
+   then they are in the cache, and the receiver already copies them. */
 static ssize_t send_and_hash(int fd, Flow *flow) {
     Queue *queue = &flow->out;
-    Sealed *sealed = (Sealed *)flow->sealed.vectors + flow->sealed.index;
-    struct iovec pieces[HASH_PIECES];
+    struct iovec pieces[HASH_PIECES], *seal = queue->vectors + queue->index;
     struct msghdr message = {.msg_iov = pieces};
-    int64_t before = sealed->begin - queue->moved, unhashed = sealed->end - sealed->begin;
-    int64_t all = sealed->end - queue->moved + SEAL_BYTES, position = queue->moved, room = all;
-    if (unhashed > LAST_STEP) room = before + smaller(unhashed - LAST_STEP, HASH_STEP);
+    int64_t distance = -queue->offset; /* bytes before the seal */
+    for (; seal->iov_len != UNSEALED; seal++) distance += (int64_t)seal->iov_len;
+    uint64_t length = word(seal->iov_base);
+    int64_t unhashed = (int64_t)(length - flow->seal.position), before = distance - unhashed;
+    int sealing = unhashed <= LAST_STEP;
+    int64_t room = sealing ? distance : before + smaller(unhashed - LAST_STEP, HASH_STEP);
     int64_t taken = take_pieces(queue, &message, room);
-    if (taken == all && unhashed) {
-        hash_sent(flow, sealed, position, pieces, all);
-        write_seal(flow, pieces[message.msg_iovlen - 1].iov_base);
+    if (sealing && taken == distance && message.msg_iovlen < HASH_PIECES) {
+        hash_pieces(&flow->seal, pieces, before, unhashed, length);
+        uint64_t sum = xxh3_end(&flow->seal);
+        memcpy(seal->iov_base, &sum, SEAL_BYTES);
+        seal->iov_len = SEAL_BYTES;
+        flow->num_unsealed--;
+        pieces[message.msg_iovlen++] = *seal;
+        before = INT64_MAX; /* all is hashed */
     }
     ssize_t moved = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (moved < 0) return -errno;
     advance(queue, (size_t)moved);
-    if (sealed->begin < sealed->end) {
-        hash_sent(flow, sealed, position, pieces, moved);
-        if (sealed->begin == sealed->end) write_seal(flow, queue->vectors[queue->index].iov_base);
-    }
-    if (moved == all) flow->sealed.index++;
+    hash_pieces(&flow->seal, pieces, before, moved - before, length);
     return moved;
 }
 
@@ -362,7 +356,7 @@ PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns)
         ssize_t received = !receiving ? -EAGAIN
                            : hashing  ? receive_and_hash(fd, flow)
                                       : move_some(fd, flow, &flow->into);
-        int sealing = flow->sealed.index < flow->sealed.count;
+        int sealing = flow->num_unsealed > 0;
         ssize_t sent = broken    ? -EAGAIN
                        : sealing ? send_and_hash(fd, flow)
                                  : move_some(fd, flow, &flow->out);

@@ -25,6 +25,7 @@ from moonserve.transfer.memory import scatter
 from moonserve.transfer.memory.data_plane import (
     SEAL_BYTES,
     SHORT_VALUE,
+    UNSEALED,
     CopyRoute,
     Flow,
     IoVectors,
@@ -151,14 +152,15 @@ class Connection:
 
     def queue_payload(self, frame: bytes, segment: Segment, rows: Rows, column: int, nbytes: int) -> None:
         """Queues a frame and the `nbytes` of its rows, and their seal if payloads are sealed."""
-        seal = bytearray(SEAL_BYTES) if self.seals else None
-        output = self._plane.iovecs(segment.base, rows, column=column, before=frame, behind=seal)
-        if seal and self._hashes and nbytes > SHORT_VALUE:
-            self._flow.send_sealed(output, len(frame), nbytes)
-        else:
-            if seal:
-                seal[:] = scatter.checksum(segment.buffer, rows, column).to_bytes(SEAL_BYTES, "little")
-            self._flow.out.add(output)
+        seal, hashed = bytearray(SEAL_BYTES), self._hashes and nbytes > SHORT_VALUE
+        place, behind = (address_of(frame), len(frame)), None
+        if self.seals:
+            behind = address_of(seal), UNSEALED if hashed else SEAL_BYTES
+            value = nbytes if hashed else scatter.checksum(segment.buffer, rows, column)
+            seal[:] = value.to_bytes(SEAL_BYTES, "little")
+            self._flow.state.num_unsealed += hashed
+        output = self._plane.iovecs(segment.base, rows, column=column, around=(place, behind))
+        self._flow.out.add(output)
         self._keep(len(output), (frame, segment, output, seal))
 
     def _keep(self, num_pieces: int, owners: object) -> None:
@@ -174,7 +176,8 @@ class Connection:
         """Receives the `nbytes` of the rows; each store happens inside `guard` if there is one. Raises IntegrityError
         if they differ from their seal."""
         seal = bytearray(SEAL_BYTES) if self.seals else None
-        into = self._plane.iovecs(segment.base, rows, column=column, behind=seal)
+        behind = (address_of(seal), SEAL_BYTES) if seal else None
+        into = self._plane.iovecs(segment.base, rows, column=column, around=(None, behind))
         hashed = seal is not None and self._hashes and nbytes > SHORT_VALUE
         sums = self._flow.hash_values(np.array((nbytes,), np.uint64)) if hashed else None
         self.receive_vectors(into) if guard is None else self.receive_guarded(into, guard)
