@@ -29,7 +29,6 @@ IoVectors = npt.NDArray[np.uint64]
 
 Piece = tuple[int, int] | None
 """Address and length of one piece."""
-NO_PIECES: tuple[Piece, Piece] = (None, None)
 
 MAX_IOVECS = 1024
 """Pieces per system call (IOV_MAX of Linux)."""
@@ -297,11 +296,10 @@ class DataPlane:
         """Returns valid rows with adjacent ones joined and empty ones dropped. Overwrites `rows`."""
         return rows[: self.join_rows(rows, LIMIT, LIMIT)[0]]
 
-    def iovecs(self, base: int, rows: Rows, *, column: int, around: tuple[Piece, Piece] = NO_PIECES) -> IoVectors:
-        """Returns the pieces of `rows` on one side in order, between the two `around` them. Adjacent pieces of rows are
-        joined and empty ones omitted."""
+    def iovecs(self, base: int, rows: Rows, *, column: int, before: Piece = None, behind: Piece = None) -> IoVectors:
+        """Returns the pieces of `rows` on one side in order, between the pieces `before` and `behind` them. Adjacent
+        pieces of rows are joined and empty ones omitted."""
         rows = np.ascontiguousarray(rows, np.int64)
-        before, behind = around
         first = 1 if before else 0
         made: IoVectors = np.empty((len(rows) + 2, 2), np.uint64)
         place = address_of(made) + first * made.itemsize * 2

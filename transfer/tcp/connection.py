@@ -153,13 +153,13 @@ class Connection:
     def queue_payload(self, frame: bytes, segment: Segment, rows: Rows, column: int, nbytes: int) -> None:
         """Queues a frame and the `nbytes` of its rows, and their seal if payloads are sealed."""
         seal, hashed = bytearray(SEAL_BYTES), self._hashes and nbytes > SHORT_VALUE
-        place, behind = (address_of(frame), len(frame)), None
+        before, behind = (address_of(frame), len(frame)), None
         if self.seals:
             behind = address_of(seal), UNSEALED if hashed else SEAL_BYTES
             value = nbytes if hashed else scatter.checksum(segment.buffer, rows, column)
             seal[:] = value.to_bytes(SEAL_BYTES, "little")
             self._flow.state.num_unsealed += hashed
-        output = self._plane.iovecs(segment.base, rows, column=column, around=(place, behind))
+        output = self._plane.iovecs(segment.base, rows, column=column, before=before, behind=behind)
         self._flow.out.add(output)
         self._keep(len(output), (frame, segment, output, seal))
 
@@ -177,7 +177,7 @@ class Connection:
         if they differ from their seal."""
         seal = bytearray(SEAL_BYTES) if self.seals else None
         behind = (address_of(seal), SEAL_BYTES) if seal else None
-        into = self._plane.iovecs(segment.base, rows, column=column, around=(None, behind))
+        into = self._plane.iovecs(segment.base, rows, column=column, behind=behind)
         hashed = seal is not None and self._hashes and nbytes > SHORT_VALUE
         sums = self._flow.hash_values(np.array((nbytes,), np.uint64)) if hashed else None
         self.receive_vectors(into) if guard is None else self.receive_guarded(into, guard)
