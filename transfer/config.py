@@ -11,9 +11,6 @@ from moonserve.protocol.process.tls import TlsConfig, TlsFiles
 _SLICE_BYTES = {"shm": 16 << 20, "tcp": 4 << 20, "rdma": 16 << 20}
 """Default slice sizes. Within a host cutting gains nothing, but slices must be short enough to take turns. Over rdma
 each WRITE slice needs a grant, and both queue pairs must always have one (LOG.md)."""
-_HASHED_TCP_SLICE_BYTES = 2 << 20
-"""With checksums tcp slices are smaller, so that bytes are still cached when sent after hashing or hashed after
-arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +52,6 @@ class TransferOptions:
     def slice_bytes_over(self, transport: str) -> int:
         if self.slice_bytes is not None:
             return self.slice_bytes
-        if transport == "tcp" and self.checksums:
-            return _HASHED_TCP_SLICE_BYTES
         return _SLICE_BYTES.get(transport, _SLICE_BYTES["tcp"])
 
     @property

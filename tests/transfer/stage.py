@@ -160,7 +160,6 @@ def request_of(kind: Kind, stage: Stage, *, rows: list[tuple[int, int, int]], nb
         segment_id=stage.memory.segment.segment_id,
         window_id=stage.window_id if kind is Kind.WRITE else 0,
         nbytes=nbytes,
-        checksum=xxhash.xxh3_64_intdigest(b"x" * nbytes) if nbytes < NBYTES else 0,
     )
     packed = b"".join(value.to_bytes(8, "little", signed=True) for row in rows for value in row)
     frame = encode(header) + packed

@@ -13,6 +13,7 @@ import pytest
 
 from moonserve.protocol.errors import IntegrityError, MoonserveError, PeerLost
 from moonserve.transfer import Op
+from moonserve.transfer.memory.data_plane import SEAL_BYTES
 from moonserve.transfer.paths.traffic_stats import Incident
 from moonserve.transfer.tcp import handshake
 from moonserve.transfer.tcp.frames import HEADER_BYTES, Code, Kind
@@ -168,7 +169,7 @@ def test_an_initiator_that_stops_inside_a_frame_blocks_no_other_and_its_rest_is_
     stage.run(stage.transfer(Op.READ))
     stage.far.close_window(stage.window_id)  # would hang if it waited for the rest
     frozen = bytes(stage.memory.buffer)
-    connection.send(bytes(NBYTES - 100_000))
+    connection.send(bytes(NBYTES - 100_000 + SEAL_BYTES))
     assert code_of_answer(connection) is Code.STALE
     assert stage.memory.buffer == frozen
 
@@ -197,8 +198,8 @@ def test_a_flipped_byte_in_a_reply_header_is_detected(stage: Stage) -> None:
 def test_a_slice_fails_after_three_corrupt_attempts(stage: Stage) -> None:
     proxy, address = stage.proxy()
     stage.run(stage.transfer(Op.READ, address, 4096))
-    at = HANDSHAKE_TO_INITIATOR + 2 * HEADER_BYTES + 4096 + 100
-    proxy.flip = LinkFault(Towards.INITIATOR, at=at, times=3, every=HEADER_BYTES + 65536)
+    at = HANDSHAKE_TO_INITIATOR + 2 * HEADER_BYTES + 4096 + SEAL_BYTES + 100
+    proxy.flip = LinkFault(Towards.INITIATOR, at=at, times=3, every=HEADER_BYTES + 65536 + SEAL_BYTES)
     stage.run(stage.transfer(Op.READ, address, 65536), error=IntegrityError)
     assert stage.count(Incident.CORRUPT) == 3
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from moonserve.protocol import errors
 from moonserve.transfer import Op
+from moonserve.transfer.memory.data_plane import SEAL_BYTES
 from moonserve.transfer.paths.peer_address import parse_address
 from moonserve.transfer.tcp import handshake
 from moonserve.transfer.tcp.connection import Connection
@@ -174,7 +175,8 @@ def test_false_offsets_sizes_and_row_counts_reach_no_memory_outside(stage: Stage
     for lies in (REFUSED, UNBELIEVABLE):
         for kind, rows, nbytes in lies:
             connection = stage.stranger()
-            connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + b"x" * nbytes)
+            payload = bytes(nbytes + SEAL_BYTES) if kind is Kind.WRITE else b""
+            connection.send(request_of(kind, stage, rows=rows, nbytes=nbytes) + payload)
             if lies is REFUSED:
                 assert code_of_answer(connection) is Code.INVALID_REQUEST
             else:

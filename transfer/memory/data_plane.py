@@ -27,11 +27,18 @@ SOURCE = Path(__file__).parents[1] / "native" / "data_plane.c"
 IoVectors = npt.NDArray[np.uint64]
 """A `struct iovec` array: address and length of each piece. Shape (n, 2), C-contiguous, writable."""
 
+Piece = tuple[int, int] | None
+"""Address and length of one piece."""
+
 MAX_IOVECS = 1024
 """Pieces per system call (IOV_MAX of Linux)."""
 
 Words = npt.NDArray[np.uint64]
 
+SEAL_BYTES = 8
+UNSEALED = 1 << 62
+"""Length of a piece of output whose 8 bytes are the number of bytes before it, above `SHORT_VALUE`. `pump` hashes those
+while they are in the cache, and sends their XXH3-64 in place of the number."""
 SHORT_VALUE = 240
 """Most bytes of a value that is not hashed on arrival: XXH3 has other rules for them (xxh3.h)."""
 
@@ -125,6 +132,8 @@ class FlowState(ctypes.Structure):
         *c_fields(ctypes.c_int64, "wanted active_at_ns"),
         *c_fields(ctypes.c_int32, "error descriptor rest"),
         ("hashing", Hashing),
+        ("num_unsealed", ctypes.c_int64),
+        ("seal", ctypes.c_uint64 * 17),
     )
     wanted: int
     """Value of `into.moved` at which the input is complete."""
@@ -133,6 +142,8 @@ class FlowState(ctypes.Structure):
     error: int
     """The errno after `PumpEnd.ERROR`."""
     descriptor: int
+    num_unsealed: int
+    """Pieces of queued output with the length `UNSEALED`."""
 
 
 class Flow:
@@ -157,6 +168,12 @@ class Flow:
         wanted = max(self.state.wanted, self.into.moved)
         self.into.add(vectors)
         self.state.wanted = wanted + (total_bytes(vectors) if at_least is None else at_least)
+
+    def drop_input(self) -> None:
+        """Drops the places of input that has not arrived."""
+        self.into.clear()
+        self.state.wanted = self.into.moved
+        self.state.hashing = Hashing()
 
     def hash_values(self, lengths: Words) -> Words:
         """Returns an array that receives the XXH3-64 of the next values of the input, of these lengths back to back.
@@ -279,12 +296,20 @@ class DataPlane:
         """Returns valid rows with adjacent ones joined and empty ones dropped. Overwrites `rows`."""
         return rows[: self.join_rows(rows, LIMIT, LIMIT)[0]]
 
-    def iovecs(self, base: int, rows: Rows, *, column: int) -> IoVectors:
-        """Returns the pieces of `rows` on one side in order. Adjacent pieces are joined and empty ones omitted."""
+    def iovecs(self, base: int, rows: Rows, *, column: int, before: Piece = None, behind: Piece = None) -> IoVectors:
+        """Returns the pieces of `rows` on one side in order, between the pieces `before` and `behind` them. Adjacent
+        pieces of rows are joined and empty ones omitted."""
         rows = np.ascontiguousarray(rows, np.int64)
-        made: IoVectors = np.empty((len(rows), 2), np.uint64)
-        place = address_of(made)
-        return made[: self.library.fill_iovecs(place, base, address_of(rows), len(rows), column)]
+        first = 1 if before else 0
+        made: IoVectors = np.empty((len(rows) + 2, 2), np.uint64)
+        place = address_of(made) + first * made.itemsize * 2
+        count = first + self.library.fill_iovecs(place, base, address_of(rows), len(rows), column)
+        if before:
+            made[0] = before
+        if behind:
+            made[count] = behind
+            count += 1
+        return made[:count]
 
     def pump(self, fd: int, flow: Flow, *, timeout_ns: int, spin_ns: int) -> PumpEnd:
         """Sends and receives until there is a reason to stop (`PumpEnd`), without waiting for one direction while the

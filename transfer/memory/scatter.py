@@ -89,9 +89,6 @@ def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
 
 def checksum(buffer: memoryview, rows: Rows, side: int) -> int:
     """Returns the XXH3-64 of the runs' bytes on `side`, in order."""
-    if len(rows) == 1:
-        offset, length = int(rows[0, side]), int(rows[0, LENGTH])
-        return xxhash.xxh3_64_intdigest(buffer[offset : offset + length])
     state = xxhash.xxh3_64()
     for offset, length in zip(rows[:, side].tolist(), rows[:, LENGTH].tolist(), strict=True):
         state.update(buffer[offset : offset + length])

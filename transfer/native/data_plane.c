@@ -1,4 +1,4 @@
-/* The data plane: copies rows of bytes, and moves them over a stream socket in both directions at once, hashing input.
+/* The data plane: copies rows of bytes, and moves them over a stream socket in both directions at once, hashing them.
  *
  * Called through ctypes, so without the GIL. Addresses are not checked: the callers check bounds and keep the memory
  * alive. Allocates nothing and keeps no state except Flow. memory/data_plane.py repeats the structures and constants.
@@ -29,9 +29,17 @@
 /* The kernel treats a receiver that also sends as interactive and delays its acknowledgements, for which a sender with
    a full buffer waits. From this many expected bytes on, the receiver acknowledges at once; a fifth faster (LOG.md). */
 #define STREAM ((int64_t)64 << 10)
-/* Bytes and pieces received at a time while hashing: fewer system calls, and still in the cache (LOG.md). */
-#define HASH_STEP ((size_t)128 << 10)
-#define HASH_PIECES 64
+/* Bytes and pieces received or sent at a time while hashing: still in the cache, and few enough system calls. Received
+   are at most half of the bytes that are left, so that little is left to hash after the last one (LOG.md). */
+#define HASH_STEP ((int64_t)512 << 10)
+#define LEAST_HASH_STEP ((int64_t)128 << 10)
+#define HASH_PIECES 128
+/* Up to this many last bytes of a sealed payload are hashed first, so that they leave together with their seal. */
+#define LAST_STEP ((int64_t)256 << 10)
+/* Length of a piece of the output whose 8 bytes are the number of bytes before it, more than SHORT_VALUE, to be replaced
+   by their XXH3-64. Then its length is SEAL_BYTES. */
+#define UNSEALED ((size_t)1 << 62)
+#define SEAL_BYTES 8
 #define PUBLIC __attribute__((visibility("default")))
 
 enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED, ROWS_DONE };
@@ -61,6 +69,8 @@ typedef struct {
     int32_t error, descriptor;
     int32_t rest; /* remaining waits without spinning */
     Hashing hashing;
+    int64_t num_unsealed; /* pieces of the output with the length UNSEALED */
+    Xxh3 seal;            /* of the bytes before the first of them, as far as they are hashed */
 } Flow;
 
 static void copy(char *to, const char *source, size_t length) {
@@ -215,26 +225,76 @@ static void hash_bytes(Hashing *to, const uint8_t *bytes, uint64_t count) {
     }
 }
 
-/* Like move_some, for input of at most HASH_STEP bytes, which it hashes. */
+static int64_t smaller(int64_t one, int64_t other) {
+    return one < other ? one : other;
+}
+
+/* Adds the next pieces of the queue, of at most `room` bytes in all, to the message. Returns the bytes added. */
+static int64_t take_pieces(const Queue *queue, struct msghdr *message, int64_t room) {
+    int64_t offset = queue->offset, taken = 0;
+    for (int64_t i = queue->index; i < queue->count && taken < room && message->msg_iovlen < HASH_PIECES; i++) {
+        struct iovec whole = queue->vectors[i];
+        int64_t count = smaller((int64_t)whole.iov_len - offset, room - taken);
+        message->msg_iov[message->msg_iovlen++] = (struct iovec){(char *)whole.iov_base + offset, (size_t)count};
+        taken += count, offset = 0;
+    }
+    return taken;
+}
+
+/* Like move_some, for a step of the input, which it hashes. */
 static ssize_t receive_and_hash(int fd, Flow *flow) {
     Queue *queue = &flow->into;
     struct iovec pieces[HASH_PIECES];
     struct msghdr message = {.msg_iov = pieces};
-    size_t offset = (size_t)queue->offset, room = HASH_STEP, count;
-    for (int64_t i = queue->index; i < queue->count && room && message.msg_iovlen < HASH_PIECES; i++, offset = 0) {
-        count = queue->vectors[i].iov_len - offset;
-        if (count > room) count = room;
-        pieces[message.msg_iovlen++] = (struct iovec){(char *)queue->vectors[i].iov_base + offset, count};
-        room -= count;
-    }
+    int64_t half = (flow->wanted - queue->moved) / 2;
+    take_pieces(queue, &message, half > LEAST_HASH_STEP ? smaller(half, HASH_STEP) : LEAST_HASH_STEP);
     ssize_t moved = receive(fd, flow, &message);
     if (moved < 0) return -errno;
-    size_t left = (size_t)moved;
+    size_t left = (size_t)moved, count;
     for (struct iovec *piece = pieces; left; piece++, left -= count) {
         count = left < piece->iov_len ? left : piece->iov_len;
         hash_bytes(&flow->hashing, piece->iov_base, count);
     }
     advance(queue, (size_t)moved);
+    return moved;
+}
+
+/* Hashes the next bytes of a payload of `length` bytes. The first `before` bytes of the pieces are no part of it. */
+static void hash_pieces(Xxh3 *hash, const struct iovec *piece, int64_t before, int64_t count, uint64_t length) {
+    for (; count > 0; piece++) {
+        int64_t skipped = smaller(before, (int64_t)piece->iov_len);
+        int64_t some = smaller((int64_t)piece->iov_len - skipped, count);
+        xxh3_add(hash, (const uint8_t *)piece->iov_base + skipped, (uint64_t)some, length);
+        before -= skipped, count -= some;
+    }
+}
+
+/* Like move_some, for output with a payload and its seal. The payload is hashed in steps that the kernel has just copied:
+   then they are in the cache, and the receiver already copies them. */
+static ssize_t send_and_hash(int fd, Flow *flow) {
+    Queue *queue = &flow->out;
+    struct iovec pieces[HASH_PIECES], *seal = queue->vectors + queue->index;
+    struct msghdr message = {.msg_iov = pieces};
+    int64_t distance = -queue->offset; /* bytes before the seal */
+    for (; seal->iov_len != UNSEALED; seal++) distance += (int64_t)seal->iov_len;
+    uint64_t length = word(seal->iov_base);
+    int64_t unhashed = (int64_t)(length - flow->seal.position), before = distance - unhashed;
+    int sealing = unhashed <= LAST_STEP;
+    int64_t room = sealing ? distance : before + smaller(unhashed - LAST_STEP, HASH_STEP);
+    int64_t taken = take_pieces(queue, &message, room);
+    if (sealing && taken == distance && message.msg_iovlen < HASH_PIECES) {
+        hash_pieces(&flow->seal, pieces, before, unhashed, length);
+        uint64_t sum = xxh3_end(&flow->seal);
+        memcpy(seal->iov_base, &sum, SEAL_BYTES);
+        seal->iov_len = SEAL_BYTES;
+        flow->num_unsealed--;
+        pieces[message.msg_iovlen++] = *seal;
+        before = INT64_MAX; /* all is hashed */
+    }
+    ssize_t moved = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (moved < 0) return -errno;
+    advance(queue, (size_t)moved);
+    hash_pieces(&flow->seal, pieces, before, moved - before, length);
     return moved;
 }
 
@@ -296,7 +356,10 @@ PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns)
         ssize_t received = !receiving ? -EAGAIN
                            : hashing  ? receive_and_hash(fd, flow)
                                       : move_some(fd, flow, &flow->into);
-        ssize_t sent = broken ? -EAGAIN : move_some(fd, flow, &flow->out);
+        int sealing = flow->num_unsealed > 0;
+        ssize_t sent = broken    ? -EAGAIN
+                       : sealing ? send_and_hash(fd, flow)
+                                 : move_some(fd, flow, &flow->out);
         int64_t now = now_ns();
         if (received > 0 || sent > 0) flow->active_at_ns = now;
         if (receiving && !wants_input(flow)) return IN_DONE;

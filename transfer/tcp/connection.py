@@ -16,11 +16,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
-from moonserve.protocol.errors import PeerLost, StaleLease
-from moonserve.transfer.memory.data_plane import CopyRoute, Flow, IoVectors, PumpEnd, address_of, data_plane, vectors
+import numpy as np
+
+from moonserve.protocol.errors import IntegrityError, PeerLost, StaleLease
+from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import (
+    SEAL_BYTES,
+    SHORT_VALUE,
+    UNSEALED,
+    CopyRoute,
+    Flow,
+    IoVectors,
+    PumpEnd,
+    address_of,
+    data_plane,
+    vectors,
+)
+from moonserve.transfer.memory.scatter import Rows
+from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.transport_interface import STEP_S
+
+Guard = AbstractContextManager[None]
 
 _STEP_NS = 50_000_000
 _IDLE_NS = 3_600_000_000_000
@@ -40,6 +58,11 @@ def no_deadline() -> float | None:
 
 class Connection:
     """A connected or connecting stream socket, which it owns."""
+
+    _hashes = True
+    """True if the data plane moves the payloads, which it hashes then."""
+    seals = False
+    """True if each payload's XXH3-64 follows it."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -122,18 +145,47 @@ class Connection:
         if mine == theirs and self._sock.family != socket.AF_UNIX:
             raise PeerLost("cannot connect: nothing listens there, and the socket connected to itself")
 
-    def queue(self, data: bytes, payload: IoVectors | None = None, keep: object = None) -> None:
-        """Queues output for the next wait. `keep` holds the payload's memory."""
-        flow, num_pieces = self._flow, 1
-        flow.out.add(vectors((address_of(data), len(data))))
-        if payload is not None and len(payload):
-            flow.out.add(payload)
-            num_pieces += len(payload)
-        self._owners.append((num_pieces, (data, keep)))
+    def queue(self, data: bytes) -> None:
+        """Queues output for the next wait."""
+        self._flow.out.add(vectors((address_of(data), len(data))))
+        self._keep(1, data)
+
+    def queue_payload(self, frame: bytes, segment: Segment, rows: Rows, column: int, nbytes: int) -> None:
+        """Queues a frame and the `nbytes` of its rows, and their seal if payloads are sealed."""
+        seal, hashed = bytearray(SEAL_BYTES), self._hashes and nbytes > SHORT_VALUE
+        before, behind = (address_of(frame), len(frame)), None
+        if self.seals:
+            behind = address_of(seal), UNSEALED if hashed else SEAL_BYTES
+            value = nbytes if hashed else scatter.checksum(segment.buffer, rows, column)
+            seal[:] = value.to_bytes(SEAL_BYTES, "little")
+            self._flow.state.num_unsealed += hashed
+        output = self._plane.iovecs(segment.base, rows, column=column, before=before, behind=behind)
+        self._flow.out.add(output)
+        self._keep(len(output), (frame, segment, output, seal))
+
+    def _keep(self, num_pieces: int, owners: object) -> None:
+        """Keeps the owners of the memory of the last pieces of output until those are sent."""
+        out = self._flow.out
+        self._owners.append((num_pieces, owners))
         self._num_owned_pieces += num_pieces
         # The queue might never become empty, so owners of sent pieces are released here.
-        while self._num_owned_pieces - self._owners[0][0] >= flow.out.count - flow.out.index:
+        while self._num_owned_pieces - self._owners[0][0] >= out.count - out.index:
             self._num_owned_pieces -= self._owners.popleft()[0]
+
+    def receive_payload(self, segment: Segment, rows: Rows, column: int, nbytes: int, guard: Guard | None) -> None:
+        """Receives the `nbytes` of the rows; each store happens inside `guard` if there is one. Raises IntegrityError
+        if they differ from their seal."""
+        seal = bytearray(SEAL_BYTES) if self.seals else None
+        behind = (address_of(seal), SEAL_BYTES) if seal else None
+        into = self._plane.iovecs(segment.base, rows, column=column, behind=behind)
+        hashed = seal is not None and self._hashes and nbytes > SHORT_VALUE
+        sums = self._flow.hash_values(np.array((nbytes,), np.uint64)) if hashed else None
+        self.receive_vectors(into) if guard is None else self.receive_guarded(into, guard)
+        if seal:
+            with guard or nullcontext():
+                found = scatter.checksum(segment.buffer, rows, column) if sums is None else int(sums[0])
+            if found != int.from_bytes(seal, "little"):
+                raise IntegrityError(f"{nbytes} bytes arrived with a wrong checksum")
 
     def push(self) -> None:
         """Passes queued output to the kernel as far as possible without waiting. A failure shows in the next wait."""
@@ -187,7 +239,7 @@ class Connection:
         while self._step() is not PumpEnd.IN_DONE:
             pass
 
-    def receive_guarded(self, into: IoVectors, guard: AbstractContextManager[None]) -> None:
+    def receive_guarded(self, into: IoVectors, guard: Guard) -> None:
         """Receives until all pieces are filled; each store happens inside `guard`, in short steps.
 
         If the guard raises StaleLease, the remaining input is read and discarded before the error is raised.
@@ -203,8 +255,7 @@ class Connection:
                     end = self._pump(_STORE_NS)
             except StaleLease:
                 left = goal - flow.into.moved
-                flow.into.clear()
-                flow.state.wanted = flow.into.moved
+                flow.drop_input()
                 self.discard(left)
                 raise
             if end is PumpEnd.IN_DONE:
@@ -250,11 +301,8 @@ class Connection:
 
     def discard(self, count: int) -> None:
         """Receives `count` bytes and drops them."""
-        scratch = bytearray(min(count, _SCRATCH_BYTES))
         while count:
-            piece = min(count, len(scratch))
-            self.receive_vectors(vectors((address_of(scratch), piece)))
-            count -= piece
+            count -= len(self.receive_bytes(min(count, _SCRATCH_BYTES)))
 
     def _step(self) -> PumpEnd:
         """Runs the data plane once and raises the error that ends the connection."""

@@ -20,13 +20,13 @@ from moonserve.protocol.errors import (
     Unauthenticated,
 )
 from moonserve.transfer.memory import scatter
+from moonserve.transfer.memory.data_plane import SEAL_BYTES
 from moonserve.transfer.memory.scatter import MAX_ROWS, Rows
 from moonserve.transfer.tcp.connection import Connection
 
 MAX_TEXT_BYTES = 1024
 MAX_LIST_BYTES = 1 << 20
 _MAX_PAYLOAD_BYTES = 1 << 40
-_SEAL_BYTES = 8
 _MAGIC = b"MT"
 
 
@@ -81,7 +81,8 @@ class Header(NamedTuple):
     """Frame header; a tuple because one is made per frame on the hot path.
 
     It is followed by `entries` rows (request) or bytes of text (reply), then `nbytes` of payload. If the handshake
-    agreed on checksums, `checksum` is the payload's XXH3-64, and READ and WRITE have an 8-byte seal behind their rows.
+    agreed on checksums, 8-byte seals follow the rows of READ and WRITE and each payload: their XXH3-64. `checksum` is
+    that of bytes that do not pass through the connection (rdma).
 
     A reply to MAP, and OFFER, carry the segment's size in `nbytes` and no payload.
     """
@@ -128,7 +129,7 @@ def receive_rows(connection: Connection, header: Header, *, sealed: bool = False
     """Receives a request's rows. Raises ProtocolViolation if the seal is wrong: not even the frame's length is reliable
     then."""
     size = header.entries * scatter.ROW_BYTES
-    whole = size + _SEAL_BYTES if sealed else size
+    whole = size + SEAL_BYTES if sealed else size
     data = connection.receive_short(whole)[:] if header.entries == 1 else connection.receive_bytes(whole)
     if sealed:
         data, seal = data[:size], data[size:]

@@ -19,7 +19,7 @@ from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import Code, ProtocolViolation, error_of
 from moonserve.transfer.transport_interface import Credentials
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 INSTANCE_BYTES = 16
 _MAGIC = b"MOONXFER"
 _NONCE_BYTES = 32

@@ -8,7 +8,6 @@ import time
 from collections import deque
 
 from moonserve.protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
-from moonserve.transfer.memory import scatter
 from moonserve.transfer.memory.data_plane import data_plane
 from moonserve.transfer.memory.scatter import LOCAL, Rows
 from moonserve.transfer.memory.segments import Segment, SegmentInfo
@@ -40,7 +39,7 @@ class StreamSession:
 
     def __init__(self, dial: Dial, connection: Connection, agreed: handshake.Agreement) -> None:
         self.connection_id = agreed.connection_id
-        self._checksums = agreed.checksums
+        self._checksums = connection.seals = agreed.checksums
         self._connection = connection
         self._max_in_flight = dial.options.max_in_flight_bytes
         self._plane = data_plane()
@@ -103,19 +102,17 @@ class StreamSession:
         return True
 
     def _request_write(self, part: Slice) -> None:
-        payload = self._plane.iovecs(part.local.base, part.rows, column=LOCAL)
-        checksum = scatter.checksum(part.local.buffer, part.rows, LOCAL) if self._checksums else 0
         header = Header(
             kind=Kind.WRITE,
             entries=len(part.rows),
             segment_id=part.segment_id,
             window_id=part.window_id or 0,
             nbytes=part.nbytes,
-            checksum=checksum,
         )
-        self._connection.queue(self.request(header, part.rows), payload, (part, payload))
+        frame = self.request(header, part.rows)
+        self._connection.queue_payload(frame, part.local, part.rows, LOCAL, part.nbytes)
         if self._checksums:
-            self._connection.push()  # send it now, while it is cached and the next slice is hashed
+            self._connection.push()  # its first bytes leave while the next request is made
 
     def request(self, header: Header, rows: Rows) -> bytes:
         return request(header, rows, sealed=self._checksums)
@@ -140,16 +137,10 @@ class StreamSession:
         if reply.entries:
             raise ProtocolViolation("a successful reply carries text")
         if part.op is Op.READ:
-            self.receive_payload(part.local, part.rows, part.nbytes, reply)
+            if reply.nbytes != part.nbytes:
+                raise ProtocolViolation("the reply has a wrong number of bytes")
+            self._connection.receive_payload(part.local, part.rows, LOCAL, part.nbytes, None)
         return True
-
-    def receive_payload(self, local: Segment, rows: Rows, nbytes: int, reply: Header) -> None:
-        """Receives a payload into local memory. Raises IntegrityError if its checksum differs from the sender's."""
-        if reply.nbytes != nbytes:
-            raise ProtocolViolation("the reply has a wrong number of bytes")
-        self._connection.receive_vectors(self._plane.iovecs(local.base, rows, column=LOCAL))
-        if self._checksums and scatter.checksum(local.buffer, rows, LOCAL) != reply.checksum:
-            raise IntegrityError(f"{nbytes} bytes read arrived with a wrong checksum")
 
     def reply(self) -> Header:
         return self.accept(self._connection.receive_short(HEADER_BYTES))

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
-from moonserve.protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost
+from moonserve.protocol.errors import InvalidRequest, MoonserveError, PeerLost
 from moonserve.transfer.memory import scatter
-from moonserve.transfer.memory.data_plane import data_plane
+from moonserve.transfer.memory.data_plane import SEAL_BYTES
 from moonserve.transfer.memory.scatter import LENGTH, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.memory.write_windows import Window
@@ -56,7 +56,6 @@ class StreamTarget:
         self.state = state
         self._segments = state.segments
         self._windows = state.windows
-        self._plane = data_plane()
 
     def serve(self) -> None:
         """Serves requests until it raises PeerLost, or ProtocolViolation for invalid input."""
@@ -97,10 +96,9 @@ class StreamTarget:
         except MoonserveError as error:
             self.connection.send(refusal(error))
             return
-        checksum = scatter.checksum(segment.buffer, rows, REMOTE) if self.checksums else 0
-        reply = Header(kind=Kind.REPLY, nbytes=scatter.total(rows), checksum=checksum)
-        payload = self._plane.iovecs(segment.base, rows, column=REMOTE)
-        self.connection.queue(encode(reply), payload, (segment, payload))
+        nbytes = scatter.total(rows)
+        reply = encode(Header(kind=Kind.REPLY, nbytes=nbytes))
+        self.connection.queue_payload(reply, segment, rows, REMOTE, nbytes)
         self.connection.flush()
         if not self._segments.is_registered(segment):
             raise PeerLost("the segment was deregistered while it was read")
@@ -116,10 +114,11 @@ class StreamTarget:
         try:
             window = self.window_for(header, rows)
         except MoonserveError as error:
-            self.connection.discard(header.nbytes)
+            self.connection.discard(header.nbytes + (SEAL_BYTES if self.checksums else 0))
             self.connection.send(refusal(error))
             return
-        self.reply_with_outcome(lambda: self._store(header, rows, window))
+        receive = self.connection.receive_payload
+        self.reply_with_outcome(lambda: receive(window.segment, rows, REMOTE, header.nbytes, window))
 
     def rows_to_write(self, header: Header) -> Rows:
         """Receives the rows of a WRITE. Raises ProtocolViolation if they do not add up to the header's size."""
@@ -128,16 +127,6 @@ class StreamTarget:
         if int(lengths.min(initial=0)) < 0 or sum(lengths.tolist()) != header.nbytes:
             raise ProtocolViolation("the sizes of header and rows differ")
         return rows
-
-    def _store(self, header: Header, rows: Rows, window: Window) -> None:
-        segment = window.segment
-        into = self._plane.iovecs(segment.base, rows, column=REMOTE)
-        self.connection.receive_guarded(into, window)
-        if self.checksums:
-            with window:
-                found = scatter.checksum(segment.buffer, rows, REMOTE)
-            if found != header.checksum:
-                raise IntegrityError(f"{header.nbytes} bytes written arrived with a wrong checksum")
 
     def window_for(self, header: Header, rows: Rows) -> Window:
         window = self._windows.find(header.window_id, header.segment_id)
@@ -250,7 +239,7 @@ class Acceptor:
                 served.connection_id,
                 checksums=self._state.options.checksums,
             )
-            target.checksums = agreed.checksums
+            target.checksums = connection.seals = agreed.checksums
             target.serve()
         except MoonserveError as error:
             level = logging.DEBUG if type(error) is PeerLost else logging.WARNING

@@ -31,6 +31,8 @@ _CHUNK_BYTES = 128 << 10
 class TlsConnection(Connection):
     """A `Connection` over TLS that cannot pass descriptors. The first wait raises Unauthenticated."""
 
+    _hashes = False
+
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, peer_ip: str | None = None) -> None:
         """`peer_ip` is the address that an initiator dials; a target has none."""
         super().__init__(sock)

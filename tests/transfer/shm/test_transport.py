@@ -21,7 +21,6 @@ from moonserve.transfer.shm import transport
 from moonserve.transfer.shm.peer_memory import PeerProcess
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode, error_of, request
-from moonserve.transfer.tcp.session import StreamSession
 from tests.patience import NEVER_S, PATIENCE_S
 from tests.transfer.conftest import TOKEN, Make, MakePair, Pair
 from tests.transfer.stage import authenticated, until_closed
@@ -34,8 +33,8 @@ MIB = 1 << 20
 @pytest.fixture
 def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if payload travels on the connection."""
-    for carry in ("receive_payload", "_request_write"):
-        monkeypatch.setattr(StreamSession, carry, Mock(side_effect=AssertionError("payload on the connection")))
+    for carry in ("receive_payload", "queue_payload"):
+        monkeypatch.setattr(Connection, carry, Mock(side_effect=AssertionError("payload on the connection")))
 
 
 @pytest.fixture

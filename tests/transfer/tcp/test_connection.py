@@ -1,15 +1,20 @@
 """Stream connections: sent buffers are released, every wait ends, and answers are checked before they are used."""
 
 import contextlib
+import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from xxhash import xxh3_64_digest
 
 from moonserve.protocol.errors import PeerLost
+from moonserve.transfer.memory import scatter
 from moonserve.transfer.memory.data_plane import address_of, vectors
+from moonserve.transfer.memory.scatter import REMOTE
+from moonserve.transfer.memory.segments import SegmentTable
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import Code, Header, Kind, encode
 from moonserve.transfer.tcp.target import StreamTarget
@@ -28,21 +33,28 @@ def ends() -> Iterator[tuple[Connection, socket.socket]]:
     theirs.close()
 
 
-def test_sent_buffers_are_released_although_the_queue_is_never_empty(ends: tuple[Connection, socket.socket]) -> None:
+@pytest.mark.parametrize("sealed", [False, True])
+def test_sent_buffers_are_released_although_the_queue_is_never_empty(
+    ends: tuple[Connection, socket.socket], sealed: bool
+) -> None:
     connection, theirs = ends
+    connection.seals = sealed
     theirs.setblocking(False)
-    payload = bytearray(1 << 20)
-    pieces = vectors((address_of(payload), 1 << 19), (address_of(payload) + (1 << 19), 1 << 19))
-    connection.queue(b"header", pieces.copy(), payload)
-    for _ in range(50):
-        connection.queue(b"header", pieces.copy(), payload)
-        received = 0
-        while received < len(payload):  # the receiver stays one frame behind
+    segment = SegmentTable().add(memoryview(bytearray(random.Random(1).randbytes(1 << 20))), readable=True)
+    payload, places = segment.buffer, range((1 << 20) - 1024, -1, -1024)
+    rows = scatter.rows(*((at, 0, 1024) for at in places))
+    frame = b"header" + b"".join(payload[at : at + 1024] for at in places)
+    frame += xxh3_64_digest(frame[6:])[::-1] if sealed else b""
+    received = bytearray()
+    for sent in range(51):
+        connection.queue_payload(b"header", segment, rows, REMOTE, len(payload))
+        while len(received) < sent * len(frame):  # the receiver stays one frame behind
             connection._pump(0)
             with contextlib.suppress(BlockingIOError):
-                received += len(theirs.recv(1 << 16))
+                received += theirs.recv(1 << 16)
         assert not connection._flow.out.empty
         assert len(connection._owners) <= 4
+    assert received.startswith(frame * 50)
 
 
 @pytest.mark.parametrize(
