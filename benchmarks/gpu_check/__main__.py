@@ -34,7 +34,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu_check.sh", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/gpu_check.json"), help="JSON file")
     parser.add_argument("--budget-s", type=float, default=_BUDGET_S, help="seconds for everything")
-    parser.add_argument("--only", help="checks whose name contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="NAME", help="checks whose name contains one of these"
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -60,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
         torch.cuda.empty_cache()  # for the processes of the checks
     bench = CheckContext(device=device, scale=scale, ceilings=ceilings)
     rows: list[Row] = []
-    for row in run_checks(bench, options.only or "", began + options.budget_s):
+    for row in run_checks(bench, options.only, began + options.budget_s):
         print(f"{row.status:8} {row.name}  {row.found}  {row.reason}", file=sys.stderr, flush=True)
         rows.append(row)
     print(as_table(machine, ceilings, rows))

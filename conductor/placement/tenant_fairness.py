@@ -158,7 +158,7 @@ MAX_CLAIM_S = 10.0
 MAX_CLAIMS = 64  # the oldest ones are dropped, because each placement looks at all claims
 # Gap between prompts placed at one instance at the same instant (traces, bursts), so another tenant's fits in between.
 TIE_S = 1e-5
-_BURST_S = 1e-3  # room for a hundred ties; prompts further apart did not arrive at the same instant
+BURST_S = 1e-3  # room for a hundred ties; prompts further apart did not arrive at the same instant
 _FIRST_SWEEP = 1024  # accounts at which stale ones are first dropped; tenants may be as many as requests
 
 
@@ -238,7 +238,7 @@ class Fairness:
     def tie_s(self, place: float, priority: int, link: int) -> float:
         """Returns the seconds to add to `place` so that it follows prompts placed there at the same instant, else 0."""
         ahead_s = self._last.get((link, priority), -math.inf) - place
-        return ahead_s + TIE_S if 0.0 <= ahead_s < _BURST_S else 0.0
+        return ahead_s + TIE_S if 0.0 <= ahead_s < BURST_S else 0.0
 
     def has_below(self, priority: int) -> bool:
         """Returns True if prompts of a larger priority number, which are less urgent, wait."""

@@ -6,6 +6,7 @@ matches its writer's checksum; a failure in the middle of a request leaves nothi
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ from moonserve.transfer import Segment
 from moonserve.transfer.memory.data_plane import address_of, vectors
 
 
+@dataclass(eq=False, slots=True)
 class LocalWrites:
     """Reservations for writers in this process. It always ends them, so they need neither a window nor an expiry.
 
@@ -45,35 +47,25 @@ class LocalWrites:
     writer. `admit` raises if no writer is admitted now.
     """
 
-    def __init__(
-        self,
-        state: StoreState,
-        mover: TierMover,
-        clock: Callable[[], float],
-        *,
-        admit: Callable[[], None],
-        changed: Callable[[], None],
-        ended: Callable[[], None],
-    ) -> None:
-        self._state = state
-        self._mover = mover
-        self._clock = clock
-        self._admit = admit
-        self._changed = changed
-        self._ended = ended
+    state: StoreState
+    mover: TierMover
+    clock: Callable[[], float]
+    admit: Callable[[], None]
+    changed: Callable[[], None]
+    ended: Callable[[], None]
 
     def reserve(self, puts: Sequence[PutRequest]) -> Reservation | None:
         """Reserves space for the requests. Returns None if demotions in flight will free memory: the caller must wait.
 
         Raises Overloaded, InvalidRequest.
         """
-        self._admit()
+        self.admit()
         # Checked first: it is nearly always 0, and `short_of` takes longer.
-        leaving = self._state.tier_moves.demoting_bytes
-        if leaving and self._state.should_wait_for_memory(self._state.bytes_to_write(puts)):
+        leaving = self.state.tier_moves.demoting_bytes
+        if leaving and self.state.should_wait_for_memory(self.state.bytes_to_write(puts)):
             return None
-        reservation = self._state.reservations.reserve(new_id("here"), puts, None, self._clock())
-        self._changed()
+        reservation = self.state.reservations.reserve(new_id("here"), puts, None, self.clock())
+        self.changed()
         return reservation
 
     def commit(
@@ -83,19 +75,19 @@ class LocalWrites:
         corrupt: Collection[BlockKey],
     ) -> None:
         """Makes the granted objects visible, except the `corrupt` ones. Their receiver has verified the bytes."""
-        now, writers = self._clock(), self._state.reservations
+        now, writers = self.clock(), self.state.reservations
         writers.commit(reservation.reservation_id, checksums, now)
         writers.verified(reservation.reservation_id, corrupt, now)
-        self._mover.enqueue_copies(checksums)
-        self._ended()
+        self.mover.enqueue_copies(checksums)
+        self.ended()
 
     def abort(self, reservation: Reservation) -> None:
         """Frees the space. Nothing is stored."""
         if reservation.objects:
-            now, writers = self._clock(), self._state.reservations
+            now, writers = self.clock(), self.state.reservations
             writers.abort(reservation.reservation_id, now)
             writers.window_closed(reservation.reservation_id, now)
-            self._ended()
+            self.ended()
 
 
 class InlinePuts:

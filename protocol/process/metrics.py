@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from itertools import accumulate
 
@@ -129,26 +130,21 @@ def add_metrics_service(
     metrics_pb2_grpc.add_MetricsServicer_to_server(servicer, server)
 
 
+@dataclass(eq=False, slots=True)
 class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
     """gRPC service `Metrics` on the process's RPC server, through which other processes read its metrics.
 
     It reads in the event loop, so that collectors see the state of the process between two events."""
 
-    def __init__(
-        self,
-        instance_id: str,
-        registry: CollectorRegistry,
-        rails: Callable[[], Iterable[metrics_pb2.Rail]],
-    ) -> None:
-        self._instance_id = instance_id
-        self._registry = registry
-        self._rails = rails
+    instance_id: str
+    registry: CollectorRegistry
+    rails: Callable[[], Iterable[metrics_pb2.Rail]]
 
     async def Rails(self, request: metrics_pb2.RailsRequest, context: Context) -> metrics_pb2.RailsReply:
-        return metrics_pb2.RailsReply(instance_id=self._instance_id, rails=self._rails())
+        return metrics_pb2.RailsReply(instance_id=self.instance_id, rails=self.rails())
 
     async def Scrape(self, request: metrics_pb2.ScrapeRequest, context: Context) -> metrics_pb2.ScrapeReply:
-        return metrics_pb2.ScrapeReply(instance_id=self._instance_id, text=generate_latest(self._registry))
+        return metrics_pb2.ScrapeReply(instance_id=self.instance_id, text=generate_latest(self.registry))
 
 
 class LoopCollector(Collector):

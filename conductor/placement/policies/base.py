@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from moonserve.conductor.members import Instance
+from moonserve.conductor.placement.tenant_fairness import BURST_S
 from moonserve.conductor.prediction.instance_table import Floats, Ints, Words
 
 
@@ -47,6 +48,7 @@ class QueueWaits:
     def __call__(self, row: int, rank: float) -> tuple[float, int]:
         """Returns the seconds that a prompt of this rank waits at the instance of this row, and the number of prompts,
         the running one included, that it would overtake. O(log n) in the number of waiting prompts."""
+        rank += BURST_S  # earlier prompts at the same instant come first
         if self.limits is not None:
             rank = min(rank, float(self.limits[row]))
         return self.instances[row].queue.wait_for(self.now, rank + self.shift_s)

@@ -13,9 +13,10 @@ from predictions that the conductor has anyway. Answer lengths and later arrival
    idle moment may still serve it in time. Its predicted TTFT exceeds the objective, so that admission, if enabled,
    rejects it: then the power is high, since a long prompt makes several others late. Without admission a long prompt
    takes its time sooner or later, so only prompts go behind that would be late anyway (a power of 1): fewer wait long.
-4. *Order of arrival.* Where late prompts are served, a prompt yields at most until the TTFT that the order of arrival
-   would give (`bound` in prefills.c), so that the p99 of the TTFT is hardly above that of this order. Only the late
-   prompts among the longest 0.7 percent yield for longer, twice as long as above: they take the most time of others.
+4. *Order of arrival.* Where late prompts are served, the p99 of the TTFT should hardly be above that in order of
+   arrival (`bound` in prefills.c). So a prompt yields at most for half of the instances' mean wait; a short one also at
+   most until the 99 percent quantile of the TTFT in that order; a late one until its own TTFT there. Only late prompts
+   among the longest 0.7 percent yield for longer, twice as long as above: they take the most time of others.
 5. *Place.* The instance with the smallest own TTFT + prefill time × number of delayed prompts is chosen. Prefixes are
    fetched as in Algorithm 1 (FAST'25), but without a threshold: if fetching is predicted to be faster than computing.
 6. *Copies.* An instance without the best prefix would store another copy, which evicts another prefix from a full pool.
@@ -49,7 +50,7 @@ class Weights:
     late: float = 7.0  # objectives that a too expensive prompt yields for: with 30, p99s are higher
     late_patience: float = 17.0  # `patience` among too expensive prompts: the longest wait longest
     counts_delayed: bool = True
-    by_arrival: bool = True  # bounds ranks by the TTFT in order of arrival
+    by_arrival: bool = True  # bounds ranks by waits and TTFTs in order of arrival
     copy: float = 0.1  # 0.3 saves half of all fetches, but raises the mean TTFT of idle clusters by 1 %
 
 

@@ -65,10 +65,16 @@ typedef struct {
     double ttft_s, long_s, mean_queue_s, as_of;
 } ArrivalOrder;
 
-/* Bounds by the order of arrival: TTFT of prompts in time, and of late ones with a prefill up to `long_s`. */
+/* Bounds by the order of arrival: the instances' mean wait; TTFT of prompts in time whose prefill is short beside it, and
+ * of late ones with a prefill up to `long_s`. */
 typedef struct {
-    double ttft_s, long_s, late_s;
+    double mean_s, ttft_s, long_s, late_s;
 } Bounds;
+
+/* Prompts in time yield for a share of the mean wait, those with a prefill of up to SHORT mean waits until the quantile of
+ * the TTFT in order of arrival. If longer ones, which are near it, yielded less than those, they would overtake them. */
+static const double SHARE = 0.5, SHORT = 2.0;
+static const double BURST_S = 1e-3; /* as in tenant_fairness.py: earlier prompts at the same instant come first */
 
 static const double GROWTH_S = 60.0, MAX_GROWTH = 0.95; /* of queues: time constant, seconds per second */
 static const double QUANTILE_STEP = 0.1; /* relative, upwards; downwards a small share of it */
@@ -93,8 +99,7 @@ static Bounds bound(ArrivalOrder *order, const double *prefill_s, const double *
     order->as_of += passed_s;
     double growth = least(positive(mean_s - order->mean_queue_s) / GROWTH_S, MAX_GROWTH);
     double late_s = mean_s / ((1.0 - growth) * (1.0 - growth));
-    if (late_s < order->ttft_s) late_s = order->ttft_s;
-    Bounds found = {order->ttft_s, order->long_s, late_s};
+    Bounds found = {mean_s, order->ttft_s, order->long_s, late_s};
     order->ttft_s = moved(order->ttft_s, best_ttft_s, 0.99);
     order->long_s = moved(order->long_s, best_prefill_s, 0.993);
     return found;
@@ -134,7 +139,8 @@ static double yields_s(double prefill_s, double queue_s, double slo_s, const Ter
         double late_s = terms->late * slo_s + terms->late_patience * prefill_s;
         return prefill_s > bounds->long_s ? 2.0 * late_s : least(late_s, positive(bounds->late_s - prefill_s));
     }
-    patience_s = least(patience_s, positive(bounds->ttft_s - queue_s - prefill_s));
+    patience_s = least(patience_s, SHARE * bounds->mean_s);
+    if (prefill_s <= SHORT * bounds->mean_s) patience_s = least(patience_s, positive(bounds->ttft_s - queue_s - prefill_s));
     if (terms->keeps_objective == 0.0) return patience_s;
     return least(patience_s, positive(slo_s - queue_s - prefill_s));
 }
@@ -152,9 +158,9 @@ static void look_at(const Queue *queue, const Terms *terms, const Bounds *bounds
     }
     /* Late prompts have ranks beyond the objective until their time comes. */
     double before_late_s = queue_s;
-    if (!isinf(slo_s)) before_late_s = look(queue, now, least(slo_s, limit) + shift_s, &num_delayed);
+    if (!isinf(slo_s)) before_late_s = look(queue, now, least(slo_s + BURST_S, limit) + shift_s, &num_delayed);
     *rank = yields_s(prefill_s, before_late_s, slo_s, terms, bounds);
-    *wait_s = look(queue, now, least(*rank, limit) + shift_s, &num_delayed);
+    *wait_s = look(queue, now, least(*rank + BURST_S, limit) + shift_s, &num_delayed);
     *added_s = prefill_s * num_delayed;
 }
 
@@ -170,7 +176,7 @@ PUBLIC void prefills_weigh(const double *found, const double *queue_s, int64_t c
     const double *copied_s = found + NUM_TERMS * count;
     double *rank = out + RANK * count, *wait_s = out + QUEUE * count, *added_s = out + ADDED * count;
     double *new_ttft_s = out + NEW_TTFT * count, *score = out + SCORE * count;
-    Bounds bounds = {INFINITY, INFINITY, INFINITY};
+    Bounds bounds = {INFINITY, INFINITY, INFINITY, INFINITY};
     if (order) bounds = bound(order, prefill_s, ttft_s, queue_s, count, now);
     for (int64_t i = 0; i < count; i++) {
         rank[i] = added_s[i] = 0.0;

@@ -303,6 +303,11 @@ def test_admission_rejects_a_prompt_that_costs_more_than_it_gains() -> None:
     assert made.place("worth it", tokens=25).predicted_ttft_s == NEAR(6.25)
 
 
+def test_a_prompt_waits_for_those_of_the_same_instant() -> None:
+    made = of(1, "moonserve", slo_s=100.0)
+    assert [made.place(f"r{number}").predicted_ttft_s for number in range(4)] == NEAR([1.0, 2.0, 3.0, 4.0])
+
+
 def test_only_the_best_instances_are_scored_exactly() -> None:
     waits = np.linspace(5.0, 1.0, 100)
     books = [SimpleNamespace(queue=PrefillQueue(RowRef.in_private_table(PrefillTable))) for _ in waits]

@@ -32,14 +32,14 @@ TERMS = st.builds(
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0, 10.0])
 # One instance: seconds and rank of each placed prompt, and seconds of a step.
 QUEUES = st.tuples(st.lists(st.tuples(SECONDS, SECONDS), max_size=5), st.sampled_from([0.5, math.inf]))
-UNBOUNDED: Sequence[float] = (math.inf, math.inf, math.inf)
+UNBOUNDED: Sequence[float] = (math.inf,) * 4
 
 
 def yields_s(
     prefill_s: float, queue_s: float, slo_s: float, terms: Weights, bounds: Sequence[float] = UNBOUNDED
 ) -> float:
     """Returns the rank of a prompt by terms 1 to 4 of the policy."""
-    ttft_s, long_s, late_s = bounds
+    mean_s, ttft_s, long_s, late_s = bounds
     patience_s = terms.patience * prefill_s
     if math.isinf(slo_s):
         return patience_s
@@ -47,7 +47,9 @@ def yields_s(
     if terms.steepness is not None and prefill_s > slo_s * left**terms.steepness:
         rank = terms.late * slo_s + terms.late_patience * prefill_s
         return 2.0 * rank if prefill_s > long_s else min(rank, max(late_s - prefill_s, 0.0))
-    patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
+    patience_s = min(patience_s, 0.5 * mean_s)
+    if prefill_s <= 2.0 * mean_s:
+        patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
     rest_s = max(slo_s - queue_s - prefill_s, 0.0)
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
 
@@ -59,7 +61,7 @@ def bounds_of(order: Floats, shortest: tuple[float, float], queue_s: float, now:
     growth = min(max(queue_s - mean_queue_s, 0.0) / 60.0, 0.95)
     order[:2] *= np.exp(0.1 * (np.array([0.99, 0.993]) - (np.array(shortest) <= order[:2])))
     order[2:] = mean_queue_s, now
-    return ttft_s, long_s, max(queue_s / (1.0 - growth) ** 2, ttft_s)
+    return queue_s, ttft_s, long_s, queue_s / (1.0 - growth) ** 2
 
 
 # A prompt that would yield to waiting prompts, but may not.

@@ -91,25 +91,18 @@ _LEASE_HEARTBEATS = 5  # heartbeat intervals until a silent instance is removed,
 _PLACEMENT_TTL_S = 86_400.0
 
 
+@dataclass(eq=False, slots=True)
 class ClusterBuilder:
     """Builds the machines and the conductor. A prefill group (CPP) has the memory and links of all its machines."""
 
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        host: SharedHost,
-        cached_now: Callable[[Prompt], int],
-        publish: Callable[[Prompt], None],
-    ) -> None:
-        """`cached_now` and `publish`: see `PrefillMachine`."""
-        self._spec = spec
-        self._host = host
-        self._cached_now = cached_now
-        self._publish = publish
+    spec: ClusterSpec
+    host: SharedHost
+    cached_now: Callable[[Prompt], int]  # as in `PrefillMachine`, like `publish`
+    publish: Callable[[Prompt], None]
 
     def nodes(self) -> tuple[list[PrefillNode], list[DecodeNode]]:
         """Returns all machines. Raises ConfigError if a fault names an unknown machine."""
-        spec = self._spec
+        spec = self.spec
         prefills = [
             PrefillNode(name=name, machine=self._prefill_machine(name), store=self._store())
             for name in (f"prefill-{index}" for index in range(spec.num_prefill))
@@ -126,7 +119,7 @@ class ClusterBuilder:
 
     def conductor(self) -> ConductorState:
         """Returns the conductor's state machine. Raises ConfigError for an unknown policy."""
-        spec = self._spec
+        spec = self.spec
         limits = Limits(
             ttft_slo_s=spec.ttft_slo_s,
             tbt_slo_s=spec.tbt_slo_s,
@@ -144,23 +137,23 @@ class ClusterBuilder:
         return ConductorState(policy, limits, RoleController(spec.roles) if spec.roles else None)
 
     def _prefill_machine(self, name: str) -> PrefillMachine:
-        spec = self._spec
+        spec = self.spec
         return PrefillMachine(
             spec.model.prefill,
             chunk_tokens=spec.chunk_tokens,
             num_stages=spec.prefill_group,
             mixes_prompts=spec.mixes_prompts,
             fills_steps=spec.model.fills_steps,
-            cached_now=self._cached_now,
-            publish=self._publish,
-            slowdown=partial(self._host.prefill_slowdown, name),
+            cached_now=self.cached_now,
+            publish=self.publish,
+            slowdown=partial(self.host.prefill_slowdown, name),
             turnover_s=spec.model.overheads.turnover_s,
         )
 
     def prompt(self, request: RequestState, placement: Placement, node: PrefillNode, now: float) -> Prompt:
         """Returns the prompt of a request that reaches a machine now."""
         node.num_submitted += 1
-        priority = request.record.priority if self._spec.scheduling_policy == "priority" else 0
+        priority = request.record.priority if self.spec.scheduling_policy == "priority" else 0
         return Prompt(
             request_id=request.request_id,
             rank=(priority, now + placement.rank, node.num_submitted),
@@ -170,7 +163,7 @@ class ClusterBuilder:
 
     def _store(self) -> Store:
         """Returns an empty store. Raises ConfigError for an unknown eviction policy."""
-        spec = self._spec
+        spec = self.spec
         tokens = spec.model.dram_tokens * spec.prefill_group
         disk_tokens = spec.model.disk_tokens * spec.prefill_group
         return Store(tokens // spec.block_size, disk_tokens // spec.block_size, spec.eviction)
@@ -192,7 +185,7 @@ class ClusterBuilder:
             node.store.restore(survivors)
 
     def _decode_machine(self, name: str) -> DecodeMachine:
-        spec, host = self._spec, self._host
+        spec, host = self.spec, self.host
         slowdown = partial(host.decode_slowdown, name) if host.is_shared else None
         refuses = spec.admission == LATE or spec.double_check
         most_step_s = STEP_SHARE * spec.tbt_slo_s if refuses else math.inf
@@ -207,7 +200,7 @@ class ClusterBuilder:
 
     def links(self, nodes: Iterable[Node]) -> dict[str, float]:
         """Returns the bytes per second of every link: network out and in, memory to devices, disk."""
-        model = self._spec.model
+        model = self.spec.model
         rates = {
             "out": model.nic_bytes_per_s,
             "in": model.nic_bytes_per_s,
@@ -215,7 +208,7 @@ class ClusterBuilder:
             "disk": model.disk_bytes_per_s,
         }
         return {
-            f"{node.name}/{link}": rate * (self._spec.prefill_group if isinstance(node, PrefillNode) else 1)
+            f"{node.name}/{link}": rate * (self.spec.prefill_group if isinstance(node, PrefillNode) else 1)
             for node in nodes
             for link, rate in rates.items()
         }
