@@ -22,6 +22,5 @@ def test_without_a_gpu_it_says_so_and_a_rehearsal_passes(tmp_path: Path, capsys:
     out = tmp_path / "gpu.json"
     assert main(["--rehearse", "--only", *REHEARSED, "--out", str(out), "--budget-s", "900"]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert {row["status"] for row in rows} == {"pass"}
-    assert len(rows) >= len(REHEARSED)
+    assert [row["status"] for row in rows].count("pass") == len(rows) >= len(REHEARSED)
     assert rows[0]["name"] in capsys.readouterr().out

@@ -47,9 +47,8 @@ def yields_s(
     if terms.steepness is not None and prefill_s > slo_s * left**terms.steepness:
         rank = terms.late * slo_s + terms.late_patience * prefill_s
         return 2.0 * rank if prefill_s > long_s else min(rank, max(late_s - prefill_s, 0.0))
-    patience_s = min(patience_s, 0.5 * mean_s)
-    if prefill_s <= 2.0 * mean_s:
-        patience_s = min(patience_s, max(ttft_s - queue_s - prefill_s, 0.0))
+    until_s = max(ttft_s - queue_s - prefill_s, 0.0) if prefill_s <= 2.0 * mean_s else math.inf
+    patience_s = min(patience_s, 0.5 * mean_s, until_s)
     rest_s = max(slo_s - queue_s - prefill_s, 0.0)
     return min(patience_s, rest_s) if terms.keeps_objective else patience_s
 

@@ -34,21 +34,23 @@ def in_order(records: Iterable[TraceRecord]) -> list[TraceRecord]:
 @pytest.mark.parametrize("policy", ["global-cache-aware", "moonserve"])
 def test_a_flood_at_most_doubles_another_tenants_p90(policy: str) -> None:
     """The flood is four times the capacity of two machines; as one tenant, the quiet requests wait behind it."""
-    quiet = arrivals("quiet", number=30, over_s=100.0)
-    flood = arrivals("flood", number=180, over_s=45.0)
-    ours = {record.arrived_s for record in quiet}
+    alone, beside = list[float](), list[float]()
 
-    def p90_of_quiet(records: list[TraceRecord]) -> float:
+    def ttfts_of_quiet(records: list[TraceRecord]) -> list[float]:
         outcomes = simulate(spec(num_prefill=2, policy=policy, ttft_slo_s=30.0), in_order(records)).outcomes
         assert all(one.end is End.COMPLETED for one in outcomes)
-        pairs = zip(outcomes, in_order(records), strict=True)
-        return percentile([one.ttft_s or 0.0 for one, record in pairs if record.arrived_s in ours], 90)
+        both = zip(outcomes, in_order(records), strict=True)
+        return [one.ttft_s or 0.0 for one, record in both if record.arrived_s in ours]
 
-    alone, beside = p90_of_quiet(quiet), p90_of_quiet([*quiet, *flood])
-    # A running prompt of the flood is not preempted; it takes 4 s at most.
-    assert beside <= 2 * alone + 4.0
-    if policy != "moonserve":  # this policy lets short prompts pass
-        assert p90_of_quiet([*quiet, *(replace(record, tenant="quiet") for record in flood)]) > 3 * beside
+    for seed in range(1, 9):  # the p90 of 30 requests is that of three
+        quiet = arrivals("quiet", number=30, over_s=100.0, seed=seed)
+        flood = arrivals("flood", number=180, over_s=45.0, seed=seed)
+        ours = {record.arrived_s for record in quiet}
+        alone += ttfts_of_quiet(quiet)
+        beside += ttfts_of_quiet([*quiet, *flood])
+    assert percentile(beside, 90) <= 2 * percentile(alone, 90) + 4.0  # a running prompt is not preempted; 4 s at most
+    as_one = ttfts_of_quiet([*quiet, *(replace(record, tenant="quiet") for record in flood)])
+    assert percentile(as_one, 90) > 3 * percentile(beside, 90)
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
