@@ -71,8 +71,8 @@ typedef struct {
     double mean_s, ttft_s, long_s, late_s;
 } Bounds;
 
-/* Prompts in time yield for a share of the mean wait, those with a prefill of up to SHORT mean waits until the quantile of
- * the TTFT in order of arrival. If longer ones, which are near it, yielded less than those, they would overtake them. */
+/* Prompts in time yield for a share of the mean wait; those whose prefill is at most SHORT mean waits also at most until
+ * the quantile of the TTFT. Longer ones are near it: if they yielded less than short ones, they would overtake them. */
 static const double SHARE = 0.5, SHORT = 2.0;
 static const double BURST_S = 1e-3; /* as in tenant_fairness.py: earlier prompts at the same instant come first */
 

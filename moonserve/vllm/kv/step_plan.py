@@ -36,6 +36,7 @@ class Remote:
 
     @classmethod
     def of(cls, request: Any) -> Remote | None:
+        """Returns what a request's `kv_transfer_params` name, or None."""
         parameters = request.kv_transfer_params or {}
         name, addresses = parameters.get("remote_request_id"), parameters.get("remote_addresses")
         return cls(name, list(addresses)) if name and addresses else None
