@@ -152,6 +152,7 @@ class FaultInjector:
         key, reached = part.rows.tobytes(), threading.Event()
         with self._lock:
             self._late[key] = reached
+        session._written = None, 0  # by message, not under a lease
         try:
             send(part, slices)
             session._connection.flush()
@@ -199,7 +200,6 @@ class FaultInjector:
             return window
 
         target.connection.abort, target.close, target.window_for = aborted, closed, held
-        target._serve_natively = lambda *_: None  # native code would pass by `window_for`
         return target
 
     def _hold_late_data(self, serving: _Serving, rows: Rows) -> None:

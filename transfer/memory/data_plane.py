@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.native_libraries import C_FLAGS, CompilerError, c_fields, load_library, shared_cache
-from moonserve.transfer.memory.scatter import LIMIT, MAX_ROWS, Rows
+from moonserve.transfer.memory.scatter import LIMIT, Rows
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -58,8 +58,6 @@ class PumpEnd(IntEnum):
     """The peer has closed its side; nothing more arrives."""
     ERROR = 5
     """A system call failed; `FlowState.error` has the errno."""
-    ROWS_DONE = 6
-    """`serve_copies` leaves a request to its caller, whose rows have arrived too."""
 
 
 _PUMP_ENDS = {int(end): end for end in PumpEnd}
@@ -196,26 +194,6 @@ class Flow:
         return None if taken < 0 else taken
 
 
-_FrameHeader = ctypes.c_int64 * 6
-"""Memory of a frame's header (tcp/frames.py)."""
-
-
-class CopyRoute(ctypes.Structure):
-    """Requests that `serve_copies` serves: from one memory of the initiator into one window. `Route` of
-    copy_requests.h."""
-
-    _fields_ = (
-        ("served", _FrameHeader),
-        *c_fields(ctypes.c_void_p, "window starts ends"),
-        *c_fields(ctypes.c_int64, "num_ranges"),
-        *c_fields(ctypes.c_void_p, "to source live"),
-        *c_fields(ctypes.c_int64, "source_bytes max_bytes"),
-        *c_fields(ctypes.c_int32, "verified"),
-        ("header", _FrameHeader),
-        ("rows", ctypes.c_int64 * 3 * MAX_ROWS),
-    )
-
-
 def total_bytes(vectors: IoVectors) -> int:
     return int(vectors[0, 1]) if len(vectors) == 1 else int(vectors[:, 1].sum())
 
@@ -245,11 +223,6 @@ class DataPlane:
             (brief.path_taken, [pointer, int64], None),
             (brief.path_arrived, [pointer, int32, int64, double], None),
             (brief.path_left, [pointer, int64, double], None),
-            (
-                library.serve_copies,
-                [int32, ctypes.POINTER(FlowState), ctypes.POINTER(CopyRoute), ctypes.c_char_p, int64, int64],
-                int32,
-            ),
             (library.pump, [int32, ctypes.POINTER(FlowState), int64, int64], int32),
             (library.copy_inline, [*[pointer] * 5, int64, int64], int32),
             (brief.lease_begin, [pointer, int64, pointer, pointer, int64], int32),
@@ -320,13 +293,6 @@ class DataPlane:
         sleep. A broken pipe raises no signal.
         """
         return _PUMP_ENDS[self._pump(fd, flow.state, timeout_ns, spin_ns)]
-
-    def serve_copies(
-        self, fd: int, flow: Flow, route: CopyRoute, reply: bytes, *, stall_ns: int, spin_ns: int
-    ) -> PumpEnd:
-        """Serves requests along the route, with `reply`, until one is left to the caller. The route has its header
-        (IN_DONE) and perhaps its rows (ROWS_DONE). Waits endlessly for a request, `stall_ns` for the rest of one."""
-        return _PUMP_ENDS[self.library.serve_copies(fd, flow.state, route, reply, stall_ns, spin_ns)]
 
 
 @functools.cache

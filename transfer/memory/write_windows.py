@@ -24,7 +24,7 @@ from moonserve.transfer.memory.segments import Segment
 _REVOKE_AFTER_S = 0.1
 """Time that a close waits for holds to end before it revokes them: many times what a device needs for a slice."""
 _CLOSED = 1 << 62
-"""Flag of a window's state, whose rest is the number of stores in flight, native ones too (native/copy_requests.h)."""
+"""Flag of a window's state, whose rest is the number of stores in flight, native ones too (native/windows.h)."""
 _POLL_S = 0.0002
 """Interval at which a close looks for stores in flight, which notify nobody."""
 

@@ -42,7 +42,7 @@
 #define SEAL_BYTES 8
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED, ROWS_DONE };
+enum { IN_DONE = 1, OUT_DONE, TIMEOUT, HANGUP, FAILED };
 enum { LENGTH = 2, COLUMNS = 3 }; /* columns of a row: remote offset, local offset, length */
 
 typedef int64_t unaligned_int64 __attribute__((aligned(1), may_alias)); /* rows may be in a received frame */
@@ -385,7 +385,7 @@ PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns)
     }
 }
 
-#include "copy_requests.h"
+#include "windows.h"
 #include "leased_writes.h"
 #include "traffic.h"
 #include "inline_copies.h"

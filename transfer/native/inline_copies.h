@@ -1,9 +1,10 @@
-/* Small READs and WRITEs in the caller's thread, by mapped memory of the peer, one call each: checks, copies, counts.
+/* Copies by mapped memory of the peer, one call each: small READs and WRITEs in the caller's thread, which are counted
+ * here, and WRITEs of a lane.
  *
  * Its rule: a copy succeeded if the local segment was held meanwhile, and if after it the peer lived and had its memory
  * registered. A WRITE needs a lease (leased_writes.h). Any copy that fails a check is left to the caller, which checks
- * again and raises the error. Included by data_plane.c; segments.py, memfd.py and shm/transport.py make the structures,
- * as arrays.
+ * again and raises the error. Included by data_plane.c; segments.py, memfd.py and shm/session.py make the structures, as
+ * arrays.
  */
 
 /* A segment. Its users are counted like a window's stores: no more once it is deregistered. */
@@ -48,8 +49,16 @@ static int64_t allowed_bytes(const InlineRoute *route, const MappedMemory *peer,
     return bytes;
 }
 
+static int has_hung_up(int32_t fd) {
+    struct pollfd ended = {.fd = fd, .events = POLLRDHUP};
+    int events;
+    do events = poll(&ended, 1, 0);
+    while (events < 0 && errno == EINTR);
+    return events != 0;
+}
+
 /* Copies the rows, into the window or, if that is 0, out of the peer's memory. Returns 1 if they were copied and counted,
-   -1 if a copy differs from its source, 0 if another check failed. */
+   -1 if a copy differs from its source, 0 if another check failed. `path`: may be NULL. */
 PUBLIC int32_t copy_inline(const InlineRoute *route, Path *path, const MappedMemory *peer, LocalMemory *local, Row *rows,
                            int64_t count, int64_t window) {
     int64_t began_ns = now_ns(), bytes = allowed_bytes(route, peer, local, rows, count);
@@ -64,6 +73,6 @@ PUBLIC int32_t copy_inline(const InlineRoute *route, Path *path, const MappedMem
     segment_release(local);
     /* Looked up after the copy, so that the copy is covered. */
     if (!copied || has_hung_up((int32_t)route->fd) || *(const volatile uint8_t *)peer->live != 1) return 0;
-    if (copied > 0) count_inline(path, window ? WRITE : READ, bytes, now_ns() - began_ns);
+    if (copied > 0 && path) count_inline(path, window ? WRITE : READ, bytes, now_ns() - began_ns);
     return copied;
 }

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 STEP_BYTES = 4 << 20
 """A copy of this size takes less than a millisecond, the longest that close_window waits."""
+CHANGED = "bytes changed while they were copied within the host"
 
 _unguarded: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -74,7 +75,7 @@ def copy_in_steps(
             if not verified:
                 source.copy(into.base, step, to_column=to_column)
             elif not source.copy_verified(into.base, step, to_column=to_column):
-                raise IntegrityError("bytes changed while they were copied within the host")
+                raise IntegrityError(CHANGED)
     source.require_live()
 
 

@@ -26,7 +26,6 @@ from moonserve.transfer.memory.data_plane import (
     SEAL_BYTES,
     SHORT_VALUE,
     UNSEALED,
-    CopyRoute,
     Flow,
     IoVectors,
     PumpEnd,
@@ -283,17 +282,6 @@ class Connection:
             known = self._short[count] = data, vectors((address_of(data), count))
         self.receive_vectors(known[1])
         return known[0]
-
-    def serve_copies(self, route: CopyRoute, reply: bytes, stall_s: float) -> bool:
-        """Serves requests along the route until one is left to the caller. Its header is in the route, and its rows if
-        True is returned. Raises PeerLost."""
-        fd, stall_ns = self._sock.fileno(), int(stall_s * 1e9)
-        end = self._plane.serve_copies(fd, self._flow, route, reply, stall_ns=stall_ns, spin_ns=_SPIN_NS)
-        if end is PumpEnd.TIMEOUT:
-            raise PeerLost("the peer did not answer in time")
-        if end not in (PumpEnd.IN_DONE, PumpEnd.ROWS_DONE):
-            self._raise_ended(end)
-        return end is PumpEnd.ROWS_DONE
 
     def take_descriptor(self) -> int | None:
         """Returns a descriptor that was received since the last call and gives it to the caller to close."""

@@ -17,8 +17,8 @@ from moonserve.transfer.memory import scatter
 from moonserve.transfer.memory.data_plane import address_of, data_plane
 from moonserve.transfer.memory.memfd import OwnedMemory, PeerMemory
 from moonserve.transfer.memory.scatter import Rows
-from moonserve.transfer.shm import transport
 from moonserve.transfer.shm.peer_memory import PeerProcess
+from moonserve.transfer.shm.session import ShmSession
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import HEADER_BYTES, Code, Header, Kind, decode, encode, error_of, request
 from tests.patience import NEVER_S, PATIENCE_S
@@ -104,7 +104,7 @@ def test_offers_do_not_deadlock_while_both_ends_send(make_engine: Make) -> None:
 
 def test_a_wrong_copy_is_an_integrity_error(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(3 * MIB)
-    monkeypatch.setattr(transport.ShmTarget, "_serve_natively", lambda *_: None)
+    monkeypatch.setattr(ShmSession, "_ask_for_lease", lambda *_: False)
     round_trip(pair)
 
     def wrong(self: PeerMemory, to: int, rows: Rows, *, to_column: int) -> bool:
@@ -129,7 +129,7 @@ def test_a_small_read_needs_no_thread_and_no_reply(
     pair = make_pair(64 << 10, registered=registered)
     read(pair)  # maps the memory
     with monkeypatch.context() as patch:
-        patch.setattr(transport.ShmSession, "receive_reply", None)
+        patch.setattr(ShmSession, "receive_reply", None)
         patch.setattr(pair.near, "_submit", None)
         pair.memory.buffer[:] = b"n" * pair.memory.nbytes
         read(pair)
@@ -243,40 +243,19 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("row", OUTSIDE)
-def test_native_code_refuses_what_python_refuses(target: Target, row: tuple[int, int, int]) -> None:
-    """The first request that succeeds leaves requests like it to native code."""
+def test_rows_outside_of_either_memory_are_refused(target: Target, row: tuple[int, int, int]) -> None:
     target.offer(target.source.fd)
-    with pytest.raises(InvalidRequest):
-        target.write(scatter.rows(row))
     with pytest.raises(InvalidRequest, match="never offered"):
         target.write(scatter.rows((0, 0, 1)), source_id=77)
-    assert not any(target.segment.buffer)
-    target.write(scatter.rows((0, 0, 1)))
     for rows in (scatter.rows(row), scatter.rows((5, 0, 1), row)):
         with pytest.raises(InvalidRequest):
             target.write(rows)
-    assert bytes(target.segment.buffer) == b"s" + bytes(NBYTES - 1)
+    assert not any(target.segment.buffer)
     target.write(scatter.rows((3, 0, 2), (9, 1, 0), (1, 7, 1)))
-    assert bytes(target.segment.buffer[:6]) == b"ss\0ss\0"
+    assert bytes(target.segment.buffer[:6]) == b"\0s\0ss\0"
 
 
-def test_native_code_keeps_to_the_ranges_of_the_window(target: Target) -> None:
-    ranges = [(0, 3), (10, 4), (14, 2), (30, 1)]
-    target.window_id = target.engine.open_window(target.segment, ranges)
-    target.offer(target.source.fd)
-    target.write(scatter.rows((0, 0, 1)))
-    allowed = {at + i for at, length in ranges for i in range(length)}
-    for start in range(33):
-        for length in range(1, 8):
-            if allowed.issuperset(range(start, start + length)):
-                target.write(scatter.rows((start, 0, length)))
-            else:
-                with pytest.raises(InvalidRequest):
-                    target.write(scatter.rows((start, 0, length)))
-    assert {i for i, byte in enumerate(target.segment.buffer) if byte} == allowed
-
-
-def test_native_code_stores_nothing_for_a_closed_window_or_a_deregistered_source(target: Target) -> None:
+def test_nothing_is_stored_for_a_closed_window_or_a_deregistered_source(target: Target) -> None:
     target.offer(target.source.fd)
     target.write(scatter.rows((0, 0, 1)))
     other = target.engine.open_window(target.segment, [(0, 1)])
@@ -294,7 +273,7 @@ def test_native_code_stores_nothing_for_a_closed_window_or_a_deregistered_source
     assert not any(target.segment.buffer)
 
 
-def test_no_native_store_follows_the_close_of_its_window(pair: Pair) -> None:
+def test_no_store_follows_the_close_of_its_window(pair: Pair) -> None:
     pair.local.buffer[:] = b"x" * pair.local.nbytes
     for _ in range(20):
         writing = threading.Event()

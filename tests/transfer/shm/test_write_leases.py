@@ -1,6 +1,7 @@
 """WRITEs that the initiator stores itself under a lease: what it may write, and that nothing is stored after a close,
 whatever the initiator's process does meanwhile."""
 
+import itertools
 import random
 import signal
 import time
@@ -9,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from moonserve.protocol.errors import InvalidRequest, StaleLease
+from moonserve.protocol.errors import IntegrityError, InvalidRequest, StaleLease
 from moonserve.transfer import RemoteSegment
-from moonserve.transfer.shm import transport
+from moonserve.transfer.shm.session import ShmSession
 from tests.patience import until
 from tests.transfer.conftest import MakePair, Pair
 from tests.transfer.peer_process import PeerInProcess
@@ -19,6 +20,7 @@ from tests.transfer.peer_process import PeerInProcess
 TRANSPORTS = ["shm"]
 
 MIB = 1 << 20
+IN_LANE = 20 * MIB  # more than `run` carries in the caller's thread
 ROUNDS = 10
 
 
@@ -28,7 +30,7 @@ def leased(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     for _ in range(3):  # the first connects
         pair.run_inline(pair.write(0, 0, pair.memory.nbytes))
     monkeypatch.setattr(pair.near, "_submit", Mock(side_effect=AssertionError("by message")))
-    monkeypatch.setattr(transport.ShmSession, "carry_inline", Mock(side_effect=AssertionError("by message")))
+    monkeypatch.setattr(ShmSession, "carry_inline", Mock(side_effect=AssertionError("by message")))
     return pair
 
 
@@ -43,25 +45,41 @@ def test_a_leased_write_needs_no_message_and_is_counted(leased: Pair) -> None:
     assert not leased.local.num_users
 
 
+def test_a_large_write_is_stored_by_the_lane(leased: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(ShmSession, "_request_write", Mock(side_effect=AssertionError("by message")))
+    nbytes, (stats,) = leased.memory.nbytes, leased.near.stats
+    before = stats.totals.bytes[1]
+    leased.local.buffer[:] = random.Random(1).randbytes(nbytes)
+    leased.run(leased.write(0, 0, nbytes))
+    assert leased.memory.buffer == leased.local.buffer
+    assert stats.totals.bytes[1] == before + nbytes
+    (lane,) = next(iter(leased.near._peers.by_address.values()))._lanes.values()
+    lane._session._copy_natively = lambda *_: -1  # type: ignore[union-attr]
+    with pytest.raises(IntegrityError):
+        leased.run(leased.write(0, 0, nbytes))
+
+
 def test_a_lease_is_of_one_window_and_its_ranges(pair: Pair) -> None:
     pair.local.buffer[:] = b"l" * pair.local.nbytes
     pair.memory.buffer[:] = bytes(pair.memory.nbytes)
-    window_id = pair.far.open_window(pair.memory, [(100, 50), (200, 50)])
-    for _ in range(4):
-        for at in (100, 200):
-            pair.run_inline(pair.write(0, at, 50, window_id))
-        for at, length in ((99, 2), (149, 2), (150, 1), (0, 1), (249, 2)):
+    ranges = [(0, 3), (10, 4), (14, 2), (30, 1)]
+    window_id = pair.far.open_window(pair.memory, ranges)
+    allowed = {at + i for at, length in ranges for i in range(length)}
+    for start, length in itertools.product(range(33), range(1, 8)):
+        transfer = pair.write(0, start, length, window_id)
+        if allowed.issuperset(range(start, start + length)):
+            pair.run_inline(transfer)
+        else:
             with pytest.raises(InvalidRequest):
-                pair.run_inline(pair.write(0, at, length, window_id))
-    ranges = bytes(100) + b"l" * 50 + bytes(50) + b"l" * 50
-    assert pair.memory.buffer[:250] == ranges
-    assert not any(pair.memory.buffer[250:])
+                pair.run_inline(transfer)
+    assert {i for i, byte in enumerate(pair.memory.buffer) if byte} == allowed
     for _ in range(3):
         pair.run_inline(pair.write(0, 0, 10))
     pair.far.close_window(window_id)
-    for at in (100, 200):
+    for at, length in ranges:
         with pytest.raises(StaleLease):
-            pair.run_inline(pair.write(0, at, 50, window_id))
+            pair.run_inline(pair.write(0, at, length, window_id))
 
 
 def test_a_close_without_waiting_ends_the_lease(leased: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +113,15 @@ def writer() -> Iterator[PeerInProcess]:
     peer.end()
 
 
-@pytest.mark.parametrize("ending", ["stopped", "stopped and killed", "killed"])
+@pytest.mark.parametrize(
+    ("ending", "nbytes"),
+    [("stopped", 4 * MIB), ("stopped", IN_LANE), ("stopped and killed", IN_LANE), ("killed", 4 * MIB)],
+)
 def test_nothing_is_stored_after_a_close_by_a_process_that_was_interrupted_in_the_middle(
-    make_pair: MakePair, writer: PeerInProcess, ending: str
+    make_pair: MakePair, writer: PeerInProcess, ending: str, nbytes: int
 ) -> None:
     far = make_pair(4096).far
-    memory, rng, num_mid_write = far.allocate(4 * MIB), random.Random(3), 0
+    memory, rng, num_mid_write = far.allocate(nbytes), random.Random(3), 0
     remote = RemoteSegment(far.address, memory.segment_id)
     for _ in range(ROUNDS if ending == "stopped" else 1):
         window_id = far.open_window(memory, [(0, memory.nbytes)])
@@ -120,5 +141,5 @@ def test_nothing_is_stored_after_a_close_by_a_process_that_was_interrupted_in_th
             assert writer.ask("refusal") == "StaleLease"
         else:
             writer.end()
-        assert not any(memory.buffer)
+        assert not bytes(memory.buffer).strip(b"\0")
     assert num_mid_write or ending != "stopped"
