@@ -24,8 +24,8 @@
 #define VERIFY_STEP ((size_t)64 << 10) /* source and copy together fit into the L2 cache several times */
 #define ROW_PREFETCH ((size_t)512)
 /* Number of waits without spinning after a spin in vain: the peer may share this core, and then it cannot answer
-   during a spin. Three waits halve the latency of peers on one core and cost peers on two cores nothing (LOG.md). */
-#define REST 3
+   during a spin. Peers on two cores find each other awake after seven waits at most (LOG.md). */
+#define REST 7
 /* The kernel treats a receiver that also sends as interactive and delays its acknowledgements, for which a sender with
    a full buffer waits. From this many expected bytes on, the receiver acknowledges at once; a fifth faster (LOG.md). */
 #define STREAM ((int64_t)64 << 10)
