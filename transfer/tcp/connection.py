@@ -43,7 +43,6 @@ _STEP_NS = 50_000_000
 _IDLE_NS = 3_600_000_000_000
 _SPIN_NS = 300_000
 """More than a sleeping peer needs to answer: with less, both ends of a connection sleep in every wait (LOG.md)."""
-"""A working peer answers within this. Sleeping and being woken takes as long (LOG.md)."""
 _STORE_NS = 1_000_000
 """Longest time that one step of a guarded receive holds the guard."""
 _SCRATCH_BYTES = 65536
