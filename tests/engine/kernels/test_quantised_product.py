@@ -38,7 +38,9 @@ def random_rows(seed: int, outputs: int, inputs: int, format: WeightFormat) -> Q
     groups = -(-inputs // format.group)
     codes = torch.randint(lowest, highest + 1, (outputs, inputs), generator=generator)
     zeros = torch.randint(lowest, highest + 2, (outputs, groups), generator=generator)
-    scales = torch.randn(outputs, groups, generator=generator) * 10.0 ** torch.randint(-6, 1, (outputs, 1))
+    scales = torch.randn(outputs, groups, generator=generator) * 10.0 ** torch.randint(
+        -6, 1, (outputs, 1), generator=generator
+    )
     own = zeros.to(torch.int16) if format.has_zeros else None
     mins = torch.randn(outputs, groups, generator=generator) * scales.abs().amax() * highest
     scales, mins = scales.to(format.scale_dtype), mins.half()
@@ -73,19 +75,23 @@ def packed(rows: QuantisedRows, bias: torch.Tensor | None = None) -> Matrix:
     return pack(matrix_of(rows), bias, Arena(0))
 
 
-def assert_exact(found: torch.Tensor, x: torch.Tensor, rows: QuantisedRows, bias: torch.Tensor | None = None) -> None:
-    """Requires the exact product of inputs that are off by half a code of 16 bits of their group's highest magnitude,
-    three float32 roundings per group and as many for its minimum, and one rounding to the dtype."""
+def exact_product(x: torch.Tensor, rows: QuantisedRows, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the product and the error of float32: half a code of 16 bits of a group's highest magnitude for inputs,
+    three roundings per group and as many for its minimum."""
     weights, wide = exact_weights(rows), x.double()
     group, groups = rows.format.group, rows.scales.shape[1]
     highest = F.pad(wide.abs(), (0, groups * group - x.shape[1])).view(len(x), groups, group).amax(-1)
     half_codes = highest.repeat_interleave(group, 1)[:, : x.shape[1]] / 32639 * 0.501
-    added = torch.zeros(len(weights)) if bias is None else bias
-    expected = wide @ weights.T + added
     magnitude = wide.abs() @ (weights.abs() + 4 * exact_mins(rows).abs()).T + added.abs()
+    off = half_codes @ weights.abs().T + 2.0**-24 * (3 * groups + 4) * magnitude
+    return wide @ weights.T + added, off * 1.001
+
+
+def assert_exact(found: torch.Tensor, x: torch.Tensor, rows: QuantisedRows, bias: torch.Tensor | None = None) -> None:
+    """Requires the exact product up to rounding in float32, and one rounding to the dtype."""
+    expected, bound = exact_product(x, rows, torch.zeros(rows.shape[0]) if bias is None else bias)
     once = 0.0 if found.dtype == torch.float32 else 2.0**-8
-    bound = once * expected.abs() + (1 + once) * half_codes @ weights.abs().T + 2.0**-24 * (3 * groups + 4) * magnitude
-    off = ((found.double() - expected).abs() - bound * 1.001).max()
+    off = ((found.double() - expected).abs() - once * expected.abs() * 1.001 - (1 + once) * bound).max()
     assert off <= 1e-37, f"off by {off:.1e} more than rounding explains"
 
 
@@ -128,9 +134,10 @@ def test_gates_multiply_their_ups(format: WeightFormat) -> None:
     """The inner size is no multiple of a panel's 16 pairs."""
     x, rows = random_tensor(0, 5, 64, dtype=torch.float32), random_rows(1, 2 * 41, 64, format)
     found = gate(pack_gates(matrix_of(rows, pairs=True), None, Arena(0)), x, 41)
-    gates, ups = (x.double() @ exact_weights(rows).T).chunk(2, 1)
-    scale = (F.silu(gates) * ups).abs().amax()
-    torch.testing.assert_close(found.double(), F.silu(gates) * ups, rtol=1e-3, atol=1e-4 * float(scale))
+    (gates, ups), (gates_off, ups_off) = (each.chunk(2, 1) for each in exact_product(x, rows, torch.zeros(2 * 41)))
+    exact = F.silu(gates) * ups
+    off = 1.1 * gates_off * (ups.abs() + ups_off) + F.silu(gates).abs() * ups_off  # silu's slope is below 1.1
+    assert ((found.double() - exact).abs() <= off + 1e-5 * exact.abs()).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

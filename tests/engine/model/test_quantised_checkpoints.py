@@ -226,11 +226,7 @@ OF_COMPRESSED_FP8 = of_compressed("float-quantized", num_bits=8, type="float", s
 
 @pytest.mark.parametrize(
     ("settings", "make"),
-    [
-        (FP8 | {"weight_block_size": [128, 128]}, blocks),
-        (FP8, one_scale),
-        (OF_COMPRESSED_FP8, a_scale_per_output),
-    ],
+    [(FP8 | {"weight_block_size": [128, 128]}, blocks), (FP8, one_scale), (OF_COMPRESSED_FP8, a_scale_per_output)],
     ids=["blocks", "one scale", "a scale per output"],
 )
 def test_fp8_becomes_plain_weights(settings: dict[str, Any], make: Callable[..., Any], model: Path) -> None:

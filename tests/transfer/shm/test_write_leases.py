@@ -34,30 +34,28 @@ def leased(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     return pair
 
 
-def test_a_leased_write_needs_no_message_and_is_counted(leased: Pair) -> None:
-    nbytes = leased.memory.nbytes
-    (stats,) = leased.near.stats
+@pytest.mark.parametrize("in_lane", [False, True])
+def test_a_leased_write_needs_no_message_and_is_counted(
+    leased: Pair, in_lane: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_lane:
+        monkeypatch.undo()
+        monkeypatch.setattr(ShmSession, "_request_write", Mock(side_effect=AssertionError("by message")))
+    nbytes, (stats,) = leased.memory.nbytes, leased.near.stats
     before = stats.totals.bytes[1]
     leased.local.buffer[:] = random.Random(1).randbytes(nbytes)
-    leased.run_inline(leased.write(0, 0, nbytes))
+    (leased.run if in_lane else leased.run_inline)(leased.write(0, 0, nbytes))
     assert leased.memory.buffer == leased.local.buffer
     assert stats.totals.bytes[1] == before + nbytes
     assert not leased.local.num_users
 
 
-def test_a_large_write_is_stored_by_the_lane(leased: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_the_lane_that_differs_is_an_error(leased: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(ShmSession, "_request_write", Mock(side_effect=AssertionError("by message")))
-    nbytes, (stats,) = leased.memory.nbytes, leased.near.stats
-    before = stats.totals.bytes[1]
-    leased.local.buffer[:] = random.Random(1).randbytes(nbytes)
-    leased.run(leased.write(0, 0, nbytes))
-    assert leased.memory.buffer == leased.local.buffer
-    assert stats.totals.bytes[1] == before + nbytes
     (lane,) = next(iter(leased.near._peers.by_address.values()))._lanes.values()
     lane._session._copy_natively = lambda *_: -1  # type: ignore[union-attr]
     with pytest.raises(IntegrityError):
-        leased.run(leased.write(0, 0, nbytes))
+        leased.run(leased.write(0, 0, 1))
 
 
 def test_a_lease_is_of_one_window_and_its_ranges(pair: Pair) -> None:
