@@ -118,7 +118,6 @@ class FaultInjector:
         session = connect(dial)
         self.open_sessions.add(session)
         session.send_request = partial(self._send_request, session, session.send_request)
-        session.carry_inline = partial(StreamSession.carry_inline, session)
         session.copy_inline = partial(StreamSession.copy_inline, session)
         session.fence = partial(self._fence, session.fence)
         session.list_segments = partial(self._list, session, session.list_segments)

@@ -111,8 +111,7 @@ class PeerMemory:
         self._marker = _marker(nbytes)
         self.nbytes = nbytes
         self.view = memoryview(self._map).cast("B").toreadonly()[:nbytes]
-        self.live_address = self.base + self._marker
-        self._native = (ctypes.c_int64 * 3)(self.base, nbytes, self.live_address)
+        self._native = (ctypes.c_int64 * 3)(self.base, nbytes, self.base + self._marker)
         self.native = ctypes.addressof(self._native)  # its `MappedMemory` (inline_copies.h)
         self._plane = data_plane()
 

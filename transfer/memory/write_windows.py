@@ -24,7 +24,7 @@ from moonserve.transfer.memory.segments import Segment
 _REVOKE_AFTER_S = 0.1
 """Time that a close waits for holds to end before it revokes them: many times what a device needs for a slice."""
 _CLOSED = 1 << 62
-"""Flag of a window's state, whose rest is the number of stores in flight, native ones too (native/windows.h)."""
+"""Flag of a window's state, whose rest is the number of stores in flight (native/windows.h)."""
 _POLL_S = 0.0002
 """Interval at which a close looks for stores in flight, which notify nobody."""
 
@@ -67,7 +67,7 @@ class WriteLease:
 class Window:
     """A right to write; as a context manager it covers one store."""
 
-    __slots__ = ("_changed", "_holds", "_native", "_state", "ends", "leases", "segment", "starts", "state", "window_id")
+    __slots__ = ("_changed", "_holds", "_native", "_state", "ends", "leases", "segment", "starts", "window_id")
 
     def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
         merged = data_plane().joined(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
@@ -78,7 +78,6 @@ class Window:
         self._changed = threading.Condition(threading.Lock())
         self._native = data_plane().brief
         self._state = ctypes.c_int64()
-        self.state = ctypes.addressof(self._state)
         self._holds: set[WindowHold] = set()
         self.leases: set[WriteLease] = set()
 
@@ -105,7 +104,7 @@ class Window:
 
     def close(self) -> None:
         with self._changed:
-            self._native.window_close(self.state)
+            self._native.window_close(ctypes.byref(self._state))
         for lease in list(self.leases):
             lease.end()
         with self._changed:
@@ -120,7 +119,7 @@ class Window:
     def close_if_idle(self) -> bool:
         with self._changed:
             idle = not self._holds and all(lease.end_if_idle() for lease in list(self.leases))
-            return idle and bool(self._native.window_close_if_idle(self.state))
+            return idle and bool(self._native.window_close_if_idle(ctypes.byref(self._state)))
 
     def _wait_idle(self, until: float) -> bool:
         """Waits until there are no stores and holds. Returns False at `until`. The lock is held."""
@@ -155,11 +154,11 @@ class Window:
             self._changed.notify_all()
 
     def __enter__(self) -> None:
-        if not self._native.window_enter(self.state):
+        if not self._native.window_enter(ctypes.byref(self._state)):
             raise _stale(self.window_id)
 
     def __exit__(self, *_: object) -> None:
-        self._native.window_leave(self.state)
+        self._native.window_leave(ctypes.byref(self._state))
 
 
 class WindowTable:

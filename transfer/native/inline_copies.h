@@ -58,7 +58,7 @@ static int has_hung_up(int32_t fd) {
 }
 
 /* Copies the rows, into the window or, if that is 0, out of the peer's memory. Returns 1 if they were copied and counted,
-   -1 if a copy differs from its source, 0 if another check failed. `path`: may be NULL. */
+   -1 if a copy differs from its source, 0 if another check failed. `path`: NULL if the caller counts. */
 PUBLIC int32_t copy_inline(const InlineRoute *route, Path *path, const MappedMemory *peer, LocalMemory *local, Row *rows,
                            int64_t count, int64_t window) {
     int64_t began_ns = now_ns(), bytes = allowed_bytes(route, peer, local, rows, count);

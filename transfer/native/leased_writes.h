@@ -120,7 +120,7 @@ static int32_t write_leased(Lease *lease, int64_t window, char *to, const char *
     return outcome;
 }
 
-/* Lets the initiator store into the window. The lease is of no window, and its initiator waits for the answer. */
+/* Lets the initiator store into the window. The lease is of no window, and its initiator stores nothing before the answer. */
 PUBLIC int32_t lease_begin(Lease *lease, int64_t window, const int64_t *starts, const int64_t *ends, int64_t count) {
     if (count > MAX_LEASE_RANGES) return 0;
     memcpy(lease->starts, starts, (size_t)count * sizeof *starts);

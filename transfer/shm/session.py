@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 
 from moonserve.protocol.errors import IntegrityError, InvalidRequest, PeerLost, StaleLease
 from moonserve.transfer.memory import scatter
@@ -23,7 +24,7 @@ from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import HEADER_BYTES, Header, Kind, encode, request
 from moonserve.transfer.tcp.handshake import Agreement
 from moonserve.transfer.tcp.session import StreamSession
-from moonserve.transfer.transport_interface import Dial, Op, Slice, SliceSource, without_traceback
+from moonserve.transfer.transport_interface import Dial, Op, Slice, SliceSource
 
 _LEASED_FROM = 3
 """WRITEs in a row to a window at which a lease of it is asked for."""
@@ -82,14 +83,7 @@ class ShmSession(StreamSession):
             return super().send_request(part, slices)
         if self._leased != part.window_id:
             return self._ask_for_lease(part) or super().send_request(part, slices)
-        try:
-            if not self._store(part):
-                return super().send_request(part, slices)
-        except IntegrityError as error:
-            slices.settle(part, without_traceback(error))
-        else:
-            slices.settle(part, None)
-        return False
+        return not self._settle_by(self._store, part, slices) and super().send_request(part, slices)
 
     def _request_write(self, part: Slice) -> None:
         if not self._reachable_for_peer(part):
@@ -153,13 +147,7 @@ class ShmSession(StreamSession):
             return super().send_request(part, slices)
         if not self.alive():  # a copy alone would not fail
             raise PeerLost("the peer has closed the connection")
-        try:
-            self._read(part, source)
-        except (InvalidRequest, IntegrityError) as error:
-            slices.settle(part, without_traceback(error))
-        else:
-            slices.settle(part, None)
-        return False
+        return not self._settle_by(partial(self._read, source), part, slices)
 
     def _receive_map(self, part: Slice) -> bool:
         self._accept_memory(self._segments, part.segment_id)
@@ -168,8 +156,7 @@ class ShmSession(StreamSession):
             header = Header(kind=Kind.READ, entries=len(part.rows), segment_id=part.segment_id)
             self._connection.queue(self.request(header, part.rows))
             return False
-        self._read(part, source)
-        return True
+        return self._read(source, part)
 
     def _accept_memory(self, segments: PeerSegments, segment_id: int) -> None:
         """Receives the answer to MAP or LEASE. Raises the peer's refusal."""
@@ -183,9 +170,11 @@ class ShmSession(StreamSession):
             if fd is not None:
                 os.close(fd)
 
-    def _read(self, part: Slice, source: ReadableMemory) -> None:
+    def _read(self, source: ReadableMemory, part: Slice) -> bool:
+        """Copies a slice. Returns True: it has ended. Raises InvalidRequest or IntegrityError."""
         scatter.require_inside(part.rows, REMOTE, source.nbytes)
         copy_in_steps(source, part.local, part.rows, to_column=LOCAL, verified=self._checksums)
+        return True
 
     def _reachable_for_peer(self, part: Slice) -> bool:
         """Returns True if the peer can copy out of the slice's local memory. Offers the memory first if necessary."""

@@ -20,11 +20,7 @@ from moonserve.transfer.memory.scatter import LOCAL, REMOTE, Rows
 from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.memory.write_windows import LEASE_BYTES, WriteLease
 from moonserve.transfer.paths.peer_address import Address, Rail
-from moonserve.transfer.shm.peer_memory import (
-    PeerSegments,
-    copy_in_steps,
-    is_visible,
-)
+from moonserve.transfer.shm.peer_memory import PeerSegments, copy_in_steps, is_visible
 from moonserve.transfer.shm.session import ShmSession
 from moonserve.transfer.tcp.connection import Connection
 from moonserve.transfer.tcp.frames import (
@@ -39,10 +35,7 @@ from moonserve.transfer.tcp.frames import (
 )
 from moonserve.transfer.tcp.session import authenticate
 from moonserve.transfer.tcp.target import Acceptor, StreamTarget
-from moonserve.transfer.transport_interface import (
-    Dial,
-    ServedState,
-)
+from moonserve.transfer.transport_interface import Dial, ServedState
 
 _BACKLOG_S = 0.5
 """Longest wait for a peer that accepts no connections (stopped, or flooded)."""

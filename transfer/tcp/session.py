@@ -6,6 +6,7 @@ Requests are pipelined up to `max_in_flight_bytes`; answers arrive in order.
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 
 from moonserve.protocol.errors import IntegrityError, InvalidRequest, MoonserveError, PeerLost, StaleLease
 from moonserve.transfer.memory.data_plane import data_plane
@@ -84,7 +85,7 @@ class StreamSession:
                 self._connection.check_deadline()
                 tick_at = now + STEP_S
             part = requested.popleft()
-            if self._settle_oldest(part, slices):
+            if self._settle_by(self.receive_reply, part, slices):
                 in_flight -= part.nbytes + 1
             else:
                 requested.append(part)
@@ -117,10 +118,10 @@ class StreamSession:
     def request(self, header: Header, rows: Rows) -> bytes:
         return request(header, rows, sealed=self._checksums)
 
-    def _settle_oldest(self, part: Slice, slices: SliceSource) -> bool:
-        """Takes the answer to the oldest request. Returns False if the slice was requested again."""
+    def _settle_by(self, work: Callable[[Slice], bool], part: Slice, slices: SliceSource) -> bool:
+        """Settles a slice with the outcome of `work`. Returns False if that did, because the slice has not ended."""
         try:
-            if not self.receive_reply(part):
+            if not work(part):
                 return False
         except _REFUSALS as refused:
             slices.settle(part, without_traceback(refused))
