@@ -31,13 +31,6 @@ typedef struct {
     uint64_t length;
 } Vector;
 
-static uint64_t checksum(const uint8_t *bytes, uint64_t length) {
-    Xxh3 hash = {.position = 0};
-    if (length <= SHORT_VALUE) return xxh3_short(bytes, length);
-    xxh3_add(&hash, bytes, length, length);
-    return xxh3_end(&hash);
-}
-
 static void fill_header(uint8_t *page, const Header *head, const Entry *entry, const uint8_t *body) {
     Header *header = (Header *)page;
     uint64_t tag_bytes = entry->kind == OBJECT ? TAG_BYTES : 0; /* without encryption zeros */
@@ -48,7 +41,7 @@ static void fill_header(uint8_t *page, const Header *head, const Entry *entry, c
     header->length = (uint16_t)(end - offsetof(Header, folder_id));
     memcpy(header->body, body, entry->body_bytes);
     memset(header->body + entry->body_bytes, 0, PAGE - sizeof *header - entry->body_bytes);
-    header->checksum = checksum(page + CHECKED_FROM, end - CHECKED_FROM);
+    header->checksum = xxh3(page + CHECKED_FROM, end - CHECKED_FROM);
 }
 
 /* `entries`: as `Entry`, back to back; `pages`: addresses of as many pages as headers and copied data need; `head`: the

@@ -118,7 +118,8 @@ class FaultInjector:
         session = connect(dial)
         self.open_sessions.add(session)
         session.send_request = partial(self._send_request, session, session.send_request)
-        session.copy_inline = partial(StreamSession.copy_inline, session)
+        session.copy_inline = partial(StreamSession.copy_inline, session)  # not natively
+        session.carry_inline = partial(StreamSession.carry_inline, session)
         session.fence = partial(self._fence, session.fence)
         session.list_segments = partial(self._list, session, session.list_segments)
         session.close = partial(self._close, session, session.close)
@@ -199,6 +200,7 @@ class FaultInjector:
             return window
 
         target.connection.abort, target.close, target.window_for = aborted, closed, held
+        target._keep = lambda header: False  # it serves nothing natively
         return target
 
     def _hold_late_data(self, serving: _Serving, rows: Rows) -> None:

@@ -95,12 +95,15 @@ class Segment:
     nbytes: int = field(init=False)
     native: int = field(init=False)
     """Address of its `LocalMemory` (inline_copies.h)."""
+    users_address: int = field(init=False)
+    """Address of its number of users; `CLOSED` once it is deregistered."""
     _native: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.base, self.nbytes = address_of(self.buffer), self.buffer.nbytes
         self._native = (ctypes.c_int64 * 3)(self.base, self.nbytes)
         self.native = ctypes.addressof(self._native)
+        self.users_address = self.native + 16
 
     @property
     def num_users(self) -> int:

@@ -67,7 +67,18 @@ class WriteLease:
 class Window:
     """A right to write; as a context manager it covers one store."""
 
-    __slots__ = ("_changed", "_holds", "_native", "_state", "ends", "leases", "segment", "starts", "window_id")
+    __slots__ = (
+        "_changed",
+        "_holds",
+        "_native",
+        "_state",
+        "ends",
+        "leases",
+        "native",
+        "segment",
+        "starts",
+        "window_id",
+    )
 
     def __init__(self, window_id: int, segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
         merged = data_plane().joined(scatter.rows(*((at, at, length) for at, length in sorted(ranges))))
@@ -78,6 +89,9 @@ class Window:
         self._changed = threading.Condition(threading.Lock())
         self._native = data_plane().brief
         self._state = ctypes.c_int64()
+        bounds = address_of(self.starts), address_of(self.ends), len(self.ends)
+        self.native = ctypes.addressof(self._state), *bounds
+        """Addresses of its state, and of the starts and ends of its ranges in order; the number of ranges."""
         self._holds: set[WindowHold] = set()
         self.leases: set[WriteLease] = set()
 
@@ -135,16 +149,15 @@ class Window:
         hold = WindowHold(self, revoke)
         with self._changed:
             if self._state.value >= _CLOSED:
-                raise _stale(self.window_id)
+                raise stale(self.window_id)
             self._holds.add(hold)
         return hold
 
     def begin_lease(self, lease: WriteLease, page: int) -> None:
         with self._changed:
             if self._state.value >= _CLOSED:
-                raise _stale(self.window_id)
-            starts, ends = address_of(self.starts), address_of(self.ends)
-            if not self._native.lease_begin(page, self.window_id, starts, ends, len(self.ends)):
+                raise stale(self.window_id)
+            if not self._native.lease_begin(page, self.window_id, *self.native[1:]):
                 raise InvalidRequest("the window has too many ranges for a lease")
             self.leases.add(lease)
 
@@ -155,7 +168,7 @@ class Window:
 
     def __enter__(self) -> None:
         if not self._native.window_enter(ctypes.byref(self._state)):
-            raise _stale(self.window_id)
+            raise stale(self.window_id)
 
     def __exit__(self, *_: object) -> None:
         self._native.window_leave(ctypes.byref(self._state))
@@ -208,14 +221,14 @@ class WindowTable:
         window = self._windows.get(window_id)
         if window is None:
             if 0 < window_id < self._next_id:
-                raise _stale(window_id)
+                raise stale(window_id)
             raise InvalidRequest(f"window {window_id} was never opened")
         if window.segment.segment_id != segment_id:
             raise InvalidRequest(f"window {window_id} is not on segment {segment_id}")
         return window
 
 
-def _stale(window_id: int) -> StaleLease:
+def stale(window_id: int) -> StaleLease:
     return StaleLease(f"window {window_id} is closed")
 
 

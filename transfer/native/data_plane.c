@@ -389,3 +389,4 @@ PUBLIC int32_t pump(int32_t fd, Flow *flow, int64_t timeout_ns, int64_t spin_ns)
 #include "leased_writes.h"
 #include "traffic.h"
 #include "inline_copies.h"
+#include "frames.h"

@@ -176,3 +176,11 @@ static uint64_t xxh3_end(Xxh3 *hash) {
     hash->position = 0;
     return avalanche(merged);
 }
+
+/* Returns the hash of a value of more than 16 bytes. */
+static uint64_t xxh3(const uint8_t *bytes, uint64_t length) {
+    Xxh3 hash = {.position = 0};
+    if (length <= SHORT_VALUE) return xxh3_short(bytes, length);
+    xxh3_add(&hash, bytes, length, length);
+    return xxh3_end(&hash);
+}

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import NoReturn
 
 import numpy as np
 
@@ -39,9 +40,9 @@ from moonserve.transfer.transport_interface import STEP_S
 
 Guard = AbstractContextManager[None]
 
-_STEP_NS = 50_000_000
-_IDLE_NS = 3_600_000_000_000
-_SPIN_NS = 300_000
+STEP_NS = 50_000_000
+IDLE_NS = 3_600_000_000_000
+SPIN_NS = 300_000
 """More than a sleeping peer needs to answer: with less, both ends of a connection sleep in every wait (LOG.md)."""
 _STORE_NS = 1_000_000
 """Longest time that one step of a guarded receive holds the guard."""
@@ -67,7 +68,7 @@ class Connection:
         sock.setblocking(False)
         self._sock = sock
         self._plane = data_plane()
-        self._flow = Flow()
+        self.flow = Flow()
         self._short: dict[int, tuple[bytearray, IoVectors]] = {}
         """Reusable memory of `receive_short`, by size."""
         self._owners: deque[tuple[int, object]] = deque()
@@ -96,14 +97,14 @@ class Connection:
     def close(self) -> None:
         with self._closing:
             self._sock.close()
-        self._flow.out.clear()
+        self.flow.out.clear()
         self._release_sent()
-        if (descriptor := self._flow.take_descriptor()) is not None:
+        if (descriptor := self.flow.take_descriptor()) is not None:
             os.close(descriptor)
 
     def num_moved(self) -> int:
         """Returns the number of bytes received and sent so far."""
-        return self._flow.into.moved + self._flow.out.moved
+        return self.flow.into.moved + self.flow.out.moved
 
     def hung_up(self) -> bool:
         """Returns True if the peer is known to be gone. Does not wait."""
@@ -146,7 +147,7 @@ class Connection:
 
     def queue(self, data: bytes) -> None:
         """Queues output for the next wait."""
-        self._flow.out.add(vectors((address_of(data), len(data))))
+        self.flow.out.add(vectors((address_of(data), len(data))))
         self._keep(1, data)
 
     def queue_payload(self, frame: bytes, segment: Segment, rows: Rows, column: int, nbytes: int) -> None:
@@ -157,14 +158,14 @@ class Connection:
             behind = address_of(seal), UNSEALED if hashed else SEAL_BYTES
             value = nbytes if hashed else scatter.checksum(segment.buffer, rows, column)
             seal[:] = value.to_bytes(SEAL_BYTES, "little")
-            self._flow.state.num_unsealed += hashed
+            self.flow.state.num_unsealed += hashed
         output = self._plane.iovecs(segment.base, rows, column=column, before=before, behind=behind)
-        self._flow.out.add(output)
+        self.flow.out.add(output)
         self._keep(len(output), (frame, segment, output, seal))
 
     def _keep(self, num_pieces: int, owners: object) -> None:
         """Keeps the owners of the memory of the last pieces of output until those are sent."""
-        out = self._flow.out
+        out = self.flow.out
         self._owners.append((num_pieces, owners))
         self._num_owned_pieces += num_pieces
         # The queue might never become empty, so owners of sent pieces are released here.
@@ -178,7 +179,7 @@ class Connection:
         behind = (address_of(seal), SEAL_BYTES) if seal else None
         into = self._plane.iovecs(segment.base, rows, column=column, behind=behind)
         hashed = seal is not None and self._hashes and nbytes > SHORT_VALUE
-        sums = self._flow.hash_values(np.array((nbytes,), np.uint64)) if hashed else None
+        sums = self.flow.hash_values(np.array((nbytes,), np.uint64)) if hashed else None
         self.receive_vectors(into) if guard is None else self.receive_guarded(into, guard)
         if seal:
             with guard or nullcontext():
@@ -192,7 +193,7 @@ class Connection:
 
     def flush(self) -> None:
         """Waits until the kernel has taken all queued output."""
-        while not self._flow.out.empty:
+        while not self.flow.out.empty:
             self._step()
         self._release_sent()
 
@@ -214,11 +215,11 @@ class Connection:
 
         Needed by a sender with answers outstanding: waiting for room while the peer waits to answer is a deadlock.
         """
-        if not self._flow.out.empty:
+        if not self.flow.out.empty:
             end = self._pump(0)
             if end in (PumpEnd.HANGUP, PumpEnd.ERROR):
-                self._raise_ended(end)
-        if not self._flow.out.empty:
+                self.raise_ended(end)
+        if not self.flow.out.empty:
             return False
         try:
             sent = self._sock.sendmsg([data], _descriptor_message(descriptor))
@@ -234,7 +235,7 @@ class Connection:
         """Receives until all pieces are filled, in order."""
         if not len(into):
             return
-        self._flow.receive(into)
+        self.flow.receive(into)
         while self._step() is not PumpEnd.IN_DONE:
             pass
 
@@ -245,22 +246,18 @@ class Connection:
         """
         if not len(into):
             return
-        flow = self._flow
-        goal = flow.into.moved + int(into[:, 1].sum())
-        flow.receive(into)
+        self.flow.receive(into)
         while True:
             try:
                 with guard:
                     end = self._pump(_STORE_NS)
             except StaleLease:
-                left = goal - flow.into.moved
-                flow.drop_input()
-                self.discard(left)
+                self.discard_rest()
                 raise
             if end is PumpEnd.IN_DONE:
                 return
             if end is not PumpEnd.TIMEOUT:
-                self._raise_ended(end)
+                self.raise_ended(end)
             self._input_within(STEP_S)
             self.check_deadline()  # also if the peer sends a byte now and then
 
@@ -285,7 +282,13 @@ class Connection:
 
     def take_descriptor(self) -> int | None:
         """Returns a descriptor that was received since the last call and gives it to the caller to close."""
-        return self._flow.take_descriptor()
+        return self.flow.take_descriptor()
+
+    def discard_rest(self) -> None:
+        """Receives and drops what is left of the requested input."""
+        left = self.flow.state.wanted - self.flow.into.moved
+        self.flow.drop_input()
+        self.discard(left)
 
     def discard(self, count: int) -> None:
         """Receives `count` bytes and drops them."""
@@ -294,15 +297,15 @@ class Connection:
 
     def _step(self) -> PumpEnd:
         """Runs the data plane once and raises the error that ends the connection."""
-        end = self._pump(_IDLE_NS if self.deadline is no_deadline else _STEP_NS)
+        end = self._pump(IDLE_NS if self.deadline is no_deadline else STEP_NS)
         if end is PumpEnd.TIMEOUT:
             self.check_deadline()
         elif end not in (PumpEnd.IN_DONE, PumpEnd.OUT_DONE):
-            self._raise_ended(end)
+            self.raise_ended(end)
         return end
 
     def _pump(self, timeout_ns: int) -> PumpEnd:
-        return self._plane.pump(self._sock.fileno(), self._flow, timeout_ns=timeout_ns, spin_ns=_SPIN_NS)
+        return self._plane.pump(self._sock.fileno(), self.flow, timeout_ns=timeout_ns, spin_ns=SPIN_NS)
 
     def check_deadline(self) -> None:
         """Calls `tick`. Raises PeerLost if the deadline has passed. Does nothing without a deadline."""
@@ -313,10 +316,11 @@ class Connection:
             raise PeerLost("the peer did not answer in time")
         self.tick()
 
-    def _raise_ended(self, end: PumpEnd) -> None:
-        if end is PumpEnd.HANGUP:
+    def raise_ended(self, end: int) -> NoReturn:
+        """Raises the PeerLost of a `PumpEnd`."""
+        if end == PumpEnd.HANGUP:
             raise PeerLost("the peer closed the connection")
-        raise PeerLost(f"the connection is broken: {os.strerror(self._flow.state.error)}")
+        raise PeerLost(f"the connection is broken: {os.strerror(self.flow.state.error)}")
 
     def _send_descriptor(self, data: bytes, descriptor: int) -> int:
         """Sends the descriptor with as much of `data` as fits and returns the number of bytes sent."""

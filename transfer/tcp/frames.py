@@ -126,13 +126,17 @@ def request(header: Header, rows: Rows, *, sealed: bool = False) -> bytes:
 
 
 def receive_rows(connection: Connection, header: Header, *, sealed: bool = False) -> Rows:
-    """Receives a request's rows. Raises ProtocolViolation if the seal is wrong: not even the frame's length is reliable
-    then."""
-    size = header.entries * scatter.ROW_BYTES
-    whole = size + SEAL_BYTES if sealed else size
+    """Receives a request's rows. Raises ProtocolViolation if the seal is wrong."""
+    whole = header.entries * scatter.ROW_BYTES + SEAL_BYTES * sealed
     data = connection.receive_short(whole)[:] if header.entries == 1 else connection.receive_bytes(whole)
+    return unpack_rows(header, data, sealed=sealed)
+
+
+def unpack_rows(header: Header, data: bytes | bytearray, *, sealed: bool) -> Rows:
+    """Unpacks a request's rows. Raises ProtocolViolation if the seal behind them is wrong: not even the frame's length
+    is reliable then."""
     if sealed:
-        data, seal = data[:size], data[size:]
+        data, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
         if xxh3_64_digest(encode(header) + data) != seal:
             raise ProtocolViolation("a request has a wrong checksum")
     return scatter.unpack(data)

@@ -89,7 +89,7 @@ class StreamTarget:
         """Releases what the peer had mapped here: nothing, on a plain stream."""
 
     def _read(self, header: Header) -> None:
-        rows = receive_rows(self.connection, header, sealed=self.checksums)
+        rows = self.receive_rows(header)
         try:
             segment = self.readable(header.segment_id)
             scatter.require_inside(rows, REMOTE, segment.nbytes)
@@ -102,6 +102,10 @@ class StreamTarget:
         self.connection.flush()
         if not self._segments.is_registered(segment):
             raise PeerLost("the segment was deregistered while it was read")
+
+    def receive_rows(self, header: Header) -> Rows:
+        """Receives a request's rows. Raises ProtocolViolation."""
+        return receive_rows(self.connection, header, sealed=self.checksums)
 
     def readable(self, segment_id: int) -> Segment:
         segment = self._segments.find(segment_id)
@@ -122,7 +126,7 @@ class StreamTarget:
 
     def rows_to_write(self, header: Header) -> Rows:
         """Receives the rows of a WRITE. Raises ProtocolViolation if they do not add up to the header's size."""
-        rows = receive_rows(self.connection, header, sealed=self.checksums)
+        rows = self.receive_rows(header)
         lengths = rows[:, LENGTH]
         if int(lengths.min(initial=0)) < 0 or sum(lengths.tolist()) != header.nbytes:
             raise ProtocolViolation("the sizes of header and rows differ")

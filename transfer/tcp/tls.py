@@ -55,7 +55,7 @@ class TlsConnection(Connection):
 
     @property
     def _unsent(self) -> bool:
-        return bool(self._sealed or self._outgoing.pending) or not self._flow.out.empty
+        return bool(self._sealed or self._outgoing.pending) or not self.flow.out.empty
 
     def _input_within(self, seconds: float) -> bool:
         return bool(self._incoming.pending or self._tls.pending()) or super()._input_within(seconds)
@@ -70,12 +70,12 @@ class TlsConnection(Connection):
         except ConnectionResetError:
             return PumpEnd.HANGUP
         except OSError as error:
-            self._flow.state.error = error.errno or errno.EIO
+            self.flow.state.error = error.errno or errno.EIO
             return PumpEnd.ERROR
 
     def _exchange(self, deadline_ns: int) -> PumpEnd:
         """Does what `pump` of data_plane.c does, with TLS records."""
-        flow, broken = self._flow, False
+        flow, broken = self.flow, False
         flow.out.advance(0)
         flow.into.advance(0)
         receiving = flow.wants_input
@@ -109,7 +109,7 @@ class TlsConnection(Connection):
 
     def _open_records(self) -> int:
         """Decrypts received records into the requested places. Returns the number of plain bytes."""
-        flow, before = self._flow, self._flow.into.moved
+        flow, before = self.flow, self.flow.into.moved
         try:
             self._do_handshake()
             while flow.wants_input:
@@ -152,7 +152,7 @@ class TlsConnection(Connection):
 
     def _seal(self) -> None:
         """Encrypts a chunk of queued output. Handshake messages pass unchanged."""
-        out, room = self._flow.out, _CHUNK_BYTES
+        out, room = self.flow.out, _CHUNK_BYTES
         while self._established and room > 0 and not out.empty:
             piece = _next_piece(out, room)
             out.advance(self._tls.write(piece))

@@ -17,6 +17,7 @@ from moonserve.transfer.memory.segments import Segment
 from moonserve.transfer.paths.hardware_discovery import local_tcp_rails
 from moonserve.transfer.paths.peer_address import Address, Rail
 from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.exchange import TcpSession, TcpTarget
 from moonserve.transfer.tcp.session import StreamSession, authenticate
 from moonserve.transfer.tcp.target import Acceptor, StreamTarget
 from moonserve.transfer.tcp.tls import TlsConnection
@@ -63,12 +64,13 @@ class TcpTransport:
     def connect(self, dial: Dial) -> StreamSession:
         _require_same_tls(dial)
         connection = open_connection(dial, self._encrypted)
-        return StreamSession(dial, connection, authenticate(connection, dial))
+        make = StreamSession if dial.options.tls else TcpSession
+        return make(dial, connection, authenticate(connection, dial))
 
     def _target(self, state: ServedState, sock: socket.socket) -> StreamTarget:
         tune(sock, sock.getpeername()[0])
         if self._certificates is None:
-            return StreamTarget(Connection(sock), state)
+            return TcpTarget(Connection(sock), state)
         return StreamTarget(TlsConnection(sock, self._certificates.target), state)
 
     def _encrypted(self, sock: socket.socket, ip: str) -> Connection:

@@ -11,6 +11,7 @@ from moonserve.transfer import Op, TransferEngine
 from moonserve.transfer.memory.write_windows import Window
 from moonserve.transfer.paths.rail_health import CooldownRule, RailHealth, _ErrorRecord
 from moonserve.transfer.paths.traffic_stats import Incident
+from moonserve.transfer.tcp.exchange import TcpTarget
 from moonserve.transfer.tcp.session import StreamSession
 from moonserve.transfer.tcp.transport import TcpTransport
 from moonserve.transfer.transport_interface import Dial
@@ -150,6 +151,7 @@ class HeldStore:
                 self.left.set()
 
         monkeypatch.setattr(Window, "__enter__", held)
+        monkeypatch.setattr(TcpTarget, "_keep", lambda *_: False)  # not natively
 
 
 def test_a_write_is_retried_only_after_its_first_copy_cannot_be_stored(

@@ -16,6 +16,7 @@ from moonserve.transfer.memory.data_plane import address_of, vectors
 from moonserve.transfer.memory.scatter import REMOTE
 from moonserve.transfer.memory.segments import SegmentTable
 from moonserve.transfer.tcp.connection import Connection
+from moonserve.transfer.tcp.exchange import TcpTarget
 from moonserve.transfer.tcp.frames import Code, Header, Kind, encode
 from moonserve.transfer.tcp.target import StreamTarget
 from tests.patience import PATIENCE_S
@@ -52,7 +53,7 @@ def test_sent_buffers_are_released_although_the_queue_is_never_empty(
             connection._pump(0)
             with contextlib.suppress(BlockingIOError):
                 received += theirs.recv(1 << 16)
-        assert not connection._flow.out.empty
+        assert not connection.flow.out.empty
         assert len(connection._owners) <= 4
     assert received.startswith(frame * 50)
 
@@ -129,6 +130,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, frame: bytes, pause_s: float = 
         target.connection.send(frame)
 
     monkeypatch.setattr(StreamTarget, "dispatch", dispatch)
+    monkeypatch.setattr(TcpTarget, "_keep", lambda *_: False)
 
 
 def test_many_short_waits_do_not_outlast_the_deadline(bare: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
