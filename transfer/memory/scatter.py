@@ -38,18 +38,11 @@ def pack(rows: Rows) -> bytes:
 
 
 def total(rows: Rows) -> int:
-    return int(rows[0, LENGTH]) if len(rows) == 1 else int(rows[:, LENGTH].sum())
+    return int(rows[:, LENGTH].sum())
 
 
 def require_inside(rows: Rows, side: int, nbytes: int) -> None:
     """Checks that each run on `side` lies in [0, nbytes), safe against overflow. Raises InvalidRequest otherwise."""
-    if len(rows) == 1:
-        offset, length = int(rows[0, side]), int(rows[0, LENGTH])
-        if offset < 0 or length < 0:
-            raise InvalidRequest("negative offset or length")
-        if length > nbytes - offset:
-            raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
-        return
     offsets, lengths = rows[:, side], rows[:, LENGTH]
     if offsets.min(initial=0) < 0 or lengths.min(initial=0) < 0:
         raise InvalidRequest("negative offset or length")

@@ -69,8 +69,6 @@ class Connection:
         self._sock = sock
         self._plane = data_plane()
         self.flow = Flow()
-        self._short: dict[int, tuple[bytearray, IoVectors]] = {}
-        """Reusable memory of `receive_short`, by size."""
         self._owners: deque[tuple[int, object]] = deque()
         """Objects that own the queued output's memory, each with its number of pieces."""
         self._num_owned_pieces = 0
@@ -269,16 +267,6 @@ class Connection:
         if count:
             self.receive_vectors(vectors((address_of(data), count)))
         return data
-
-    def receive_short(self, count: int) -> bytearray:
-        """Receives `count` bytes into reused memory, valid until the next call with that `count`. For the few sizes of
-        frames."""
-        known = self._short.get(count)
-        if known is None:
-            data = bytearray(count)
-            known = self._short[count] = data, vectors((address_of(data), count))
-        self.receive_vectors(known[1])
-        return known[0]
 
     def take_descriptor(self) -> int | None:
         """Returns a descriptor that was received since the last call and gives it to the caller to close."""

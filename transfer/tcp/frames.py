@@ -127,8 +127,7 @@ def request(header: Header, rows: Rows, *, sealed: bool = False) -> bytes:
 
 def receive_rows(connection: Connection, header: Header, *, sealed: bool = False) -> Rows:
     """Receives a request's rows. Raises ProtocolViolation if the seal is wrong."""
-    whole = header.entries * scatter.ROW_BYTES + SEAL_BYTES * sealed
-    data = connection.receive_short(whole)[:] if header.entries == 1 else connection.receive_bytes(whole)
+    data = connection.receive_bytes(header.entries * scatter.ROW_BYTES + SEAL_BYTES * sealed)
     return unpack_rows(header, data, sealed=sealed)
 
 

@@ -144,7 +144,7 @@ class StreamSession:
         return True
 
     def reply(self) -> Header:
-        return self.accept(self._connection.receive_short(HEADER_BYTES))
+        return self.accept(self._connection.receive_bytes(HEADER_BYTES))
 
     def accept(self, data: bytearray) -> Header:
         """Decodes a reply from its header. Raises the peer's refusal."""

@@ -68,7 +68,7 @@ class StreamTarget:
     def idle_receive(self, count: int) -> bytearray:
         """Receives the beginning of a request without a deadline and sets the deadline of the rest."""
         self.connection.deadline = no_deadline
-        data = self.connection.receive_short(count)
+        data = self.connection.receive_bytes(count)
         self.connection.set_deadline(time.monotonic() + STALL_S)
         return data
 
