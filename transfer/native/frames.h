@@ -180,17 +180,18 @@ static int32_t serve_read(Exchange *at, const Served *served) {
 }
 
 static int32_t serve_write(Exchange *at, const Served *served) {
-    int64_t until_ns = now_ns() + STALL_NS;
+    int64_t until_ns = now_ns() + STALL_NS, moved;
     int32_t end;
     expect_payload(at, served->base, 0);
     for (;;) {
         if (!window_enter(served->state)) return STALE;
+        moved = at->flow->into.moved;
         end = pump((int32_t)at->fd, at->flow, STORE_NS, at->spin_ns);
         window_leave(served->state);
         if (end != TIMEOUT) break;
         int64_t left_ns = until_ns - now_ns();
         if (left_ns <= 0) return stalled(at);
-        wait_ready((int32_t)at->fd, POLLIN, left_ns);
+        if (moved == at->flow->into.moved) wait_ready((int32_t)at->fd, POLLIN, left_ns);
     }
     if (end != IN_DONE) return end;
     if (at->sealed && at->sum != at->seal) return CORRUPT;
