@@ -8,6 +8,7 @@ sequence, the time is spent in matrix products, which torch does well.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from moonserve.engine.kv_cache.tensors import TORCH_DTYPES, KvTensors
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class _Chunk:
     """Plan for several tokens of one sequence, rows [first, end) of the step."""
 
     first: int
@@ -26,68 +27,6 @@ class Chunk:
     blocks: torch.Tensor | None  # None = the chunk attends only to itself
     num_tokens: int  # of K and V after gathering
     mask: torch.Tensor | None  # [queries, num_tokens], added to scores; None = plain causal
-
-
-class ChunkAttention:
-    """Attention of chunks: gathers a sequence's K and V once per layer and calls scaled_dot_product_attention."""
-
-    def __init__(self, geometry: Geometry, pool: KvTensors) -> None:
-        self._grouped = geometry.num_heads != geometry.num_kv_heads
-        self._pool = pool
-        self._block_size = pool.layout.block_size
-        self._dtype = TORCH_DTYPES[pool.dtype]
-        self._sinks = geometry.sinks
-
-    def plan(self, span: Span, row: int, window: int | None) -> Chunk:
-        """Plans a span of several tokens. `row`: its first row in the step."""
-        end_row = row + span.end - span.start
-        sees_all = window is None or span.end <= window
-        # With quantised KV, a chunk reads its own K and V from the pool like later chunks do, so that results do not
-        # depend on where a prompt is cut.
-        if span.start == 0 and sees_all and not self._pool.layout.is_quantised and not self._sinks:
-            return Chunk(row, end_row, None, span.end, None)
-        begin = first_block(span, window, self._block_size)
-        offset = begin * self._block_size
-        queries = torch.arange(span.start, span.end)[:, None]
-        keys = torch.arange(offset, span.end)[None, :]
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-        blocks = torch.from_numpy(span.blocks[begin : -(-span.end // self._block_size)].copy())
-        return Chunk(row, end_row, blocks, span.end - offset, mask)
-
-    def attend(
-        self,
-        layer: int,
-        chunk: Chunk,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """Computes attention of one chunk; returns its rows [queries, heads · head_dim]. See `Attention.attend`."""
-        own = slice(chunk.first, chunk.end)
-        if chunk.blocks is None:
-            seen_keys, seen_values = keys[own], values[own]
-        else:
-            seen_keys, seen_values = (
-                piece.flatten(0, 1)[: chunk.num_tokens] for piece in self._pool.gather(layer, chunk.blocks)
-            )
-        seen_keys, seen_values, mask = seen_keys.transpose(0, 1)[None], seen_values.transpose(0, 1)[None], chunk.mask
-        if self._sinks:
-            assert mask is not None
-            seen_keys, seen_values, mask = _with_sinks(
-                seen_keys, seen_values, mask, self._sinks[layer][None, :, None, None]
-            )
-        output = F.scaled_dot_product_attention(
-            queries[own].transpose(0, 1)[None],
-            seen_keys,
-            seen_values,
-            attn_mask=mask,
-            is_causal=chunk.mask is None,
-            enable_gqa=self._grouped,
-        )
-        return output[0].transpose(0, 1).reshape(own.stop - own.start, -1)
 
 
 def _with_sinks(
@@ -99,17 +38,6 @@ def _with_sinks(
     shape = (mask[..., :1] + scores).shape[:-1]
     with_score = torch.cat((mask.expand(*shape, -1), scores.expand(*shape, 1)), -1)
     return F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1)), with_score
-
-
-def plan_chunks(attention: ChunkAttention, spans: Sequence[Span], window: int | None) -> list[Chunk]:
-    """Plans all spans of more than one token."""
-    chunks: list[Chunk] = []
-    row = 0
-    for span in spans:
-        if span.end - span.start > 1:
-            chunks.append(attention.plan(span, row, window))
-        row += span.end - span.start
-    return chunks
 
 
 def first_block(span: Span, window: int | None, block_size: int) -> int:
@@ -136,7 +64,7 @@ class _Group:
 @dataclass(frozen=True, slots=True)
 class _Plan:
     groups: list[_Group]
-    chunks: list[Chunk]
+    chunks: list[_Chunk]
 
 
 class TorchPagedAttention:
@@ -151,7 +79,6 @@ class TorchPagedAttention:
         self._queries_per_kv = geometry.num_heads // geometry.num_kv_heads
         self._head_dim = geometry.head_dim
         self._pool = pool
-        self._chunks = ChunkAttention(geometry, pool)
         self._block_size = pool.layout.block_size
         self._dtype = TORCH_DTYPES[pool.dtype]
         self._sinks = geometry.sinks
@@ -164,7 +91,13 @@ class TorchPagedAttention:
 
     def plan(self, spans: Sequence[Span], window: int | None) -> _Plan:
         singles = [span for span in spans if span.end - span.start == 1]
-        return _Plan(self._plan_groups(singles, window), plan_chunks(self._chunks, spans, window))
+        rows = accumulate((span.end - span.start for span in spans), initial=0)
+        chunks = [
+            self._make_chunk(span, row, window)
+            for span, row in zip(spans, rows, strict=False)
+            if span.end - span.start > 1
+        ]
+        return _Plan(self._plan_groups(singles, window), chunks)
 
     def _plan_groups(self, singles: Sequence[Span], window: int | None) -> list[_Group]:
         counts = [self._num_blocks(span, window) for span in singles]
@@ -204,6 +137,25 @@ class TorchPagedAttention:
         mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))
         return _Group(first, end, num_blocks, torch.from_numpy(blocks.reshape(-1)), mask[:, None, None, :])
 
+    def _make_chunk(self, span: Span, row: int, window: int | None) -> _Chunk:
+        """Plans a span of several tokens. `row`: its first row in the step."""
+        end_row = row + span.end - span.start
+        sees_all = window is None or span.end <= window
+        # With quantised KV, a chunk reads its own K and V from the pool like later chunks do, so that results do not
+        # depend on where a prompt is cut.
+        if span.start == 0 and sees_all and not self._pool.layout.is_quantised and not self._sinks:
+            return _Chunk(row, end_row, None, span.end, None)
+        begin = first_block(span, window, self._block_size)
+        offset = begin * self._block_size
+        queries = torch.arange(span.start, span.end)[:, None]
+        keys = torch.arange(offset, span.end)[None, :]
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
+        blocks = torch.from_numpy(span.blocks[begin : -(-span.end // self._block_size)].copy())
+        return _Chunk(row, end_row, blocks, span.end - offset, mask)
+
     def _num_blocks(self, span: Span, window: int | None) -> int:
         """Returns the number of blocks in a single token's context."""
         return -(-span.end // self._block_size) - first_block(span, window, self._block_size)
@@ -219,7 +171,7 @@ class TorchPagedAttention:
         values: torch.Tensor,
     ) -> torch.Tensor:
         parts = [self._attend_group(layer, group, queries) for group in plan.groups]
-        parts += [self._chunks.attend(layer, chunk, queries, keys, values) for chunk in plan.chunks]
+        parts += [self._attend_chunk(layer, chunk, queries, keys, values) for chunk in plan.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_group(self, layer: int, group: _Group, queries: torch.Tensor) -> torch.Tensor:
@@ -234,3 +186,30 @@ class TorchPagedAttention:
         query = queries[group.first : group.end].reshape(folded)
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return output.reshape(rows, self._heads * self._head_dim)
+
+    def _attend_chunk(
+        self, layer: int, chunk: _Chunk, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes attention of one chunk; gathers its sequence's K and V."""
+        own = slice(chunk.first, chunk.end)
+        if chunk.blocks is None:
+            seen_keys, seen_values = keys[own], values[own]
+        else:
+            seen_keys, seen_values = (
+                piece.flatten(0, 1)[: chunk.num_tokens] for piece in self._pool.gather(layer, chunk.blocks)
+            )
+        seen_keys, seen_values, mask = seen_keys.transpose(0, 1)[None], seen_values.transpose(0, 1)[None], chunk.mask
+        if self._sinks:
+            assert mask is not None
+            seen_keys, seen_values, mask = _with_sinks(
+                seen_keys, seen_values, mask, self._sinks[layer][None, :, None, None]
+            )
+        output = F.scaled_dot_product_attention(
+            queries[own].transpose(0, 1)[None],
+            seen_keys,
+            seen_values,
+            attn_mask=mask,
+            is_causal=chunk.mask is None,
+            enable_gqa=self._heads != self._kv_heads,
+        )
+        return output[0].transpose(0, 1).reshape(own.stop - own.start, -1)
