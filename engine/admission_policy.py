@@ -6,7 +6,8 @@ assigns blocks (`decode_worker.decisions.admission_and_preemption`); `PoolSnapsh
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from moonserve.engine.kv_cache.block_pool import BlockPool
@@ -68,7 +69,7 @@ class PoolSnapshot:
     def _count_shared(self) -> int:
         found: set[BlockId] = set()
         for request_id, holder in self.holders.items():
-            leading = _leading(holder.blocks, lambda block: self._pool.references_of(block) > 1)
+            leading = self._leading_shared(holder.blocks)
             self._shared[request_id] = len(leading)
             found.update(leading)
         return len(found)
@@ -88,17 +89,10 @@ class PoolSnapshot:
     def set_prefix(self, request: SequenceView, blocks: Sequence[BlockId]) -> None:
         """Records the cached blocks of a new request, which already holds a reference to each. Those with further
         references are shared."""
-        shared = _leading(blocks, lambda block: self._pool.references_of(block) > 1)
-        self._shared[request.request_id] = len(shared)
+        self._shared[request.request_id] = len(self._leading_shared(blocks))
 
-
-def _leading(blocks: Sequence[BlockId], holds: Callable[[BlockId], bool]) -> list[BlockId]:
-    found: list[BlockId] = []
-    for block in blocks:
-        if not holds(block):
-            break
-        found.append(block)
-    return found
+    def _leading_shared(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        return list(takewhile(lambda block: self._pool.references_of(block) > 1, blocks))
 
 
 class AdmissionPolicy:
