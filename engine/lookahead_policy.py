@@ -124,7 +124,7 @@ def forecast_blocks(
         nothing = np.zeros(len(HORIZONS))
         return BlockForecast(nothing, nothing, nothing, nothing)
     tokens = np.array([each.num_tokens for each in requests], np.int64)
-    left = np.array([max(_left(each), 0) for each in requests], np.int64)
+    left = np.array([max(each.max_tokens - num_generated(each), 0) for each in requests], np.int64)
     blocks = -(-(tokens[:, None] + HORIZONS) // block_size)
     if shared is not None:
         blocks -= np.array(shared, np.int64)[:, None]
@@ -137,10 +137,6 @@ def forecast_blocks(
         ends=(1.0 - alive).sum(axis=0),
         most=(blocks * (left[:, None] >= HORIZONS)).sum(axis=0, dtype=np.float64),
     )
-
-
-def _left(request: SequenceView) -> int:
-    return request.max_tokens - (request.num_tokens - request.num_prompt_tokens)
 
 
 # -- the policy
