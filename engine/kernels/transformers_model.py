@@ -10,7 +10,6 @@ the pool has the latents (`ModelConfig.latent_rank`).
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -80,10 +79,13 @@ class TransformersModel:
     def forward(self, step: Step, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Implements `ForwardPass.forward`."""
         wanted = {} if step.rows is None or not self._selects_rows else {"logits_to_keep": step.rows}
-        with _running(_Pass(self, step, on_layer)):
+        token = _current.set(_Pass(self, step, on_layer))
+        try:
             output = self._model(
                 input_ids=step.token_ids[None], position_ids=step.positions[None], use_cache=False, **wanted
             )
+        finally:
+            _current.reset(token)
         logits: torch.Tensor = output.logits[0].float()
         return logits if step.rows is None or self._selects_rows else logits[step.rows]
 
@@ -232,15 +234,6 @@ def _attend_latents(
     weights = scores.masked_fill_(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(latents.dtype)
     attended: torch.Tensor = (weights.flatten(0, 1) @ latents[0]).view(heads, count, rank) @ up[:, nope:].mT
     return attended
-
-
-@contextmanager
-def _running(work: _Pass) -> Any:
-    token = _current.set(work)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 def _paged(
