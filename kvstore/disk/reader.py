@@ -11,7 +11,7 @@ from moonserve.kvstore.disk.base import PAGE, DiskRead
 from moonserve.kvstore.disk.health import DiskOperation
 from moonserve.kvstore.disk.io.buffers import OutOfPages, RingPages
 from moonserve.kvstore.disk.io.format import extent_pages, segment_of
-from moonserve.kvstore.disk.io.object_io import ObjectIo, PageSource, RunBuffers
+from moonserve.kvstore.disk.io.object_io import ObjectIo, RunBuffers
 from moonserve.kvstore.disk.io.segment_file import SegmentFile
 from moonserve.kvstore.disk.io.threads import OwnedResult
 from moonserve.kvstore.disk.io.uring import Flight, Ring, run_of
@@ -109,10 +109,10 @@ class Reader:
                 self._note(reads, run, outcome, results)
         return unread
 
-    def _aimed(self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: PageSource) -> list[RunBuffers]:
+    def _aimed(self, reads: Sequence[DiskRead], runs: Sequence[list[int]], pages: RingPages) -> list[RunBuffers]:
         """Returns the buffers of each run, or an empty list if there are too few pages."""
         try:
-            return [self._io.buffers_for([reads[index] for index in run], pages) for run in runs]
+            return [self._io.buffers_for([reads[index] for index in run], pages.take) for run in runs]
         except OutOfPages:
             return []
 

@@ -12,9 +12,10 @@ _KEPT_BYTES = 64 * 2**20
 """Bytes kept between calls, since fresh pages cost more than the copy into them (0.9 against 12 GB/s)."""
 
 
-def is_aligned(memory: memoryview) -> bool:
-    """True if the memory begins on a page, so that a disk can read or write it directly."""
-    return not memory.nbytes or address_of(memory) % PAGE == 0
+def in_place(memory: memoryview, nbytes: int) -> memoryview | None:
+    """Returns the first bytes of the memory, which is not empty, if it begins on a page, so that a disk can transfer
+    them directly; else None."""
+    return memory[:nbytes] if address_of(memory) % PAGE == 0 else None
 
 
 class AlignedScratch:
@@ -78,15 +79,14 @@ class OutOfPages(Exception):
 class PagePool:
     """Single pages of memory that is not touched before it is used."""
 
-    def __init__(self, max_pages: int = MAX_PAGES) -> None:
-        self.memory = memoryview(mmap.mmap(-1, max_pages * PAGE))
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, MAX_PAGES * PAGE))
         self.begin = address_of(self.memory)
-        self._max_pages = max_pages
-        self._idle = list(range(self.begin, self.begin + max_pages * PAGE, PAGE))
+        self._idle = list(range(self.begin, self.begin + MAX_PAGES * PAGE, PAGE))
 
     @property
     def num_in_use(self) -> int:
-        return self._max_pages - len(self._idle)
+        return MAX_PAGES - len(self._idle)
 
     def take(self, num_pages: int) -> list[int]:
         """Returns the addresses of free pages. Raises OutOfPages."""
@@ -102,7 +102,7 @@ class PagePool:
 
 
 class RingPages:
-    """`PageSource` of operations in the ring; give its pages back once the kernel is done with them."""
+    """Pages of operations in the ring; give them back once the kernel is done with them."""
 
     __slots__ = ("_pool", "_taken")
 
@@ -122,9 +122,6 @@ class RingPages:
             raise OutOfPages
         memory, begin = self._pool.memory, self._pool.begin
         return [memory[page - begin : page - begin + PAGE] for page in self.take_addresses(num_pages)]
-
-    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
-        return memory[:nbytes] if is_aligned(memory) else None
 
     def give_back(self) -> None:
         self._pool.give_back(self._taken)

@@ -27,7 +27,6 @@ from moonserve.kvstore.disk.io.format import (
     PageKind,
     context_of,
     fill_head,
-    frame_head,
     frame_page,
 )
 from moonserve.kvstore.disk.io.segment_file import FileCalls, SegmentFile, open_file, replace_durably
@@ -163,10 +162,6 @@ class Folder:
 
     def context(self, segment: int, page: int) -> PageContext:
         return PageContext(self.folder_id, segment, page)
-
-    def head_of(self, segment: int) -> bytes:
-        """Returns the beginning of every header page of a segment, for disk_layout.c."""
-        return frame_head(self.folder_id, segment)
 
     def segments(self) -> list[int]:
         return sorted(number for kind, number in self._names() if kind == "segment")

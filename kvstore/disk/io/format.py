@@ -167,7 +167,7 @@ def frame_page(page: memoryview, kind: PageKind, context: PageContext, *body: by
 
 
 def frame_head(folder_id: bytes, segment: int) -> bytes:
-    """Returns the frame of a segment's pages, without what differs between them."""
+    """Returns the frame of a segment's pages, without what differs between them, for disk_layout.c."""
     return _FRAME_IN_PLACE.pack(_MAGIC, 0, 0, 0, folder_id, segment, 0)
 
 

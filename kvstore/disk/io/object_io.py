@@ -9,12 +9,12 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from moonserve.kvstore.disk.base import PAGE, DiskRead
-from moonserve.kvstore.disk.io.buffers import MAX_COPIED_PAGES, AlignedScratch, OutOfPages, RingPages, is_aligned
+from moonserve.kvstore.disk.io.buffers import MAX_COPIED_PAGES, AlignedScratch, OutOfPages, RingPages, in_place
 from moonserve.kvstore.disk.io.encryption import AesGcm
 from moonserve.kvstore.disk.io.folder import Folder
 from moonserve.kvstore.disk.io.format import (
@@ -24,6 +24,7 @@ from moonserve.kvstore.disk.io.format import (
     decode_header,
     extent_pages,
     fill_header,
+    frame_head,
     frame_page,
     header_matches,
     page_of,
@@ -56,30 +57,20 @@ def _lay_out() -> Callable[..., int]:
     return library.lay_out
 
 
-class PageSource(Protocol):
-    """Memory that disk transfers read from or write to."""
-
-    def take(self, num_pages: int) -> list[memoryview]:
-        """Returns pages, in one piece or several, not cleared."""
-
-    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
-        """Returns the first bytes of the caller's memory if the disk can transfer them directly, else None."""
+TakePages = Callable[[int], list[memoryview]]
+"""Returns this many pages for disk transfers, in one piece or several, not cleared."""
 
 
-class BorrowedPages:
-    """`PageSource` taken consecutively from scratch memory."""
+def pages_from(scratch: memoryview) -> TakePages:
+    """Returns a function that takes pages consecutively from scratch memory."""
+    end = 0
 
-    def __init__(self, scratch: memoryview) -> None:
-        self._scratch = scratch
-        self._begin = 0
+    def take(num_pages: int) -> list[memoryview]:
+        nonlocal end
+        begin, end = end, end + num_pages * PAGE
+        return [scratch[begin:end]]
 
-    def take(self, num_pages: int) -> list[memoryview]:
-        begin = self._begin
-        self._begin += num_pages * PAGE
-        return [self._scratch[begin : self._begin]]
-
-    def in_place(self, memory: memoryview, nbytes: int) -> memoryview | None:
-        return memory[:nbytes] if is_aligned(memory) else None
+    return take
 
 
 class ObjectBuffers(NamedTuple):
@@ -114,22 +105,22 @@ class ObjectIo:
     def write(self, file: SegmentFile, entries: Sequence[LogEntry]) -> None:
         """Writes adjacent entries, in order. Raises OSError."""
         with self._scratch.borrow(sum(entry.num_pages for entry in entries) * PAGE) as scratch:
-            file.write(entries[0].page, self.encode_run(file.number, entries, BorrowedPages(scratch)))
+            file.write(entries[0].page, self.encode_run(file.number, entries, pages_from(scratch)))
 
-    def encode_run(self, segment: int, entries: Sequence[LogEntry], pages: PageSource) -> list[memoryview]:
-        """Returns the on-disk form of adjacent entries, in `pages` or in place."""
+    def encode_run(self, segment: int, entries: Sequence[LogEntry], take: TakePages) -> list[memoryview]:
+        """Returns the on-disk form of adjacent entries, in pages from `take` or in place."""
         buffers: list[memoryview] = []
         for entry in entries:
             context = self._folder.context(segment, entry.page)
-            (header,) = pages.take(1)
+            (header,) = take(1)
             buffers.append(header)
             if entry.kind is not PageKind.OBJECT:
                 frame_page(header, entry.kind, context, entry.encoded)
             elif self._cipher is not None:
-                buffers += self._sealed(self._cipher, entry, context, pages, header)
+                buffers += self._sealed(self._cipher, entry, context, take, header)
             else:
                 fill_header(header, context, entry.encoded)
-                _add_data(entry.memory, pages, buffers)
+                _add_data(entry.memory, take, buffers)
         return buffers
 
     def lay_out(self, file: SegmentFile, entries: Sequence[LogEntry], pages: RingPages) -> IoRun:
@@ -147,16 +138,16 @@ class ObjectIo:
             num_taken += 1 + copied
         taken = pages.take_addresses(num_taken)
         vectors = (ctypes.c_uint64 * (2 * (num_taken + len(entries))))()
-        head = self._folder.head_of(file.number)
+        head = frame_head(self._folder.folder_id, file.number)
         count = self._lay_out(b"".join(packed), len(entries), head, struct.pack(f"{num_taken}Q", *taken), vectors)
         return IoRun(file.fileno(), entries[0].page, vectors, count, num_pages * PAGE, entries)
 
     def _sealed(
-        self, cipher: AesGcm, entry: LogEntry, context: PageContext, pages: PageSource, header: memoryview
+        self, cipher: AesGcm, entry: LogEntry, context: PageContext, take: TakePages, header: memoryview
     ) -> list[memoryview]:
         length = len(entry.memory)
         associated = sealed_with(context, entry.encoded)
-        (data,) = pages.take(entry.num_pages - 1)
+        (data,) = take(entry.num_pages - 1)
         tag = cipher.seal(context.nonce(), associated, entry.memory, data[:length])
         _fill([data[length:]], b"")
         fill_header(header, context, entry.encoded, tag)
@@ -166,31 +157,31 @@ class ObjectIo:
         """Reads adjacent objects, in order. Returns True for each valid object. Raises OSError."""
         num_pages = sum(extent_pages(read.object.length) for read in reads)
         with self._scratch.borrow(num_pages * PAGE) as scratch:
-            landing = self.buffers_for(reads, BorrowedPages(scratch))
+            landing = self.buffers_for(reads, pages_from(scratch))
             return self.verify_run(landing, file.read(landing.page, landing.buffers))
 
-    def buffers_for(self, reads: Sequence[DiskRead], pages: PageSource) -> RunBuffers:
+    def buffers_for(self, reads: Sequence[DiskRead], take: TakePages) -> RunBuffers:
         """Returns the buffers that receive adjacent objects, in order."""
         arrivals: list[ObjectBuffers] = []
         buffers: list[memoryview] = []
         total = 0
         for read in reads:
-            arrivals.append(self._aimed(read, pages, buffers))
+            arrivals.append(self._aimed(read, take, buffers))
             total += extent_pages(read.object.length)
         begin = reads[0].place
         return RunBuffers(arrivals, buffers, segment_of(begin), page_of(begin), total)
 
-    def _aimed(self, read: DiskRead, pages: PageSource, buffers: list[memoryview]) -> ObjectBuffers:
-        (header,) = pages.take(1)
+    def _aimed(self, read: DiskRead, take: TakePages, buffers: list[memoryview]) -> ObjectBuffers:
+        (header,) = take(1)
         buffers.append(header)
         length = read.object.length
         whole = 0 if self._cipher is not None else length // PAGE * PAGE
-        direct = pages.in_place(read.memory, whole) if whole else None
+        direct = in_place(read.memory, whole) if whole else None
         if direct is None:
             whole = 0
         else:
             buffers.append(direct)
-        rest = pages.take(extent_pages(length - whole) - 1) if whole < length else []
+        rest = take(extent_pages(length - whole) - 1) if whole < length else []
         buffers += rest
         return ObjectBuffers(read, header, whole, rest)
 
@@ -235,17 +226,17 @@ class ObjectIo:
             return self.decrypt(nonce, header, data, into) and (xxh3_64_intdigest(into) == about.checksum)
 
 
-def _add_data(memory: memoryview, pages: PageSource, buffers: list[memoryview]) -> None:
+def _add_data(memory: memoryview, take: TakePages, buffers: list[memoryview]) -> None:
     """Adds unencrypted data, in place if possible."""
     whole = len(memory) // PAGE * PAGE
-    direct = pages.in_place(memory, whole) if whole else None
+    direct = in_place(memory, whole) if whole else None
     if direct is not None:
         buffers.append(direct)
         if whole == len(memory):
             return
         memory = memory[whole:]
     if memory:
-        rest = pages.take(extent_pages(len(memory)) - 1)
+        rest = take(extent_pages(len(memory)) - 1)
         _fill(rest, memory)
         buffers += rest
 

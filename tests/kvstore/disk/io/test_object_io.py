@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moonserve.kvstore.disk.base import PAGE
 from moonserve.kvstore.disk.io.buffers import AlignedScratch, BorrowedMemory, PagePool, RingPages
-from moonserve.kvstore.disk.io.format import PageContext, PageKind, extent_pages, frame_head
-from moonserve.kvstore.disk.io.object_io import BorrowedPages, LogEntry, ObjectIo
+from moonserve.kvstore.disk.io.format import PageContext, PageKind, extent_pages
+from moonserve.kvstore.disk.io.object_io import LogEntry, ObjectIo, pages_from
 from tests.kvstore.disk.tiers import written
 from tests.thoroughness import examples
 
@@ -18,7 +18,7 @@ FOLDER_ID, SEGMENT = bytes(range(16)), 2**29 - 1
 FOLDER = Mock(
     cipher=None,
     context=lambda segment, page: PageContext(FOLDER_ID, segment, page),
-    head_of=lambda segment: frame_head(FOLDER_ID, segment),
+    folder_id=FOLDER_ID,
 )
 FILE = Mock(number=SEGMENT, fileno=lambda: 0)
 MEMORY = memoryview(mmap.mmap(-1, 4 * PAGE))
@@ -44,5 +44,5 @@ def test_the_ring_writes_the_same_bytes_as_threads(objects: list[tuple[int, int,
     numbers = run.vectors[: 2 * run.num_vectors]
     laid_out = b"".join(map(ctypes.string_at, numbers[::2], numbers[1::2]))
     with BorrowedMemory(AlignedScratch(), len(laid_out)) as scratch:
-        assert laid_out == b"".join(io.encode_run(SEGMENT, entries, BorrowedPages(scratch)))
+        assert laid_out == b"".join(io.encode_run(SEGMENT, entries, pages_from(scratch)))
     assert run.nbytes == len(laid_out) == (page + 1) * PAGE
