@@ -92,20 +92,11 @@ class Flight:
         on_done(self)
 
 
-class RingLibrary:
-    """The functions of disk_ring.c. Their argument types are not declared, which would double the time of a call."""
-
-    def __init__(self) -> None:
-        long, short = load_with_and_without_gil(Path(__file__).parents[2] / "native" / "disk_ring.c")
-        self.ring_open = long.ring_open
-        self.ring_close = long.ring_close
-        self.ring_fd = long.ring_fd
-        self.ring_submit = long.ring_submit
-        self.ring_prepare = short.ring_prepare
-        self.ring_collect = short.ring_collect
-
-
-ring_library = functools.cache(RingLibrary)  # one per process
+@functools.cache
+def ring_libraries() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
+    """Returns disk_ring.c for calls that release the GIL, and for short ones. Argument types are not declared, which
+    would double the time of a call."""
+    return load_with_and_without_gil(Path(__file__).parents[2] / "native" / "disk_ring.c")
 
 
 class Ring:
@@ -115,14 +106,14 @@ class Ring:
     def opened(cls, waits: HangTracker) -> "Ring | None":
         """Opens a ring; None if io_uring is not available. Raises CompilerError."""
         ring = ctypes.c_void_p()
-        if error := ring_library().ring_open(NUM_SLOTS, ctypes.byref(ring)):  # many containers forbid it
+        if error := ring_libraries()[0].ring_open(NUM_SLOTS, ctypes.byref(ring)):  # many containers forbid it
             logger.info("no io_uring here (%s): threads access the disk", os.strerror(error))
             return None
         return cls(ring, waits)
 
     def __init__(self, ring: ctypes.c_void_p, waits: HangTracker) -> None:
         """Use `opened`."""
-        self._library = ring_library()
+        self._library, self._short = ring_libraries()
         self._ring = ring
         self._waits = waits
         self._pool = PagePool()
@@ -166,7 +157,7 @@ class Ring:
         for index, (fd, page, vectors, num_vectors, _, _) in enumerate(runs):
             slot = self._free.pop()
             self._under_way[slot] = flight, index
-            self._library.ring_prepare(self._ring, slot, writes, fd, page, vectors, num_vectors, in_thread)
+            self._short.ring_prepare(self._ring, slot, writes, fd, page, vectors, num_vectors, in_thread)
         self._submit()
         if self._typical_s < POLLED_S:
             self._polls_until = flight.begun_at + POLLED_S
@@ -214,7 +205,7 @@ class Ring:
     def _collect(self, spin_ns: int = 0) -> None:
         """Handles all completed operations; waits for `spin_ns` if there is none."""
         ended = self._ended
-        for index in range(self._library.ring_collect(self._ring, ended, spin_ns)):
+        for index in range(self._short.ring_collect(self._ring, ended, spin_ns)):
             self._note(ended[2 * index], ended[2 * index + 1])
 
     def _note(self, slot: int, nbytes: int) -> None:

@@ -139,7 +139,7 @@ async def test_a_flight_given_up_reports_once_and_keeps_its_memory_until_it_ends
 
 async def test_without_a_ring_everything_goes_through_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container that forbids io_uring, or on a system without it."""
-    monkeypatch.setattr(rings.ring_library(), "ring_open", Mock(return_value=errno.EPERM))
+    monkeypatch.setattr(rings.ring_libraries()[0], "ring_open", Mock(return_value=errno.EPERM))
     async with opened(tmp_path) as stand:
         assert stand.tier._ring is None
         await stand.put([written(1)])
