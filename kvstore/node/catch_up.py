@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from moonserve.kvstore.disk.base import DiskObject
 from moonserve.kvstore.node.removal_store import RemovalStore
@@ -27,13 +26,9 @@ from moonserve.protocol.membership.registry.lease import RegistryLease
 from moonserve.protocol.pb import kvstore_pb2, kvstore_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import Channels
 
-
-@dataclass(frozen=True, slots=True)
-class PeerAnswer:
-    """A peer's answer after it has sent all its removals."""
-
-    settled: bool  # False: it was away itself, and is still catching up
-    covered_s: float  # it knows every removal of this last time
+PeerAnswer = kvstore_pb2.StoreRemovalsReply
+"""A peer's last answer, after it has sent all its removals. `settled` False: it was away itself, and is still catching
+up. `covered_s`: it knows every removal of this last time."""
 
 
 def covered_s(answers: Sequence[PeerAnswer | None]) -> float:
@@ -229,7 +224,7 @@ class CatchUp:
             return None
         if reply.settled and self._removal_store.settled:
             self._removal_store.extend_coverage(reply.covered_s)
-        return PeerAnswer(reply.settled, reply.covered_s)
+        return reply
 
     async def _replaced_keys(self, found: Sequence[DiskObject]) -> set[BlockKey]:
         """Returns the keys of which a peer holds another value. The peer's counts: it was stored or seen meanwhile."""
