@@ -17,7 +17,7 @@ from random import Random
 from benchmarks.harness.measure import table
 from moonserve.kvstore.directory import Directory
 from moonserve.kvstore.directory.heat import Heat
-from moonserve.kvstore.directory.replica_planner import ReplicaPlanner, ReplicationLimits
+from moonserve.kvstore.directory.replica_planner import ReplicaPlanner
 from moonserve.kvstore.directory.replica_plans import NodeView, ReplicaCopy
 from moonserve.kvstore.directory.replicator import PLAN_EVERY_S
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, pack_keys
@@ -53,7 +53,7 @@ class Pool:
         self.directory = Directory()
         self.next_seq = dict.fromkeys(self.nodes, 1)
         self.heat = Heat()
-        self.planner = ReplicaPlanner(self.directory, self.heat, ReplicationLimits())
+        self.planner = ReplicaPlanner(self.directory, self.heat)
         self.prefixes = [_chain(number) for number in range(len(POPULARITY))]
         for number, prefix in enumerate(self.prefixes):
             self._hold(self.nodes[number], prefix)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from moonserve.kvstore.directory.replica_planner import ReplicationLimits
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.process.config import option
 from moonserve.protocol.process.lifecycle import ProcessConfig
@@ -16,7 +15,7 @@ class DirectoryConfig(ProcessConfig):
         None,
         help="registry of the cluster: redis://… or redis+sentinel://…; by default, this process is the registry",
     )
-    # Mooncake's defaults for hot blocks (`kvstore.directory.replica_planner.ReplicationLimits`).
+    # Mooncake's defaults for hot blocks (`kvstore.directory.replica_planner.ReplicaPlanner`).
     hot_hits: int = option(8, help="reads within the window that make a block hot")
     hot_window_s: float = option(10.0, help="seconds over which reads are counted")
     hot_extra_replicas: int = option(2, help="maximum of additional replicas of a hot block; 0 = none")
@@ -26,9 +25,6 @@ class DirectoryConfig(ProcessConfig):
     )
     copies_at_once: int = option(4, help="copies between nodes that may run at once")
     metrics_port: int = option(0, help="port for Prometheus metrics; 0 = none")
-
-    def limits(self) -> ReplicationLimits:
-        return ReplicationLimits(extra_replicas=self.hot_extra_replicas, cool_s=self.hot_cool_s)
 
     def __post_init__(self) -> None:
         if self.hot_hits < 1 or self.hot_window_s <= 0 or self.hot_cool_s <= 0:

@@ -8,7 +8,6 @@ left. Knows the nodes by their `NodeView`s; `copy_ended` reports the results of 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from moonserve.kvstore.directory.heat import Heat
 from moonserve.kvstore.directory.holders import BlockChains, Directory
@@ -37,22 +36,16 @@ SHUN_S = 10.0
 """How long a node that failed to take a copy gets none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicationLimits:
-    """Limits of replication for heat. Mooncake's defaults are 8 hits in 10 s, 2 extra replicas, 60 s of rest."""
-
-    extra_replicas: int = 2
-    cool_s: float = 60.0
-
-
 class ReplicaPlanner:
     """Plans the replicas of one directory's blocks by their `heat`."""
 
-    def __init__(self, directory: Directory, heat: Heat, limits: ReplicationLimits) -> None:
+    def __init__(self, directory: Directory, heat: Heat, *, extra_replicas: int = 2, cool_s: float = 60.0) -> None:
+        """The defaults are Mooncake's, as are 8 hits in 10 s (`Heat`). `cool_s`: seconds of rest."""
         self._directory = directory
         self._chains = BlockChains(directory)
         self._heat = heat
-        self._limits = limits
+        self._max_replicas = 1 + extra_replicas
+        self._cool_s = cool_s
         self._ledger = _PlannerMemory()
 
     def holders(self, keys: Iterable[BlockKey]) -> dict[InstanceId, list[BlockKey]]:
@@ -86,12 +79,13 @@ class ReplicaPlanner:
         pins: PinnedReplicas = NO_PINS,
     ) -> ReplicaPlan:
         """Returns a plan that gives each of `keys` and its ancestors at least `num_replicas` (1 or more), as far as
-        there are nodes, and drops replicas of `keys` above that number."""
+        there are nodes, and drops replicas of `keys` above that number, from the fullest nodes first."""
         held = [key for key in keys if self._directory.holders(key)]
         copies: list[ReplicaCopy] = []
         for leaf in self._leaves(held):
             copies += self._add_replicas(self._chains.chain_to(leaf), num_replicas, nodes, now)
-        drops = self._drop_surplus(held, num_replicas, nodes, pins)
+        fullest = sorted(nodes.values(), key=lambda n: (-n.used_share, n.instance_id))
+        drops = self._drop({node.instance_id: held for node in fullest}, num_replicas, nodes, pins)
         return ReplicaPlan(copies=tuple(copies), drops=drops, missing=len(keys) - len(held))
 
     def copy_ended(self, copy: ReplicaCopy, *, succeeded: bool, now: float) -> None:
@@ -110,11 +104,10 @@ class ReplicaPlanner:
     # Copies
 
     def _hot_chains(self, now: float) -> list[list[BlockKey]]:
-        limit = 1 + self._limits.extra_replicas
         wanting = [
             key
             for key in self._heat.hot(now)
-            if not self._ledger.is_resting(key, now) and 0 < len(self._replicas(key, now)) < limit
+            if not self._ledger.is_resting(key, now) and 0 < len(self._replicas(key, now)) < self._max_replicas
         ]
         leaves = self._leaves(wanting)[:CHAINS_PER_PLAN]
         return [chain for leaf in leaves if (chain := self._chains.chain_to(leaf))]
@@ -127,19 +120,18 @@ class ReplicaPlanner:
     def _replicate_hot(self, chain: Sequence[BlockKey], nodes: NodeViews, now: float) -> list[ReplicaCopy]:
         """Plans one more replica of the chain's last block, with the ancestors that the target lacks."""
         replicas = [self._replicas(key, now) for key in chain]
-        limit = 1 + self._limits.extra_replicas
         fitting = (
             node
             for node in self._by_use(nodes, replicas[-1], now)
             if node.instance_id not in replicas[-1]
-            and all(node.instance_id in those or len(those) < limit for those in replicas)
+            and all(node.instance_id in those or len(those) < self._max_replicas for those in replicas)
         )
         target = next(fitting, None)
         if target is None:
             return []
         copies = self._copy(_without(chain, replicas, target), target, nodes, now)
         for copy in copies:
-            self._ledger.rest(copy.keys, now + self._limits.cool_s)
+            self._ledger.rest(copy.keys, now + self._cool_s)
             self._ledger.note_made(copy.keys, copy.target, now)
             for key in copy.keys:
                 self._heat.watch(key, now)
@@ -222,19 +214,11 @@ class ReplicaPlanner:
         return drops
 
     def _is_cold(self, key: BlockKey, since: float, now: float) -> bool:
-        return now - max(since, self._heat.last_hit_at(key)) >= self._limits.cool_s
+        return now - max(since, self._heat.last_hit_at(key)) >= self._cool_s
 
     def _forget(self, key: BlockKey, node: InstanceId) -> None:
         if self._ledger.forget_made(key, node):
             self._heat.unwatch(key)
-
-    def _drop_surplus(
-        self, keys: Sequence[BlockKey], num_replicas: int, nodes: NodeViews, pins: PinnedReplicas
-    ) -> tuple[ReplicaDrop, ...]:
-        """Plans the drops of replicas above `num_replicas`, from the fullest nodes first."""
-        by_use = sorted(nodes.values(), key=lambda n: (-n.used_share, n.instance_id))
-        surplus = {node.instance_id: list(keys) for node in by_use}
-        return self._drop(surplus, num_replicas, nodes, pins)
 
     def _drop(
         self, surplus: dict[InstanceId, list[BlockKey]], kept: int, nodes: NodeViews, pins: PinnedReplicas

@@ -130,7 +130,7 @@ class DirectoryProcess:
         clock = asyncio.get_running_loop().time  # monotonic
         self._following = ClusterFollower(directory, self._channels, lambda keys: heat.record(keys, clock()), clock)
         self._replicator = Replicator(
-            ReplicaPlanner(directory, heat, config.limits()),
+            ReplicaPlanner(directory, heat, extra_replicas=config.hot_extra_replicas, cool_s=config.hot_cool_s),
             self._channels,
             self._following.views,
             self._following.endpoint,

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonserve.kvstore.directory import Changes, Directory
 from moonserve.kvstore.directory.heat import NUM_SLICES, Heat
-from moonserve.kvstore.directory.replica_planner import KEYS_PER_STEP, ReplicaPlanner, ReplicationLimits
+from moonserve.kvstore.directory.replica_planner import KEYS_PER_STEP, ReplicaPlanner
 from moonserve.kvstore.directory.replica_plans import NO_PINS, NodeView, PinnedReplicas, ReplicaCopy, ReplicaDrop
 from moonserve.protocol.kv_blocks import NO_PARENT, BlockKey, pack_keys
 from moonserve.protocol.request import InstanceId
@@ -29,7 +29,7 @@ class Cluster:
     def __init__(self, **hosts: str) -> None:
         self.directory = Directory()
         self.heat = Heat(threshold=HITS, window_s=10.0)
-        self.planner = ReplicaPlanner(self.directory, self.heat, ReplicationLimits(extra_replicas=EXTRA, cool_s=COOL_S))
+        self.planner = ReplicaPlanner(self.directory, self.heat, extra_replicas=EXTRA, cool_s=COOL_S)
         self.nodes = {
             name: NodeView(instance_id=name, host=host, free_bytes=50, capacity_bytes=100)
             for name, host in zip(map(InstanceId, hosts), hosts.values(), strict=True)
