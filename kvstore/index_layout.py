@@ -214,7 +214,7 @@ class CopyResult:
     """Result of `MappedReader.copy`, one element per key. Checksum and generation are 0 for absent keys."""
 
     rows: npt.NDArray[np.int64]
-    """Shape (3, keys). One array costs a third of three."""
+    """Shape (3, keys): lengths, checksums, generations. One array costs a third of three."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -224,13 +224,5 @@ class CopyResult:
 
     @property
     def checksums(self) -> npt.NDArray[np.uint64]:
-        return _unsigned(self.rows[1])
-
-    @property
-    def generations(self) -> npt.NDArray[np.uint64]:
-        return _unsigned(self.rows[2])
-
-
-def _unsigned(row: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    words: npt.NDArray[np.uint64] = row.view(np.uint64)
-    return words
+        checksums: npt.NDArray[np.uint64] = self.rows[1].view(np.uint64)
+        return checksums

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from moonserve.kvstore.index_layout import (
     to_offset_units,
 )
 from moonserve.protocol.errors import InvalidRequest
-from moonserve.protocol.kv_blocks import KEY_BYTES, BlockKey, pack_keys
+from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.process.native_libraries import C_FLAGS, c_fields, load_library, shared_cache
 from moonserve.transfer import Segment, TransferEngine
 from moonserve.transfer.memory.data_plane import address_of
@@ -172,17 +172,8 @@ class KeyIndex:
         self._library.index_records(self._at, key, 1, self._one)
         return self._one[0]
 
-    def records_of(self, keys: Sequence[BlockKey]) -> list[Record]:
-        """Returns the record of each key, NO_RECORD for absent ones. One call of C for many keys."""
-        packed = pack_keys(keys)
-        if len(packed) != len(keys) * KEY_BYTES:
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
-        records = (ctypes.c_int64 * len(keys))()
-        self._library.index_records(self._at, packed, len(keys), records)
-        return records[:]
-
     def records_in(self, packed_keys: bytes) -> RecordArray:
-        """Returns the record of each packed key, like `records_of`, but without the GIL."""
+        """Returns the record of each packed key, NO_RECORD for absent ones. One call of C, which releases the GIL."""
         count = check_keys(packed_keys)
         records = np.empty(count, np.int64)
         self._library.index_records_unlocked(self._at, packed_keys, count, address_of(records))

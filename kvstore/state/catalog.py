@@ -21,7 +21,7 @@ from moonserve.kvstore.state.eviction.base import EvictionPolicy
 from moonserve.kvstore.state.eviction.evictor import ChildCounts, Evictor
 from moonserve.kvstore.state.eviction.quotas import TenantShares
 from moonserve.kvstore.state.objects import ObjectListener, PutRequest, StoredObject, Usage, Watermarks
-from moonserve.protocol.kv_blocks import BlockKey
+from moonserve.protocol.kv_blocks import BlockKey, pack_keys
 
 
 class Catalog:
@@ -73,7 +73,8 @@ class Catalog:
         return self._index.find(key)
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [record != NO_RECORD for record in self._index.records_of(keys)]
+        present: list[bool] = (self._index.records_in(pack_keys(keys)) != NO_RECORD).tolist()
+        return present
 
     def records_among(self, packed_keys: bytes) -> RecordArray:
         """Returns the records of the visible keys, in order. Keys are packed, 16 bytes each."""

@@ -91,7 +91,7 @@ def test_a_copied_batch_reports_the_result_of_each_key() -> None:
     assert bytes(into[6, :256]) == DATA[-256:]
     assert not into[[1, 2, 3, 4, 5]].any()
     assert copied.checksums.tolist() == [77, 77, 77, 77, 0, 77, 77]
-    assert copied.generations.tolist() == [9, 9, 9, 9, 0, 9, 9]
+    assert copied.rows[2].tolist() == [9, 9, 9, 9, 0, 9, 9]
 
 
 def located(reader: MappedReader, *numbers: int, budget: int = 1 << 20) -> tuple[list[list[int]], list[bytes]]:
@@ -249,7 +249,7 @@ def check_batch(reader: MappedReader) -> Counter[str]:
     lengths = copied.lengths.tolist()
     for number, length in enumerate(lengths):
         if length >= 0:
-            content = mutator.content_of(number, int(copied.generations[number]))
+            content = mutator.content_of(number, int(copied.rows[2][number]))
             assert (into[number].view(np.uint64) == content).all()
             assert copied.checksums[number] == number
     assert NotCopied.ABSENT not in lengths[: mutator.NUM_STABLE]
