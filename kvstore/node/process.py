@@ -258,10 +258,8 @@ def first_generation(folder: Path | None) -> int:
     The high bits of a generation count the starts. The count is on disk before it is used, so that generations never
     repeat and grow over restarts, whatever the clock does.
     """
-    return first_generation_of(_next_incarnation(folder) if folder is not None else 1)
-
-
-def _next_incarnation(folder: Path) -> int:
+    if folder is None:
+        return first_generation_of(1)
     path = folder / INCARNATION_FILE_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -273,7 +271,7 @@ def _next_incarnation(folder: Path) -> int:
         raise ConfigError(
             f"{path} is damaged; delete the folder {folder}, whose objects cannot be told from newer ones"
         ) from error
-    return incarnation
+    return first_generation_of(incarnation)
 
 
 def _write_count(path: Path, text: str) -> None:
