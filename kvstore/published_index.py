@@ -107,6 +107,8 @@ class IndexLibrary:
         self.reader_locate = bind_function(
             long, "reader_locate", _int64, *3 * (_pointer,), _int64, _uint64, *2 * (_pointer,)
         )
+        self.reader_locate_at = ctypes.cast(long.reader_locate, _pointer).value
+        """Address of `reader_locate`, for other compiled code."""
 
 
 index_library = functools.cache(IndexLibrary)
@@ -255,11 +257,6 @@ class MappedReader:
         self._mapping = MappedIndex(table_over(index_memory, geometry), data, len(data_memory))
         self.mapping_at = ctypes.addressof(self._mapping)
         """Address of the C structure of both memories, valid while this object lives."""
-
-    @property
-    def locate_at(self) -> int:
-        """Address of `reader_locate`, for other compiled code."""
-        return ctypes.cast(self._library.reader_locate, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
     def find(self, key: BlockKey) -> Entry | None:
         """Returns the entry of `key`; None if it is absent. Raises IndexUnknown."""

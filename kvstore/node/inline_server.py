@@ -29,7 +29,7 @@ from moonserve.kvstore.client.node_access.inline_protocol import (
 )
 from moonserve.kvstore.index_layout import IndexMoved
 from moonserve.kvstore.node.inline_puts import InlinePuts
-from moonserve.kvstore.published_index import Function, KeyIndex, MappedReader, bind_function
+from moonserve.kvstore.published_index import Function, KeyIndex, MappedReader, bind_function, index_library
 from moonserve.protocol.errors import DeadlineExceeded, Overloaded, PeerLost
 from moonserve.protocol.process.native_libraries import C_FLAGS, c_fields, load_library, shared_cache
 from moonserve.transfer import Segment
@@ -53,7 +53,7 @@ class StopReason(IntEnum):
     LATE = 2
     HANGUP = 3
     RETIRED = 4
-    """The index has moved: call `GetServer.set_reader` with a new reader, then `serve` again."""
+    """The index has moved: call `serve` again with a new reader."""
 
 
 class _State(ctypes.Structure):
@@ -90,8 +90,8 @@ class GetServer:
         self._request = np.zeros(_HEAD_BYTES + MAX_KEYS_PER_GET * _KEY_BYTES, np.uint8)
         self._answer = np.zeros(_ANSWER_BYTES + MAX_KEYS_PER_GET * _ROW_BYTES, np.uint8)
         self._pieces = np.zeros((MAX_KEYS_PER_GET + 1, 2), np.uint64)
-        self._reader: MappedReader | None = None
         self._state = _State(
+            locate=index_library().reader_locate_at,
             request=address_of(self._request),
             answer=address_of(self._answer),
             pieces=address_of(self._pieces),
@@ -103,14 +103,9 @@ class GetServer:
         )
         self._at = ctypes.addressof(self._state)
 
-    def set_reader(self, reader: MappedReader) -> None:
-        """Sets the index from which gets are answered."""
-        self._reader = reader  # keeps its memory alive
-        self._state.locate, self._state.mapping = reader.locate_at, reader.mapping_at
-
-    def serve(self) -> StopReason:
-        """Answers gets until there is a reason to stop, which is returned."""
-        assert self._reader is not None
+    def serve(self, reader: MappedReader) -> StopReason:
+        """Answers gets from this index until there is a reason to stop, which is returned."""
+        self._state.mapping = reader.mapping_at
         return StopReason(self._answer_gets(self._fd, self._at))
 
     def take_header(self) -> bytes:
@@ -139,7 +134,6 @@ class InlineServer:
     def serve(self, link: InlineConnection) -> None:
         """Answers until the connection ends. Raises PeerLost, or DeadlineExceeded for a slow or idle peer."""
         gets = GetServer(link.fileno(), most_bytes=inline_protocol.MAX_BYTES, spin_ns=link.spin_ns)
-        gets.set_reader(self._reader)
         while True:
             head = self._serve_gets(gets)
             kind, pin, tenant_bytes, count, deadline_ms, _, nbytes = REQUEST.unpack(head)
@@ -152,14 +146,13 @@ class InlineServer:
 
     def _serve_gets(self, gets: GetServer) -> bytes:
         """Answers gets. Returns the head of the next request that is not a get, or a get that is too large."""
-        while (end := gets.serve()) is not StopReason.OTHER:
+        while (end := gets.serve(self._reader)) is not StopReason.OTHER:
             if end is StopReason.LATE:
                 raise DeadlineExceeded("the peer was slow or idle")
             if end is StopReason.HANGUP:
                 raise PeerLost("the connection broke")
             with contextlib.suppress(IndexMoved):  # the index grew again: the next `serve` reports it
                 self._reader = MappedReader(self._index.memory, self._memory)
-            gets.set_reader(self._reader)
         return gets.take_header()
 
 
