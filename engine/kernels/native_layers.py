@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moonserve.engine.kernels import AllReduce, Heads, Step
-from moonserve.engine.kernels.native_library import CLayer, CMatrix, CMlp, CModel, CStep, LayersLibrary
+from moonserve.engine.kernels.native_library import CLayer, CMatrix, CMlp, CModel, CStep, LayersLibrary, ThreadPool
 from moonserve.engine.kernels.rope import RopeTable
 from moonserve.engine.kernels.shared_cores import SharedCores
 from moonserve.engine.kernels.weight_packing import Arena, Compactor, Matrix, pack, pack_gates, packed_bytes
@@ -111,7 +111,7 @@ class NativeKernels:
         latents = config.latent_heads
         self._rope = RopeTable(config.rope, config.head_dim if latents is None else latents.rotary, self._dtype)
         # Attention may use the threads between two calls.
-        self.thread_pool = self._library.make_thread_pool(num_threads, shared_cores)
+        self.thread_pool = ThreadPool(self._library.library, num_threads, shared_cores)
         self._embedding = weights.embedding.contiguous()
         self._final_norm = _floats(weights.norm)
         compactor = Compactor(self._library) if self._library.reads_compact else None

@@ -107,7 +107,7 @@ class LayersLibrary:
         *,
         flags: Sequence[str] = FLAGS,
     ) -> None:
-        self._library = load_kernels(SOURCE, folder, compiling, flags=flags)
+        self.library = load_kernels(SOURCE, folder, compiling, flags=flags)
         self._dtype = dtype
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self.embed = self.function("embed", pointer, pointer, pointer)
@@ -122,33 +122,30 @@ class LayersLibrary:
     @property
     def suits_many_rows(self) -> bool:
         """True if no other library on this machine multiplies more than a few rows faster."""
-        return bool(self._library.suits_many_rows(self._dtype == "bfloat16"))
+        return bool(self.library.suits_many_rows(self._dtype == "bfloat16"))
 
     @property
     def reads_compact(self) -> bool:
         """True if products accept compact weights (`engine.kernels.weight_packing`), which are faster then."""
-        return bool(self._library.reads_compact(self._dtype == "bfloat16"))
+        return bool(self.library.reads_compact(self._dtype == "bfloat16"))
 
     def function(self, name: str, *arguments: type[Any]) -> Call:
         """Returns the function `name` for the dtype; its result is void."""
         return self._plain(f"{name}_{self._dtype}", *arguments)
 
     def _plain(self, name: str, *arguments: type[Any]) -> Call:
-        found = self._library[name]
+        found = self.library[name]
         found.argtypes = arguments
         found.restype = None
         return found
-
-    def make_thread_pool(self, members: int, shared: SharedCores | None = None) -> "ThreadPool":
-        """Creates a thread pool of `members` threads, including the caller's, and of those it may borrow. Raises
-        CompilerError if the system refuses more threads."""
-        return ThreadPool(self._library, members, shared)
 
 
 class ThreadPool:
     """Threads that share the work of each call (`engine/kernels/native/thread_pool.h`). They end with this object."""
 
     def __init__(self, library: ctypes.CDLL, members: int, shared: SharedCores | None = None) -> None:
+        """`members`: number of threads, including the caller's, besides those that may be borrowed from `shared`.
+        Raises CompilerError if the system refuses more threads."""
         library.thread_pool_start.restype = ctypes.c_void_p
         library.thread_pool_start.argtypes = [ctypes.c_int32, ctypes.c_void_p]
         library.thread_pool_stop.argtypes = [ctypes.c_void_p]
