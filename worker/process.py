@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from moonserve.engine.config import ReplicaConfig
 from moonserve.engine.cuda.staging import InPlace, Staging
 from moonserve.engine.kv_cache.block_pool import BlockPool
-from moonserve.engine.kv_cache.elastic_service import KvMemoryServicer, register_memory_metrics
+from moonserve.engine.kv_cache.elastic_service import ElasticMemoryCollector, KvMemoryServicer
 from moonserve.engine.kv_cache.pool_metrics import pool_collector
 from moonserve.engine.replica import Replica, running_replica
 from moonserve.kvstore.client.blocks import BlockStores
@@ -112,7 +112,8 @@ async def worker_resources(
             replica,
             segment,
         ):
-            register_memory_metrics(replica.elastic_memory, registry)
+            if replica.elastic_memory is not None:
+                registry.register(ElasticMemoryCollector(replica.elastic_memory))
             yield WorkerResources(
                 replica=replica,
                 transfer=transfer,

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -317,12 +316,6 @@ class KvMemoryServicer(worker_pb2_grpc.KvMemoryServicer):
         if self._elastic_memory is None:
             raise InvalidRequest("this worker's KV memory is fixed; start it with --elastic-kv-memory")
         return self._elastic_memory
-
-
-def register_memory_metrics(elastic_memory: ElasticMemory | None, registry: CollectorRegistry) -> None:
-    """Registers the metrics of elastic memory, if there is any."""
-    if elastic_memory is not None:
-        registry.register(ElasticMemoryCollector(elastic_memory))
 
 
 _GAUGES = (
