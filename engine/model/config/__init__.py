@@ -168,35 +168,35 @@ def _windows_by_layer(fields: JsonFields, window: int | None, default: Sequence[
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
+_MISTRAL = _Family((False, False, False), _mistral_windows, default_kv_heads=8, default_positions=131_072)
+_QWEN3 = _Family(
+    ("attention_bias", "attention_bias", False),
+    _qwen_windows,
+    qk_norm=True,
+    default_head_dim=128,
+    default_kv_heads=32,
+    default_positions=32_768,
+)
+_DEEPSEEK_V2 = _Family(
+    (False, False, False),
+    _no_window,
+    experts=partial(deepseek_experts, has_corrections=False),
+    inner_size="moe_intermediate_size",
+    latents=latent_heads,
+)
+
 _FAMILIES = {
     "LlamaForCausalLM": _Family(("attention_bias", "attention_bias", "mlp_bias"), _no_window),
-    "MistralForCausalLM": _Family(
-        (False, False, False), _mistral_windows, default_kv_heads=8, default_positions=131_072
-    ),
-    "MixtralForCausalLM": _Family(
-        (False, False, False),
-        lambda fields, num_layers: (fields.optional_count("sliding_window"),) * num_layers,
+    "MistralForCausalLM": _MISTRAL,
+    "MixtralForCausalLM": replace(
+        _MISTRAL,
+        sliding_windows=lambda fields, num_layers: (fields.optional_count("sliding_window"),) * num_layers,
         experts=mixtral_experts,
-        default_kv_heads=8,
-        default_positions=131_072,
     ),
     "Qwen2ForCausalLM": _Family((True, False, False), _qwen_windows, default_kv_heads=32, default_positions=32_768),
-    "Qwen3ForCausalLM": _Family(
-        ("attention_bias", "attention_bias", False),
-        _qwen_windows,
-        qk_norm=True,
-        default_head_dim=128,
-        default_kv_heads=32,
-        default_positions=32_768,
-    ),
-    "Qwen3MoeForCausalLM": _Family(
-        ("attention_bias", "attention_bias", False),
-        _qwen_windows,
-        qk_norm=True,
-        experts=qwen_experts,
-        inner_size="moe_intermediate_size",
-        default_kv_heads=4,
-        default_positions=32_768,
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": replace(
+        _QWEN3, experts=qwen_experts, inner_size="moe_intermediate_size", default_head_dim=None, default_kv_heads=4
     ),
     "GptOssForCausalLM": _Family(
         ("attention_bias", "attention_bias", True),
@@ -208,20 +208,9 @@ _FAMILIES = {
         default_kv_heads=8,
         default_positions=131_072,
     ),
-    "DeepseekV2ForCausalLM": _Family(
-        (False, False, False),
-        _no_window,
-        experts=partial(deepseek_experts, has_corrections=False),
-        inner_size="moe_intermediate_size",
-        latents=latent_heads,
-    ),
-    "DeepseekV3ForCausalLM": _Family(
-        (False, False, False),
-        _no_window,
-        experts=partial(deepseek_experts, has_corrections=True),
-        inner_size="moe_intermediate_size",
-        latents=latent_heads,
-        default_positions=4096,
+    "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": replace(
+        _DEEPSEEK_V2, experts=partial(deepseek_experts, has_corrections=True), default_positions=4096
     ),
 }
 
