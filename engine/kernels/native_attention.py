@@ -99,7 +99,8 @@ class NativePagedAttention:
         return singles_first(lengths)
 
     def plan(self, spans: Sequence[Span], window: int | None) -> NativePlan:
-        tables = np.concatenate([span.blocks for span in spans])
+        """Plans one call for the tiles and the first output tokens, and further calls for more output tokens. The calls
+        run one after another in the same memory."""
         output: list[tuple[int, int, int]] = []  # row, table, end of its context
         tiles: list[npt.NDArray[np.int64]] = []  # `Tile` of plan.h
         row = table = 0
@@ -111,31 +112,18 @@ class NativePagedAttention:
             output += [(offset + at, table, at + 1) for at in range(prompt_end, span.end)]
             row += span.end - span.start
             table += len(span.blocks)
+        tables = np.ascontiguousarray(np.concatenate([span.blocks for span in spans]), dtype=np.int64)
         all_tiles = np.concatenate(tiles) if tiles else np.empty((0, 4), dtype=np.int64)
-        return self._plan(row, window, tables, all_tiles, output)
-
-    def _plan(
-        self,
-        num_rows: int,
-        window: int | None,
-        tables: npt.NDArray[np.int64],
-        tiles: npt.NDArray[np.int64],
-        output: Sequence[tuple[int, int, int]],
-    ) -> NativePlan:
-        """Plans one call for the tiles and the first output tokens, and further calls for more output tokens. The calls
-        run one after another in the same memory."""
-        geometry = self._geometry
         starts = range(0, max(1, len(output)), _SINGLES_AT_ONCE)
         parts = [_cut(output[start : start + _SINGLES_AT_ONCE], window) for start in starts]
         most = max(len(pieces) for pieces, _ in parts)
-        partials = np.empty((most, geometry.num_heads, self._value_dim + 2), dtype=np.float32)
-        tables = np.ascontiguousarray(tables, dtype=np.int64)
+        partials = np.empty((most, self._geometry.num_heads, self._value_dim + 2), dtype=np.float32)
         calls = [
-            self._call(window, tables, singles, pieces, tiles if index == 0 else tiles[:0], partials)
+            self._call(window, tables, singles, pieces, all_tiles if index == 0 else all_tiles[:0], partials)
             for index, (pieces, singles) in enumerate(parts)
         ]
         addresses = tuple(map(ctypes.addressof, calls))
-        return NativePlan(addresses, num_rows, (calls, tables, tiles, parts, partials))
+        return NativePlan(addresses, row, (calls, tables, all_tiles, parts, partials))
 
     def _tiles(self, start: int, end: int, row: int, table: int) -> npt.NDArray[np.int64]:
         """Returns the tiles of prompt tokens [start, end), longest context first, so that threads end together."""
