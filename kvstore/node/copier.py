@@ -7,13 +7,14 @@ seconds. A copy has its source's pin. Removed objects are not taken from a node 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from moonserve.kvstore.client.blocks import BlockStores
 from moonserve.kvstore.client.node_access.buffers import BufferSlots
 from moonserve.kvstore.client.node_access.deadline import PATIENCE
 from moonserve.kvstore.client.node_access.objects import LeasedObject, ReadLease
+from moonserve.kvstore.node.inline_puts import LocalWrites
 from moonserve.kvstore.node.removal_store import RemovalStore
 from moonserve.kvstore.state.objects import PutOutcome, PutRequest, Reservation
 from moonserve.kvstore.state.removals import ReportedRemoval
@@ -35,8 +36,7 @@ RENEW_EVERY_S = 1.0
 
 
 class Copier:
-    """Makes the replicas of one node. `stored` is called with the keys of objects as they become visible, also when the
-    caller is lost by then."""
+    """Makes the replicas of one node, also when the caller is lost by then."""
 
     def __init__(
         self,
@@ -44,16 +44,14 @@ class Copier:
         state: StoreState,
         removal_store: RemovalStore,
         segment: Segment,
-        clock: Callable[[], float],
-        stored: Callable[[Iterable[BlockKey]], None],
+        writes: LocalWrites,
     ) -> None:
         self._client = client
         self._state = state
         self._removal_store = removal_store
         self._removals = removal_store.removals
         self._segment = segment
-        self._clock = clock
-        self._stored = stored
+        self._writes = writes
 
     async def copy(self, request: kvstore_pb2.StoreCopyRequest) -> kvstore_pb2.StoreCopyReply:
         """Copies the leading run of keys that the source holds. Raises PeerLost, StaleLease, InvalidRequest."""
@@ -119,7 +117,8 @@ class Copier:
             PutRequest(key=o.key, parent=o.parent, length=o.length, tenant=o.tenant, pin=o.pin, is_copied=True)
             for o in lease.objects
         ]
-        reservation = self._state.reservations.reserve(new_id("copy"), requests, None, self._clock())
+        reservation = self._state.reservations.reserve(new_id("copy"), requests, None, self._writes.clock())
+        self._writes.changed()
         outcomes = [slot.outcome for slot in reservation.slots]
         reply.refused = outcomes.count(PutOutcome.FULL)
         reply.present = outcomes.count(PutOutcome.PRESENT) + outcomes.count(PutOutcome.IN_PROGRESS)
@@ -132,7 +131,10 @@ class Copier:
             # An object that was removed during the copy is dropped.
             good = tuple(o for o in granted[:num_good] if self._removals.last_id(o.key) == heard[o.key])
         finally:
-            self._end(reservation, {stored.key: stored.checksum for stored in good})
+            if good:  # verified while being read
+                self._writes.commit(reservation, {stored.key: stored.checksum for stored in good}, ())
+            else:
+                self._writes.abort(reservation)
         return len(good)
 
     async def _read(
@@ -150,14 +152,3 @@ class Copier:
             slots,
             deadline_s=deadline_s or PATIENCE.deadline_s(slots.nbytes),
         )
-
-    def _end(self, reservation: Reservation, checksums: dict[BlockKey, int]) -> None:
-        """Makes the objects with a checksum visible and drops the rest. They were verified while being read."""
-        writers, reservation_id, now = self._state.reservations, reservation.reservation_id, self._clock()
-        if checksums:
-            writers.commit(reservation_id, checksums, now)
-            writers.verified(reservation_id, (), now)
-            self._stored(checksums)
-        else:
-            writers.abort(reservation_id, now)
-            writers.window_closed(reservation_id, now)

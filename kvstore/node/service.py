@@ -85,7 +85,6 @@ class StoreService(DurableCalls):
         self.draining = self._drain_mark.is_set()
         removals = RemovalLog(secrets.randbits(63), clock(), kept_s=config.removals_kept_s)
         self.removal_store = RemovalStore(state, self.mover, removals, folder, clock, self._on_change)
-        self._copier = Copier(self._client, state, self.removal_store, segment, clock, self.mover.enqueue_copies)
         self._landings = PutVerifier(transfer, segment)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvstore")
         self._commits: dict[str, asyncio.Task[tuple[BlockKey, ...]]] = {}
@@ -100,6 +99,7 @@ class StoreService(DurableCalls):
             changed=self._on_change,
             ended=self._writer_has_ended,
         )
+        self._copier = Copier(self._client, state, self.removal_store, segment, self.local_writes)
 
     def load(self) -> conductor_pb2.Load:
         """Returns the load in blocks of the mean size of the objects stored now, since a store knows no layout."""
@@ -237,10 +237,7 @@ class StoreService(DurableCalls):
 
     async def Copy(self, request: kvstore_pb2.StoreCopyRequest, context: Context) -> kvstore_pb2.StoreCopyReply:
         self._admit_writer()
-        try:
-            return await self._copier.copy(request)
-        finally:
-            self._writer_has_ended()
+        return await self._copier.copy(request)
 
     async def Subscribe(
         self, request: kvstore_pb2.StoreSubscribeRequest, context: Context
