@@ -7,7 +7,6 @@ must be discarded; `check` and the end of the `with` block raise in that case.
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 from collections.abc import Sequence
 
 import xxhash
@@ -18,10 +17,7 @@ from moonserve.kvstore.client.node_access.node import ClientResources, StoreNode
 from moonserve.kvstore.client.node_access.node_reads import NodeLease, select, take_lease
 from moonserve.kvstore.client.node_access.objects import Keys, ReadMiss
 from moonserve.kvstore.client.reads import Reads
-from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.kv_blocks import BlockKey
-
-log = logging.getLogger(__name__)
 
 _RENEWALS = 3
 """Renewal attempts within the lifetime of a lease."""
@@ -130,10 +126,4 @@ class StoreLease(contextlib.AbstractContextManager["StoreLease"]):
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._ttl_s / _RENEWALS)
-            await asyncio.gather(*(self._renew_one(lease) for lease in self._leases))
-
-    async def _renew_one(self, lease: NodeLease) -> None:
-        try:
-            await lease.renew_in_background(self._ttl_s)
-        except MoonserveError as error:  # the lease expires unless a later attempt succeeds
-            log.warning("lease %s was not renewed: %s", lease.lease.lease_id, error)
+            await asyncio.gather(*(lease.renew_in_background(self._ttl_s) for lease in self._leases))

@@ -74,6 +74,9 @@ class NodeLease:
             await self.node.call_in_background(*renew_call(self.lease.lease_id, ttl_s), GIVE_BACK_TIMEOUT_S)
         except StaleLease:
             expires_at = 0.0
+        except MoonserveError as error:  # the lease expires unless a later attempt succeeds
+            log.warning("lease %s was not renewed: %s", self.lease.lease_id, error)
+            return
         self.lease = replace(self.lease, expires_at=expires_at)
 
     def close(self) -> None:
