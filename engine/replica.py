@@ -124,28 +124,20 @@ async def running_replica(
 ) -> AsyncIterator[tuple[Replica, M]]:
     """Loads a replica like `load_replica`, and stops its engine thread and other ranks at the end of the block. If a
     rank is lost, `lifecycle` is stopped and PeerLost is raised at the end of the block."""
-    async with _other_ranks(config, lifecycle) as others:
+    async with contextlib.AsyncExitStack() as parts:
+        others = None
+        if config.tensor_parallel_size > 1:
+            from moonserve.engine.tensor_parallel.rank_processes import other_ranks  # imports torch
+
+            others = await parts.enter_async_context(other_ranks(config, lifecycle))
         replica, memory = await load_replica(
             config, allocate, lifecycle, rank=rank, num_stages=num_stages, others=others
         )
-        with contextlib.closing(replica.thread):
-            try:
-                yield replica, memory
-            finally:
-                replica.staging.close()
-                if replica.elastic_memory is not None:
-                    replica.elastic_memory.close()
-
-
-@contextlib.asynccontextmanager
-async def _other_ranks(config: ReplicaConfig, lifecycle: Lifecycle) -> "AsyncIterator[RankProcesses | None]":
-    if config.tensor_parallel_size == 1:
-        yield None
-        return
-    from moonserve.engine.tensor_parallel.rank_processes import other_ranks  # imports torch
-
-    async with other_ranks(config, lifecycle) as others:
-        yield others
+        parts.callback(replica.thread.close)
+        if replica.elastic_memory is not None:
+            parts.callback(replica.elastic_memory.close)
+        parts.callback(replica.staging.close)
+        yield replica, memory
 
 
 async def load_replica(
