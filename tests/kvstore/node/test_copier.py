@@ -118,7 +118,7 @@ async def test_a_copy_whose_caller_is_lost_at_its_end_is_written_to_the_disk_too
 ) -> None:
     async with target_beside(source) as target:
         queued: list[BlockKey] = []
-        monkeypatch.setattr(target.service._copier, "_stored", queued.extend)
+        monkeypatch.setattr(target.service.mover, "enqueue_copies", queued.extend)
         copying = asyncio.create_task(target.copy())
 
         async def is_lost() -> None:
