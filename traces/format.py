@@ -8,8 +8,8 @@ Analysis uses `read_checked`: a trace that violates the format can be replayed, 
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -41,25 +41,28 @@ class TraceRecord:
         )
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRecord]:
-    """Returns the first `limit` records. Raises ConfigError naming the faulty line."""
-    records = [record for _, record in islice(numbered_records(path), limit)]
+def read_trace(path: Path, limit: int | None = None, *, is_checked: bool = False) -> list[TraceRecord]:
+    """Returns the first `limit` records. `is_checked`: they must keep the rules of the format. Raises ConfigError with
+    the faulty line, the fault and often a remedy."""
+    records: list[TraceRecord] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            for number, line in islice(lines, limit):
+                record = _parse(line, path, number)
+                if is_checked and (fault := _fault(record, records[-1].arrived_s if records else 0.0)):
+                    raise ConfigError(f"{path}:{number}: {fault}")
+                records.append(record)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text file; a trace is JSON lines, unpacked") from error
     if not records:
         raise ConfigError(f"the trace {path} holds no requests")
     return records
 
 
-def numbered_records(path: Path) -> Iterator[tuple[int, TraceRecord]]:
-    """Yields line numbers (from 1) and records, reading lazily. Raises like `read_trace`."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _parse(line, path, number)
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text file; a trace is JSON lines, unpacked") from error
+read_checked = partial(read_trace, is_checked=True)
 
 
 def _parse(line: str, path: Path, number: int) -> TraceRecord:
@@ -82,24 +85,9 @@ def _parse(line: str, path: Path, number: int) -> TraceRecord:
     return record
 
 
-def read_checked(path: Path, limit: int | None = None) -> list[TraceRecord]:
-    """Returns the first `limit` records. Raises ConfigError with the faulty line, the fault and often a remedy."""
-    records: list[TraceRecord] = []
-    earlier_s = 0.0
-    for number, record in islice(numbered_records(path), limit):
-        fault = _fault(record, earlier_s)
-        if fault is not None:
-            raise ConfigError(f"{path}:{number}: {fault}")
-        records.append(record)
-        earlier_s = record.arrived_s
-    if not records:
-        raise ConfigError(f"the trace {path} holds no requests")
-    return records
-
-
 def _fault(record: TraceRecord, earlier_s: float) -> str | None:
     """Returns the format rule that the record violates; None = no violation."""
-    if not math.isfinite(record.arrived_s) or record.arrived_s < 0:
+    if record.arrived_s < 0:
         return "timestamp is no number of milliseconds from 0 up"
     if record.arrived_s < earlier_s:
         return "timestamp is earlier than the line before; sort the trace by timestamp"
