@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from moonserve.gateway.access.rate_limit_service import admission_of
-from moonserve.gateway.errors import ApiError, invalid
+from moonserve.gateway.errors import ApiError, reply_for
 from moonserve.gateway.openai.chat_completions import ChatCompletions
 from moonserve.gateway.openai.reply_format import ChatFormat
 from moonserve.gateway.openai.request_schema import ChatBody, validated
@@ -24,7 +24,6 @@ from moonserve.gateway.openai.responses_api_schema import (
     RENAMED,
     ResponsesBody,
     input_messages,
-    output_messages,
     to_chat_body,
 )
 from moonserve.gateway.served_model import ServedModel
@@ -125,7 +124,7 @@ class ResponsesApi:
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                answered = [*messages, *output_messages(response["output"])]
+                answered = [*messages, *input_messages(response["output"])]
                 stored = StoredResponse(response=response, messages=answered)
                 self._store.put(tenant, response["id"], stored)
 
@@ -174,26 +173,11 @@ def _own_names() -> Iterator[None]:
     """Renames parameters in errors of the chat completion to the names of this API."""
     try:
         yield
-    except ApiError as error:
+    except (ApiError, InvalidRequest) as error:
+        reply, message, own = reply_for(error), error.message, error.param
+        if error.param is not None:
+            own = RENAMED.get(error.param.partition("[")[0].partition(".")[0], error.param)
+            message = message.replace(error.param, own)
         raise ApiError(
-            error.status,
-            _renamed(error.message, error.param),
-            kind=error.kind,
-            param=_own_name(error.param),
-            code=error.code,
-            headers=error.headers,
+            reply.status, message, kind=reply.kind, param=own, code=reply.code, headers=reply.headers
         ) from error
-    except InvalidRequest as error:
-        raise invalid(_renamed(error.message, error.param), _own_name(error.param)) from error
-
-
-def _own_name(param: str | None) -> str | None:
-    if param is None:
-        return None
-    theirs = param.partition("[")[0].partition(".")[0]
-    return RENAMED.get(theirs, param)
-
-
-def _renamed(message: str, param: str | None) -> str:
-    own = _own_name(param)
-    return message if param is None or own is None else message.replace(param, own)

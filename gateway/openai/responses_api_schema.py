@@ -1,6 +1,6 @@
 """Body of `POST /v1/responses`, where it differs from the body of a chat completion."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -114,18 +114,14 @@ def to_chat_body(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, 
 
 
 def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Converts input items to chat messages. Raises ApiError for items without a chat equivalent."""
+    """Converts items of input, or of an earlier response's output, to chat messages. Raises ApiError for items without
+    a chat equivalent."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
     for number, item in enumerate(given):
         _add(messages, item, f"input[{number}]")
     return messages
-
-
-def output_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Converts a response's output to messages for the next turn's prompt."""
-    return input_messages(list(items))
 
 
 def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
