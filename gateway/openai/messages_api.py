@@ -250,9 +250,6 @@ class MessageEvents(ReplyFormat):
         events += _event("message_delta", delta=ended, usage=self._message["usage"])
         return events + _event("message_stop")
 
-    def ending(self) -> bytes:
-        return b""
-
     def failure(self, reply: ApiError) -> bytes:
         error = {"type": _ERROR_TYPES.get(reply.status, "api_error"), "message": reply.message}
         return _event("error", error=error).encode()

@@ -137,8 +137,6 @@ def _likeliest(
     return {tokenizer.token_name(each): finite(value) for each, value in logprobs.items()}
 
 
-DONE = b"data: [DONE]\n\n"
-
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -189,8 +187,8 @@ class ReplyFormat(ABC):
         """Returns the chunk with `choices: []` and the usage."""
 
     def ending(self) -> bytes:
-        """Returns the end of a stream."""
-        return DONE
+        """Returns the end of a stream, behind all chunks."""
+        return b""
 
     def failure(self, reply: ApiError) -> bytes:
         """Returns an error event after the start of a stream; nothing follows it."""
@@ -201,27 +199,22 @@ class ReplyFormat(ABC):
         """Returns the whole reply, given one piece per choice."""
 
 
+@dataclass(eq=False)
 class ChoicesFormat(ReplyFormat):
     """Common part of chats and completions. A choice is built as JSON, or by string joins if it is only text."""
+
+    header: ReplyHeader
+    options: ReplyOptions
+    tokenizer: Tokenizer
+    prompt_token_ids: Sequence[Sequence[int]]  # of each choice
 
     chunk_kind = whole_kind = ""
     text_opening = ""  # between the choice's index and its text
     text_closing = ""
 
-    def __init__(
-        self,
-        header: ReplyHeader,
-        options: ReplyOptions,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[Sequence[int]],
-    ) -> None:
-        """`prompt_token_ids`: token ids of each choice's prompt."""
-        self._header = header
-        self._options = options
-        self._tokenizer = tokenizer
-        self._prompt_token_ids = prompt_token_ids
-        self._opening = header.opening(self.chunk_kind)
-        self._closing = ',"usage":null}\n\n' if options.usage else "}\n\n"
+    def __post_init__(self) -> None:
+        self._opening = self.header.opening(self.chunk_kind)
+        self._closing = ',"usage":null}\n\n' if self.options.usage else "}\n\n"
 
     @abstractmethod
     def choice(self, piece: Piece) -> dict[str, Any]:
@@ -232,7 +225,7 @@ class ChoicesFormat(ReplyFormat):
         """Returns an entry of a whole reply's `choices`."""
 
     def piece(self, piece: Piece) -> str:
-        if self._options.token_ids or self._options.logprobs:
+        if self.options.token_ids or self.options.logprobs:
             return self._chunk(self.choice(piece))
         if not (piece.text or piece.finish_reason):
             return ""
@@ -250,15 +243,18 @@ class ChoicesFormat(ReplyFormat):
         """Returns the usage with what the reply's text tells."""
         return usage
 
+    def ending(self) -> bytes:
+        return b"data: [DONE]\n\n"
+
     def timing(self, ledgers: Sequence[dict[str, Any]]) -> str:
         return f'{self._opening},"choices":[],"x_timing":{_compact(ledgers)}{self._closing}'
 
     def whole_body(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         return {
-            "id": self._header.id,
+            "id": self.header.id,
             "object": self.whole_kind,
-            "created": self._header.created,
-            "model": self._header.model,
+            "created": self.header.created,
+            "model": self.header.model,
             "choices": [self.whole_choice(piece) for piece in pieces],
             "usage": self.detailed(usage),
         }
@@ -268,18 +264,18 @@ class ChoicesFormat(ReplyFormat):
 
     def _token_ids(self, piece: Piece) -> dict[str, Any]:
         ids = [token.token_id for token in piece.tokens]
-        return {"token_ids": ids} if self._options.token_ids else {}
+        return {"token_ids": ids} if self.options.token_ids else {}
 
     def _ids_of_prompt(self, index: int) -> dict[str, Any]:
-        ids = self._prompt_token_ids[index]
-        return {"prompt_token_ids": ids} if self._options.token_ids else {}
+        ids = self.prompt_token_ids[index]
+        return {"prompt_token_ids": ids} if self.options.token_ids else {}
 
     def _of_prompt(self, piece: Piece) -> dict[str, Any]:
         """Returns the requested facts about a choice's prompt for a whole reply."""
-        fields, num_top = self._ids_of_prompt(piece.index), self._options.prompt_logprobs
+        fields, num_top = self._ids_of_prompt(piece.index), self.options.prompt_logprobs
         if num_top is not None:
-            ids = self._prompt_token_ids[piece.index]
-            fields["prompt_logprobs"] = prompt_logprobs(ids, piece.prompt_logprobs, num_top, self._tokenizer)
+            ids = self.prompt_token_ids[piece.index]
+            fields["prompt_logprobs"] = prompt_logprobs(ids, piece.prompt_logprobs, num_top, self.tokenizer)
         return fields
 
 
@@ -294,10 +290,10 @@ class ChatFormat(ChoicesFormat):
     def first(self) -> str:
         """Returns a chunk with the role of each choice's message."""
         opening = self._opening
-        if self._options.token_ids:
-            opening += f',"prompt_token_ids":{_compact(self._prompt_token_ids[0])}'
+        if self.options.token_ids:
+            opening += f',"prompt_token_ids":{_compact(self.prompt_token_ids[0])}'
         chunks = ""
-        for index in range(len(self._prompt_token_ids)):
+        for index in range(len(self.prompt_token_ids)):
             chunks += (
                 f'{opening},"choices":[{{"index":{index},"delta":{{"role":"assistant","content":""}}'
                 f',"logprobs":null,"finish_reason":null}}]{self._closing}'
@@ -308,8 +304,8 @@ class ChatFormat(ChoicesFormat):
     def choice(self, piece: Piece) -> dict[str, Any]:
         delta, reason = self._delta(piece)
         logprobs = None
-        if self._options.logprobs:
-            logprobs = {"content": chat_logprobs(piece.tokens, self._tokenizer)}
+        if self.options.logprobs:
+            logprobs = {"content": chat_logprobs(piece.tokens, self.tokenizer)}
         fields = {"delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {"index": piece.index, **fields, **self._token_ids(piece)}
 
@@ -330,64 +326,58 @@ class ChatFormat(ChoicesFormat):
         return {"content": piece.text}, piece.finish_reason
 
 
+@dataclass(eq=False)
 class CompletionFormat(ChoicesFormat):
     """Format of `text_completion`, for streams and whole bodies."""
+
+    echoes: Sequence[str]  # text put before each choice's output
 
     chunk_kind = whole_kind = "text_completion"
     text_opening = '"text":'
 
-    def __init__(
-        self,
-        header: ReplyHeader,
-        options: ReplyOptions,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[Sequence[int]],
-        echoes: Sequence[str],
-    ) -> None:
-        """`echoes`: text put before each choice's output."""
-        super().__init__(header, options, tokenizer, prompt_token_ids)
-        self._echoes = echoes
-        self._offsets = [len(echo) for echo in echoes]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._offsets = [len(echo) for echo in self.echoes]
 
     def first(self) -> str:
         """Returns the echoed prompts, if requested, and the prompts' token ids. If log-probabilities of an echoed
         prompt are requested, the prompt comes with its choice's first piece instead."""
-        if self._options.echoed_logprobs is not None:
+        if self.options.echoed_logprobs is not None:
             return ""
         return "".join(
             self._chunk(self.choice(Piece(index=index, text=echo, tokens=())) | self._ids_of_prompt(index))
-            for index, echo in enumerate(self._echoes)
-            if echo or self._options.token_ids
+            for index, echo in enumerate(self.echoes)
+            if echo or self.options.token_ids
         )
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         # The prompt is in the same event: the event's id, if any, says that the client has the whole piece.
-        if self._options.echoed_logprobs is None or piece.prompt_logprobs is None:
+        if self.options.echoed_logprobs is None or piece.prompt_logprobs is None:
             return self._choice(piece, "")
-        return self._choice(piece, self._echoes[piece.index]) | self._ids_of_prompt(piece.index)
+        return self._choice(piece, self.echoes[piece.index]) | self._ids_of_prompt(piece.index)
 
     def whole_choice(self, piece: Piece) -> dict[str, Any]:
-        return self._choice(piece, self._echoes[piece.index]) | self._of_prompt(piece)
+        return self._choice(piece, self.echoes[piece.index]) | self._of_prompt(piece)
 
     def _choice(self, piece: Piece, echo: str) -> dict[str, Any]:
         return {
             "index": piece.index,
             "text": echo + piece.text,
-            "logprobs": self._logprobs(piece, echo) if self._options.logprobs else None,
+            "logprobs": self._logprobs(piece, echo) if self.options.logprobs else None,
             "finish_reason": piece.finish_reason,
             **self._token_ids(piece),
         }
 
     def _logprobs(self, piece: Piece, echo: str) -> dict[str, Any]:
-        index, found, num_top = piece.index, piece.prompt_logprobs, self._options.echoed_logprobs
+        index, found, num_top = piece.index, piece.prompt_logprobs, self.options.echoed_logprobs
         columns, self._offsets[index] = completion_logprobs(
             piece.tokens,
-            self._tokenizer,
+            self.tokenizer,
             self._offsets[index],
-            skip_special_tokens=self._options.skip_special_tokens,
+            skip_special_tokens=self.options.skip_special_tokens,
         )
         if found is None or num_top is None:
             return columns
-        ids = self._prompt_token_ids[index]
-        echoed = echoed_logprobs(ids, echo, found, num_top, self._tokenizer)
+        ids = self.prompt_token_ids[index]
+        echoed = echoed_logprobs(ids, echo, found, num_top, self.tokenizer)
         return {name: [*column, *columns[name]] for name, column in echoed.items()}

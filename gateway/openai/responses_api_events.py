@@ -75,9 +75,6 @@ class ResponseEvents(ReplyFormat):
         self.usage(usage)
         return self._response
 
-    def ending(self) -> bytes:
-        return b""
-
     def failure(self, reply: ApiError) -> bytes:
         error = {"code": "server_error", "message": reply.message}
         response = {**self._echoed, "status": "failed", "error": error}

@@ -2,12 +2,12 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moonserve.gateway.errors import ApiError, unsupported
 from moonserve.gateway.generation.events import Piece
-from moonserve.gateway.openai.reply_format import ChatFormat, ReplyHeader, ReplyOptions
+from moonserve.gateway.openai.reply_format import ChatFormat
 from moonserve.gateway.openai.request_schema import ChatBody, Function, NamedChoice
 from moonserve.gateway.openai.structured_outputs import (
     ConstraintChecker,
@@ -19,7 +19,6 @@ from moonserve.gateway.openai.structured_outputs import (
 )
 from moonserve.gateway.text import harmony
 from moonserve.gateway.text.message_parser import CallDelta, MessageParser, ParsedDelta
-from moonserve.gateway.text.tokenizer import Tokenizer
 from moonserve.gateway.text.tool_call_parsers import FORMATS, HARMONY, CallSyntax
 from moonserve.protocol.request import FinishReason
 
@@ -103,22 +102,14 @@ class ToolPlan:
     names: tuple[str, ...]  # names of functions that may be called
 
 
+@dataclass(frozen=True, slots=True)
 class ToolPlanner:
-    """Makes the tool plans of one model. `format`: None if unknown. `allows_auto`: the model may choose whether to
-    call. `tag_rule`: returns the rule of a tag."""
+    """Makes the tool plans of one model."""
 
-    def __init__(
-        self,
-        format: CallSyntax | None,
-        checker: ConstraintChecker,
-        *,
-        allows_auto: bool,
-        tag_rule: Callable[[str], str],
-    ) -> None:
-        self._format = format
-        self._checker = checker
-        self._allows_auto = allows_auto
-        self._tag_rule = tag_rule
+    format: CallSyntax | None  # None = unknown
+    checker: ConstraintChecker
+    allows_auto: bool  # the model may choose whether to call
+    tag_rule: Callable[[str], str]  # returns the rule of a tag
 
     async def plan(self, body: ChatBody, constraint: OutputConstraint | None) -> ToolPlan | None:
         """Returns the plan, or None if nothing may be called. `constraint`: of the text if the model does not call.
@@ -141,23 +132,23 @@ class ToolPlanner:
                 "cannot be combined with tools: output with a grammar ends with the end-of-sequence token", "ignore_eos"
             )
         if grammar:
-            await self._checker.check(grammar, "tools")
+            await self.checker.check(grammar, "tools")
         return ToolPlan(grammar=grammar, names=names)
 
     def _check_format(self, choice: object) -> CallSyntax:
-        if self._format is None:
+        if self.format is None:
             raise unsupported(
                 "tools: this model's chat template has no known syntax of tool calls; the operator can select"
                 " one with --tool-call-parser",
                 "tools",
             )
-        if choice == "auto" and not self._allows_auto:
+        if choice == "auto" and not self.allows_auto:
             raise unsupported(
                 "tool_choice: this server does not allow auto, which is also the default; use required, none or a"
                 " function",
                 "tool_choice",
             )
-        return self._format
+        return self.format
 
     async def _grammar(
         self,
@@ -179,7 +170,7 @@ class ToolPlanner:
                 for name, (place, function) in functions.items()
             },
             is_parallel=is_parallel,
-            tag_rule=self._tag_rule,
+            tag_rule=self.tag_rule,
         )
         if not is_free:
             return grammar.required()
@@ -201,7 +192,7 @@ class ToolPlanner:
         param = f"tools[{place}].function.parameters"
         try:
             constraint = json_constraint(dict(schema), param)
-            await self._checker.check(constraint.grammar, param)
+            await self.checker.check(constraint.grammar, param)
         except ApiError:
             if function.strict:
                 raise
@@ -228,28 +219,17 @@ def _named(choice: NamedChoice, functions: Mapping[str, tuple[int, Function]]) -
     return functions[name]
 
 
+@dataclass(eq=False)
 class ParsedChatFormat(ChatFormat):
     """Chunks of an answer that may contain reasoning and calls. A stream reports a call as soon as it is certain; a
     whole reply only calls that do not break."""
 
-    def __init__(
-        self,
-        header: ReplyHeader,
-        options: ReplyOptions,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[Sequence[int]],
-        parsers: Sequence[MessageParser],
-        *,
-        shows_reasoning: bool,
-    ) -> None:
-        """`parsers`: of each choice."""
-        super().__init__(header, options, tokenizer, prompt_token_ids)
-        self._parsers = parsers
-        self._shows_reasoning = shows_reasoning
-        self._reasoning = ""  # of all choices
+    parsers: Sequence[MessageParser]  # of each choice
+    shows_reasoning: bool = field(kw_only=True)
+    _reasoning: str = field(default="", init=False)  # of all choices
 
     def piece(self, piece: Piece) -> str:
-        choice, options = self.choice(piece), self._options
+        choice, options = self.choice(piece), self.options
         if choice["delta"].get("tool_calls") and choice["finish_reason"]:
             # The openai client ends a call by the reason in a later chunk.
             end = {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
@@ -258,17 +238,17 @@ class ParsedChatFormat(ChatFormat):
         return self._chunk(choice) if shows else ""
 
     def detailed(self, usage: dict[str, Any]) -> dict[str, Any]:
-        num_tokens = len(self._tokenizer.encode(self._reasoning, add_special_tokens=False))
+        num_tokens = len(self.tokenizer.encode(self._reasoning, add_special_tokens=False))
         return {**usage, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
 
     def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
-        parser, reason = self._parsers[piece.index], piece.finish_reason
+        parser, reason = self.parsers[piece.index], piece.finish_reason
         parser.push(piece.text)
         if reason is not None:
             parser.finish(is_cut=reason is FinishReason.LENGTH)
         output = parser.take_output()
         self._reasoning += output.reasoning
-        if not self._shows_reasoning:
+        if not self.shows_reasoning:
             output.reasoning = ""
         # The finish reason is the calls unless the answer was cut off.
         called = reason is FinishReason.STOP and parser.num_calls
