@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moonserve.gateway.errors import ApiError, invalid, unsupported
+from moonserve.gateway.text.message_parser import is_object
 from moonserve.protocol.request import CacheHints
 
 log = logging.getLogger(__name__)
@@ -117,11 +118,7 @@ class _FunctionCall(Body):
     @field_validator("arguments")
     @classmethod
     def _is_object(cls, text: str) -> str:
-        try:
-            value = json.loads(text or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
+        if not is_object(text or "{}"):
             raise ValueError("must be a JSON object, as text")
         return text
 

@@ -15,6 +15,7 @@ from moonserve.gateway.errors import ApiError
 from moonserve.gateway.generation.events import Piece
 from moonserve.gateway.openai.reply_format import ChatFormat, ReplyFormat, ReplyHeader
 from moonserve.gateway.openai.responses_api_schema import ResponsesBody
+from moonserve.gateway.text.message_parser import is_object
 
 Item = dict[str, Any]
 
@@ -220,22 +221,13 @@ class _OpenCall:
         return {**self._item, "status": "in_progress", "arguments": ""}
 
     def done(self, finish_reason: str) -> Item:
-        is_cut = finish_reason == "length" and not _is_whole(self.arguments)
+        is_cut = finish_reason == "length" and not is_object(self.arguments)
         status = "incomplete" if is_cut else "completed"
         return {**self._item, "status": status, "arguments": self.arguments}
 
     def closing(self) -> Iterator[tuple[str, dict[str, Any]]]:
         named = {"name": self._item["name"], "arguments": self.arguments}
         yield "response.function_call_arguments.done", {**self.place, **named}
-
-
-def _is_whole(arguments: str) -> bool:
-    """Returns True if the arguments are complete JSON."""
-    try:
-        json.loads(arguments)
-    except ValueError:
-        return False
-    return True
 
 
 # The response object

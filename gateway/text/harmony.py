@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Collection
 
-from moonserve.gateway.text.message_parser import SPACE, CallDelta, MessageParser, held_back
+from moonserve.gateway.text.message_parser import SPACE, CallDelta, MessageParser, held_back, is_object
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -133,16 +133,9 @@ class HarmonyParser(MessageParser):
         if self._call is None:
             self._separator[self._channel] = "\n"
             return
-        if not self._is_reported and (is_cut or _is_object(self._arguments)):
+        if not self._is_reported and (is_cut or is_object(self._arguments)):
             self._report(self._arguments)
         if self._is_reported:
             self.num_calls += 1
         else:
             self._add_text("final", self._arguments)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

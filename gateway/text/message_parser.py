@@ -4,6 +4,7 @@
 is held back.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -69,3 +70,11 @@ def held_back(text: str, markers: Iterable[str]) -> int:
         (n for marker in markers for n in range(1, min(len(text), len(marker) - 1) + 1) if text.endswith(marker[:n])),
         default=0,
     )
+
+
+def is_object(text: str) -> bool:
+    """Returns True if the text is a whole JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
