@@ -54,12 +54,8 @@ class ToolParser(MessageParser):
         follows. Returns True if the rest can be processed further."""
 
     @abstractmethod
-    def _call_ended(self) -> None:
-        """Continues after a complete call."""
-
-    @abstractmethod
-    def _call_broke(self) -> None:
-        """Continues after a broken call, at the text that broke it."""
+    def _call_over(self, *, is_broken: bool) -> None:
+        """Continues after a complete call, or after a broken one at the text that broke it."""
 
     # -- content
 
@@ -81,13 +77,11 @@ class ToolParser(MessageParser):
         self._pending_arguments += call.take_arguments()
         if self._is_eager and call.is_certain and (self._pending_arguments or not self._is_emitted):
             self._emit_call(call)
-        if call.is_broken:
-            self._give_up(call)
-            self._call_broke()
-        elif call.is_complete:
-            self._end_call(call)
-            self._call_ended()
-        return call.is_broken or call.is_complete
+        is_over = call.is_broken or call.is_complete
+        if is_over:
+            (self._give_up if call.is_broken else self._end_call)(call)
+            self._call_over(is_broken=call.is_broken)
+        return is_over
 
     def _emit_call(self, call: CallReader) -> None:
         """Reports the new certain part of a call."""
@@ -146,11 +140,8 @@ class HermesParser(ToolParser):
             self._closes = False
         return not self._closes
 
-    def _call_ended(self) -> None:
-        self._closes = True
-
-    def _call_broke(self) -> None:
-        pass
+    def _call_over(self, *, is_broken: bool) -> None:
+        self._closes = not is_broken
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -181,11 +172,8 @@ class Llama3JsonParser(ToolParser):
             self._is_plain = True
         return self._is_plain
 
-    def _call_ended(self) -> None:
-        pass
-
-    def _call_broke(self) -> None:
-        self._is_plain = True
+    def _call_over(self, *, is_broken: bool) -> None:
+        self._is_plain = is_broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
