@@ -47,15 +47,11 @@ class Tokenizer:
 
     def is_special(self, text: str) -> bool:
         """Returns True if a special token is spelled like the text."""
-        return text in self._special_texts
+        return self._added_ids.get(text) in self._special_ids
 
     def added_token_id(self, text: str) -> int | None:
         """Returns the id of the added token that is spelled like the text, special or not; None if there is none."""
         return self._added_ids.get(text)
-
-    @cached_property
-    def _special_texts(self) -> frozenset[str | None]:
-        return frozenset(map(self._inner.id_to_token, self._special_ids))
 
     @property
     def template_source(self) -> str | None:
