@@ -83,7 +83,7 @@ async def serve(config: GatewayConfig, lifecycle: Lifecycle) -> None:
         app = build_app(routes, keys, limiter, config.limits_for_all)
         closing.enter_context(infrequent_gc())
         recording = functools.partial(record, history, gateway.figures, gateway.phases, cluster, rails)
-        background = (gateway.run, keys.run, limiter.run, recording)
+        background = (cluster.run, keys.run, limiter.run, recording)
         await _run(gateway, _server(app, config), listener, lifecycle, config, background)
 
 

@@ -160,10 +160,6 @@ class Gateway:
             else:
                 generation.start_after(leader)
 
-    async def run(self) -> None:
-        """Follows the cluster until cancelled."""
-        await self.cluster.run()
-
     def drain(self, *, refuses: bool) -> None:
         """Announces that this gateway is about to stop. `refuses`: reject new requests; another gateway can answer
         them."""

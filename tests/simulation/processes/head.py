@@ -74,7 +74,7 @@ class Front(Process):
             asyncio._set_running_loop(None)
 
     async def serve(self) -> None:
-        await self.gateway.run()
+        await self.gateway.cluster.run()
 
     async def drain(self) -> None:
         self.gateway.drain(refuses=True)
