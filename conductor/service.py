@@ -35,20 +35,15 @@ from moonserve.conductor.events import (
     Tick,
     TtftObserved,
 )
-from moonserve.conductor.peers.leader_election_service import (
-    SoleLeadership,
-    serve_replicated,
-    serving_calls,
-    tick_periodically,
-)
-from moonserve.conductor.peers.shard_service import serve_shard
+from moonserve.conductor.peers.leader_election_service import serve_replicated
+from moonserve.conductor.peers.shard_service import serve_active
 from moonserve.conductor.peers.shard_state import ShardState
 from moonserve.conductor.placement.admission import REASONS
 from moonserve.conductor.state import ConductorState
 from moonserve.conductor.wire import RecentGateways
 from moonserve.protocol.errors import MoonserveError
 from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, worker_pb2, worker_pb2_grpc
-from moonserve.protocol.process.event_loop import BackgroundTasks, background_task
+from moonserve.protocol.process.event_loop import BackgroundTasks
 from moonserve.protocol.process.lifecycle import Lifecycle, infrequent_gc
 from moonserve.protocol.process.logs import request_extra
 from moonserve.protocol.process.metrics import http_endpoint, process_registry
@@ -345,13 +340,11 @@ async def serve(config: ConductorConfig, lifecycle: Lifecycle) -> None:
         tracing(config, config.instance_id, "conductor") as tracer,
     ):
         try:
-            if config.shards is not None:
-                shard = ShardState(config.own_shard())
-                await serve_shard(config, lifecycle, fresh(shard), registry)
-            elif config.registry is None:
-                await _serve_alone(config, lifecycle, fresh(), registry)
-            else:
+            if config.registry is not None and config.shards is None:
                 await serve_replicated(config, config.registry, lifecycle, fresh, registry)
+            else:
+                shard = None if config.shards is None else ShardState(config.own_shard())
+                await serve_active(config, lifecycle, fresh(shard), registry)
         finally:
             await commands.close()
 
@@ -362,18 +355,3 @@ def _init_metrics(metrics: ConductorMetrics, config: ConductorConfig) -> None:
         metrics.objectives.labels(objective).set(seconds)
     for reason in REASONS:
         metrics.rejections.labels(reason)
-
-
-async def _serve_alone(
-    config: ConductorConfig,
-    lifecycle: Lifecycle,
-    service: ConductorService,
-    registry: CollectorRegistry,
-) -> None:
-    # Clients that were given several conductor addresses ask each one which conductor leads.
-    async with (
-        serving_calls(config, service, SoleLeadership(), registry) as address,
-        background_task(tick_periodically(service, config.heartbeat_interval_s / 2)) as task,
-    ):
-        lifecycle.ready(rpc=address)
-        await lifecycle.wait_for_stop(task)

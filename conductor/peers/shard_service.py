@@ -1,4 +1,4 @@
-"""Serving as one of several active conductors: summaries are exchanged with each of the others."""
+"""Serving as an active conductor. If there are several, each exchanges summaries with the others."""
 
 import asyncio
 import contextlib
@@ -21,24 +21,26 @@ _TIMEOUT_S = 0.5
 
 
 class ShardService(Service, Protocol):
-    """Interface of a `ConductorService` with a shard."""
+    """Interface of a `ConductorService`, which has a shard if there are several."""
 
     def tick_shard(self) -> conductor_pb2.ShardSummary: ...
 
     def hear_shard(self, summary: conductor_pb2.ShardSummary) -> None: ...
 
 
-async def serve_shard(
+async def serve_active(
     config: ConductorConfig, lifecycle: Lifecycle, service: ShardService, registry: CollectorRegistry
 ) -> None:
-    """Runs one of several active conductors until the process is asked to stop."""
-    others = [address for address in parse_addresses(config.shards or "") if address != config.own_shard()]
+    """Runs an active conductor until the process is asked to stop."""
+    # Clients that were given several conductor addresses ask each one which conductor leads.
+    leadership = SoleLeadership(is_shard=config.shards is not None)
     async with contextlib.AsyncExitStack() as stack:
-        address = await stack.enter_async_context(
-            serving_calls(config, service, SoleLeadership(is_shard=True), registry)
-        )
-        channels = await stack.enter_async_context(Channels(config.cluster_token, config.tls()))
-        works = [tick_periodically(service, config.heartbeat_interval_s / 2), _exchange(others, channels, service)]
+        address = await stack.enter_async_context(serving_calls(config, service, leadership, registry))
+        works = [tick_periodically(service, config.heartbeat_interval_s / 2)]
+        if config.shards is not None:
+            others = [address for address in parse_addresses(config.shards) if address != config.own_shard()]
+            channels = await stack.enter_async_context(Channels(config.cluster_token, config.tls()))
+            works.append(_exchange(others, channels, service))
         tasks = [await stack.enter_async_context(background_task(work)) for work in works]
         lifecycle.ready(rpc=address)
         await lifecycle.wait_for_stop(*tasks)
