@@ -71,7 +71,7 @@ class ConductorState:
         self._fairness = Fairness(limits.tenant_weights)
         self._planner = PlacementPlanner(self._members, self._directory, self._learned, self._fairness, policy, limits)
         self._promises = RetryPromises()
-        self._decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
+        self.decisions = DecisionLog(limits.num_decisions, limits.decision_bytes)
         self._roles = roles
         self._shard = shard
         self._estimate_decay = EstimateDecay(self._members, self._learned)
@@ -211,7 +211,7 @@ class ConductorState:
         decision = plan.decision
         if self._limits.admission is not AdmissionMode.NONE:
             decision = self._promises.final_decision(decision, event.ticket, now)
-        self._decisions.record(decision, event.client_id)
+        self.decisions.record(decision, event.client_id)
         if decision.rejection is not None:
             self._estimate_decay.on_rejection()
             if decision.rejection.reason == TTFT_SLO:
@@ -264,7 +264,7 @@ class ConductorState:
                 self._in_flight.finished(event, flight, now)
             case RequestPhase.FAILED | RequestPhase.CANCELLED:
                 self._in_flight.end(event.request_id, now, event.output_tokens)
-        self._decisions.conclude(event.request_id, outcome_of(event, flight))
+        self.decisions.conclude(event.request_id, outcome_of(event, flight))
         actions.append(Reported())
         return actions
 
@@ -278,11 +278,7 @@ class ConductorState:
     def explain(self, known_id: str) -> Decision | None:
         """Returns the latest decision about a request, found by its id or by the client's name for it. Returns
         None if there was no decision or if it has left the record."""
-        return self._decisions.find(known_id)
-
-    @property
-    def decisions(self) -> DecisionLog:
-        return self._decisions
+        return self.decisions.find(known_id)
 
     def ttft_accuracy(self) -> Mapping[Term, TermAccuracy]:
         """Returns the recent prediction accuracy of every TTFT term that was observed."""
@@ -323,7 +319,7 @@ class ConductorState:
         """Raises AssertionError if the predicted load disagrees with the requests in flight."""
         self._members.validate()
         self._directory.validate()
-        self._decisions.validate()
+        self.decisions.validate()
         self._promises.validate()
         self._in_flight.validate(self._members)
         self._learned.validate()
