@@ -194,7 +194,7 @@ def with_own_waits(offers: PrefillCandidates, own: QueueTerms, *, passes_others:
         return offers
     last_s = PRIORITY_STEP_S / 2  # behind all prompts of its priority
     limits = np.full(len(offers.queue_s), last_s) if own.limit is None else np.minimum(own.limit, last_s)
-    waits_of = offers.queue_waits.with_limits(limits, own.shift_s)
+    waits_of = QueueWaits(offers.queue_waits.instances, offers.queue_waits.now, limits, own.shift_s)
     queue_s = offers.queue_s.copy()
     rows = range(len(limits)) if passes_others else np.flatnonzero(limits < last_s).tolist()
     for row in rows:

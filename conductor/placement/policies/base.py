@@ -57,9 +57,6 @@ class QueueWaits:
         """Returns the addresses of these instances' `Queue` structs of prefills.c; valid until the next change."""
         return np.array([self.instances[row].queue.native_record() for row in rows.tolist()], np.uint64)
 
-    def with_limits(self, limits: Floats | None, shift_s: float) -> "QueueWaits":
-        return QueueWaits(self.instances, self.now, limits, shift_s)
-
 
 class PrefillCandidates(NamedTuple):
     """Cached blocks, waits and costs of every prefill instance for one prompt."""
