@@ -336,7 +336,7 @@ class DisaggregatedCluster:
             self._on_decode_outcomes(decode, decode.machine.cancel(request_id, now), now)
 
     def _place_again(self, request: RequestState, broken: Node, now: float) -> None:
-        if self.gateway.end_attempt(request, [broken.name], now):
+        if self.gateway.end_attempt(request, broken.name, now):
             self._schedule_at(now, RetryPlacement(request, request.attempt))
 
     def _fault_ends(self, node: Node, fault: Fault, now: float) -> None:

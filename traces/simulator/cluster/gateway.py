@@ -10,7 +10,7 @@ that simultaneous ones are all late, including the first. The other overheads of
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moonserve.conductor.events import Place, Placed, Refused, Rejected, Report
 from moonserve.conductor.state import ConductorState
@@ -104,6 +104,7 @@ class Gateway:
             request.load_s, request.queue_s = prompt.load_s, queue_s
         request.retry_deadline = None
         request.take_token(now + back_s)
+        num_stages = 1 if request.placed.is_local_prefill else self._num_stages  # machines that shared the computation
         report = Report(
             request_id=RequestId(request.request_id),
             phase=ReportPhase.FIRST_TOKEN,
@@ -112,15 +113,11 @@ class Gateway:
             output_tokens=request.num_generated,
             queue_s=queue_s,
             transfer_s=prompt.load_s,
-            prefill_s=prompt.compute_s / self._stages_of(request),
+            prefill_s=prompt.compute_s / num_stages,
         )
         self._conductor.handle(report, now)
         if not request.num_remaining:
             self.finish(request, now, back_s)
-
-    def _stages_of(self, request: RequestState) -> int:
-        """Returns the number of machines that shared the prompt's computation."""
-        return 1 if request.placed.is_local_prefill else self._num_stages
 
     def finish(self, request: RequestState, now: float, back_s: float = 0.0) -> None:
         """Ends a request that has all its tokens. The last one reaches the client `back_s` later."""
@@ -132,17 +129,16 @@ class Gateway:
         self._report(request, ReportPhase.CANCELLED, now - request.placed_at, now)
         self.end(request, End.REJECTED, reason, now)
 
-    def end_attempt(self, request: RequestState, broken: Iterable[str], now: float) -> bool:
+    def end_attempt(self, request: RequestState, broken: str, now: float) -> bool:
         """Ends the attempt. True = another one is to be placed; otherwise the request has failed."""
         self._report(request, ReportPhase.FAILED, now - request.placed_at, now)
         if request.attempt == MAX_ATTEMPTS:
             self.end(request, End.FAILED, PeerLost.code, now)
             return False
-        names = frozenset(broken)
         for endpoint in (request.placed.prefill, request.placed.decode):
-            if endpoint.instance_id in names:
+            if endpoint.instance_id == broken:
                 request.lost[endpoint.instance_id, endpoint.epoch] = now
-        request.excluded |= names
+        request.excluded |= {broken}
         request.attempt += 1
         request.phase = Phase.PLACING
         return True
