@@ -2,7 +2,7 @@
 Pure; `now` is monotonic seconds."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonserve.deploy.launcher.process_specs import ProcessKind
@@ -122,9 +122,6 @@ class Hosts:
         """Returns the host's address, or "" if it is gone."""
         host = self._hosts.get(node_id)
         return host.address if host is not None else ""
-
-    def restore(self, numbers: Mapping[str, int]) -> None:
-        self.numbers = dict(numbers)
 
     def validate(self) -> None:
         assert set(self._hosts) <= set(self.numbers)

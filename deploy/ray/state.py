@@ -306,7 +306,7 @@ class ControllerState:
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continues from the record of another controller with this configuration. Pending restarts are forgotten."""
         self.wanted.restore(record["wanted"])
-        self._hosts.restore(record["numbers"])
+        self._hosts.numbers = dict(record["numbers"])
         self._generation, self.is_ending = record["generation"], record["is_ending"]
         self._conductor_hosts = tuple(record["conductor_hosts"])
         if record["head"] is not None:
