@@ -8,7 +8,7 @@ of instances.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moonserve.conductor.events import Place
@@ -92,30 +92,22 @@ class _ChosenDecode(NamedTuple):
         return landing_seqs - 1.0 - self.newcomer.num_overtaking
 
 
+@dataclass(slots=True, eq=False)
 class PlacementPlanner:
     """Decides placements from the current members and prefix index."""
 
-    def __init__(
-        self,
-        members: Members,
-        directory: Directory,
-        learned: LearnedEstimates,
-        fairness: Fairness,
-        policy: PlacementPolicy,
-        limits: Limits,
-    ) -> None:
-        self._members = members
-        self._directory = directory
-        self._learned = learned
-        self._fairness = fairness
-        self.policy = policy
-        self._limits = limits
+    members: Members
+    directory: Directory
+    learned: LearnedEstimates
+    fairness: Fairness
+    policy: PlacementPolicy
+    limits: Limits
 
     def plan(self, place: Place, now: float) -> PlacementPlan:
         """Returns the plan for one request, which may be a rejection. Raises NoWorker if a role has no available
         instance, InvalidRequest if no instance could ever serve the prompt."""
         excluded = sorted(place.excluded_instances)
-        prefills, decodes, layout = find_eligible(self._members, place, excluded)
+        prefills, decodes, layout = find_eligible(self.members, place, excluded)
         prefill = self._best_prefill(place, prefills, excluded, layout, now)
         decode = self._best_decode(place, decodes, layout, prefill.ttft_s, now)
         decision = self._decide(place, prefill, decode, now)
@@ -138,7 +130,7 @@ class PlacementPlanner:
         local_prefill = self._score_local_prefill(prefill, decode, decision, layout, now)
         if local_prefill is None:
             return plan
-        sooner_than_s = decision.predicted_ttft_s - self._learned.overhead.request_s
+        sooner_than_s = decision.predicted_ttft_s - self.learned.overhead.request_s
         row = best_local_prefill(local_prefill, sooner_than_s=sooner_than_s)
         plan = plan._replace(decision=replace(decision, undivided_columns=local_prefill))
         if row is None:
@@ -156,13 +148,13 @@ class PlacementPlanner:
         # The last prompt token is always computed, because its logits give the first output token.
         usable = min(len(place.block_keys), (place.num_prompt_tokens - 1) // layout.block_size)
         keys = place.block_keys[:usable]
-        leading = self._directory.leading(pack_keys(keys))
-        prefixes = PrefixMap(leading, self._members, excluded)
+        leading = self.directory.leading(pack_keys(keys))
+        prefixes = PrefixMap(leading, self.members, excluded)
         prompt = self._prompt(place, keys, leading, layout, prefixes.best_blocks)
         offers = prefill_candidates(able, prefixes, layout, now)
-        priority = place.priority if self._limits.by_priority else 0
-        own = queue_terms(self._fairness, place.tenant, priority, able.table.link, now)
-        passes_others = self._limits.by_priority and self._fairness.has_below(own.priority)
+        priority = place.priority if self.limits.by_priority else 0
+        own = queue_terms(self.fairness, place.tenant, priority, able.table.link, now)
+        passes_others = self.limits.by_priority and self.fairness.has_below(own.priority)
         offers = with_own_waits(offers, own, passes_others=passes_others)
         weighed = self.policy.weigh(prompt, offers)
         best = lowest_score(weighed.score, offers.chosen_at)
@@ -181,7 +173,7 @@ class PlacementPlanner:
 
     def _rank(self, own: QueueTerms, instance: Instance, row: int, weighed: Scores) -> float:
         given = 0.0 if weighed.rank is None else float(weighed.rank[row])
-        return own.rank(row, given, lambda place: self._fairness.tie_s(place, own.priority, instance.link))
+        return own.rank(row, given, lambda place: self.fairness.tie_s(place, own.priority, instance.link))
 
     def _best_decode(
         self, place: Place, able: EligibleInstances[DecodeTable], layout: KvLayout, ttft_s: float, now: float
@@ -190,19 +182,19 @@ class PlacementPlanner:
             num_prompt_tokens=place.num_prompt_tokens,
             needed_blocks=layout.blocks_for(place.num_prompt_tokens + 1),
             block_size=layout.block_size,
-            expected_output=self._learned.lengths.expected(
+            expected_output=self.learned.lengths.expected(
                 max_tokens=place.max_tokens,
                 prompt_tokens=place.num_prompt_tokens,
                 tenant=place.tenant,
             ),
             lands_at=now + ttft_s,
-            num_overtaking=self._learned.overtaking.expected(ttft_s, overtaking_deviations(self._limits.admission)),
+            num_overtaking=self.learned.overtaking.expected(ttft_s, overtaking_deviations(self.limits.admission)),
         )
-        outlook = self._members.decode_forecast
+        outlook = self.members.decode_forecast
         outlook.advance(now)
         columns = score_decodes(able.table, outlook, newcomer, now)
-        _, tbt_slo_s = self._limits.objectives(place)
-        within = judged_tbt_s(self._limits.admission, columns) <= STEP_SHARE * tbt_slo_s
+        _, tbt_slo_s = self.limits.objectives(place)
+        within = judged_tbt_s(self.limits.admission, columns) <= STEP_SHARE * tbt_slo_s
         row, wait_s = best_decode(columns, able.instances, within, layout.block_size, now)
         return _ChosenDecode(able, columns, row, wait_s, newcomer)
 
@@ -213,7 +205,7 @@ class PlacementPlanner:
     ) -> LocalPrefillColumns | None:
         """Weighs all decode instances as candidates to prefill the prompt themselves; None if none may."""
         decodes = decode.able.table
-        if not self._limits.conditional_disaggregation or not decodes.reads_prompts.any():
+        if not self.limits.conditional_disaggregation or not decodes.reads_prompts.any():
             return None
         device_blocks = prefill.prefixes.device_blocks(decodes)
         return score_local_prefill(
@@ -224,9 +216,9 @@ class PlacementPlanner:
             num_tokens=decision.num_prompt_tokens,
             block_size=layout.block_size,
             best_blocks=prefill.best_blocks,
-            most_step_s=self._limits.chunk_share * self._limits.tbt_slo_s,
+            most_step_s=self.limits.chunk_share * self.limits.tbt_slo_s,
             most_tbt_s=STEP_SHARE * decision.tbt_slo_s,
-            most_ttft_s=decision.ttft_slo_s - self._learned.overhead.request_s,
+            most_ttft_s=decision.ttft_slo_s - self.learned.overhead.request_s,
         )
 
     def _local_prefill_plan(
@@ -244,9 +236,9 @@ class PlacementPlanner:
         reuse_blocks = int(local_prefill.reuse_blocks[row])
         device_blocks = int(local_prefill.device_blocks[row])
         sources = prefill.prefixes.sources(instance, device_blocks, reuse_blocks)
-        ttft_s = float(local_prefill.ttft_s[row]) + self._learned.overhead.request_s
+        ttft_s = float(local_prefill.ttft_s[row]) + self.learned.overhead.request_s
         prefill_s = float(local_prefill.prefill_s[row])
-        tbt_s = float(judged_tbt_s(self._limits.admission, columns)[row])
+        tbt_s = float(judged_tbt_s(self.limits.admission, columns)[row])
         decision = replace(
             divided.decision,
             is_undivided=True,
@@ -255,7 +247,7 @@ class PlacementPlanner:
             sources=_named(sources),
             predicted_ttft_s=ttft_s,
             predicted_tbt_s=tbt_s,
-            tbt_range_s=self._learned.tbt.around(tbt_s),
+            tbt_range_s=self.learned.tbt.around(tbt_s),
             predicted_landing_wait_s=0.0,
             rejection=self._reject_if_claimed(prefill, now),
         )
@@ -279,16 +271,16 @@ class PlacementPlanner:
         )
 
     def _reads(self, sources: Sequence[PrefixSource]) -> tuple[tuple[Instance, int], ...]:
-        found = ((self._members.find(s.store.instance_id), s.num_blocks) for s in sources)
+        found = ((self.members.find(s.store.instance_id), s.num_blocks) for s in sources)
         return tuple((store, num_blocks) for store, num_blocks in found if store is not None)
 
     def _decide(self, place: Place, prefill: _ChosenPrefill, decode: _ChosenDecode, now: float) -> Decision:
         """Decides admission and makes the record of the decision."""
         queue_s = float(prefill.columns.queue_s[prefill.row])
         ttft_s = prefill.ttft_s + max(decode.wait_s - queue_s, 0.0)
-        ttft_s += self._learned.overhead.seconds(queue_s)
-        ttft_slo_s, tbt_slo_s = self._limits.objectives(place)
-        admission = self._limits.admission
+        ttft_s += self.learned.overhead.seconds(queue_s)
+        ttft_slo_s, tbt_slo_s = self.limits.objectives(place)
+        admission = self.limits.admission
         tbt_s = float(judged_tbt_s(admission, decode.columns)[decode.row])
         return Decision(
             request_id=place.request_id,
@@ -312,8 +304,8 @@ class PlacementPlanner:
             predicted_tbt_s=tbt_s,
             predicted_landing_wait_s=decode.wait_s,
             expected_output=decode.newcomer.expected_output,
-            tbt_range_s=self._learned.tbt.around(tbt_s),
-            output_range=self._learned.lengths.interval(
+            tbt_range_s=self.learned.tbt.around(tbt_s),
+            output_range=self.learned.lengths.interval(
                 INTERVAL_SHARE,
                 max_tokens=place.max_tokens,
                 prompt_tokens=place.num_prompt_tokens,
@@ -326,10 +318,10 @@ class PlacementPlanner:
     def _rejection(
         self, place: Place, prefill: _ChosenPrefill, decode: _ChosenDecode, ttft_s: float, now: float
     ) -> Rejection | None:
-        admission = self._limits.admission
+        admission = self.limits.admission
         if admission is AdmissionMode.NONE:
             return None
-        ttft_slo_s, tbt_slo_s = self._limits.objectives(place)
+        ttft_slo_s, tbt_slo_s = self.limits.objectives(place)
         if ttft_s > ttft_slo_s:
             return reject_ttft(prefill.columns, prefill.ttft_s, ttft_s, ttft_slo_s)
         if float(judged_tbt_s(admission, decode.columns)[decode.row]) <= STEP_SHARE * tbt_slo_s:
@@ -339,13 +331,13 @@ class PlacementPlanner:
             newcomer, since = newcomer._replace(num_overtaking=0.0), now
         else:
             queue_s = float(prefill.columns.queue_s[prefill.row])
-        return reject_tbt(decode.able.table, self._members.decode_forecast, newcomer, tbt_slo_s, since, queue_s)
+        return reject_tbt(decode.able.table, self.members.decode_forecast, newcomer, tbt_slo_s, since, queue_s)
 
     def _reject_if_claimed(self, prefill: _ChosenPrefill, now: float) -> Rejection | None:
         """Returns the rejection of a request that meets both objectives if a tenant with less in flight has a claim."""
-        if self._limits.admission is AdmissionMode.NONE:
+        if self.limits.admission is AdmissionMode.NONE:
             return None
-        return reject_claimed(self._fairness.claimed_until(prefill.queueing.standing, now), now)
+        return reject_claimed(self.fairness.claimed_until(prefill.queueing.standing, now), now)
 
     def _prompt(
         self,
@@ -358,12 +350,12 @@ class PlacementPlanner:
         session = b""
         if self.policy.by_session:
             session = (
-                conversation_block(keys, self._directory.children(leading.slots))
+                conversation_block(keys, self.directory.children(leading.slots))
                 if place.session_id is None
                 else place.session_id.encode()
             )
-        ttft_slo_s, _ = self._limits.objectives(place)
-        rejects, num_tokens = self._limits.admission is not AdmissionMode.NONE, place.num_prompt_tokens
+        ttft_slo_s, _ = self.limits.objectives(place)
+        rejects, num_tokens = self.limits.admission is not AdmissionMode.NONE, place.num_prompt_tokens
         return Prompt(num_tokens, layout.block_size, best_blocks, place.request_id, session, ttft_slo_s, rejects)
 
 

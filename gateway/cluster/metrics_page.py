@@ -7,6 +7,7 @@ missing from the page, except for `moonserve_up`, which is 0 for it.
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -66,25 +67,17 @@ def phase_collector(phases: Callable[[], Mapping[str, int]]) -> LoopCollector:
     return LoopCollector(collect)
 
 
+@dataclass(slots=True, eq=False)
 class ClusterMetrics:
     """Scrapes all processes of a cluster. Used in one event loop."""
 
-    def __init__(
-        self,
-        instance_id: str,
-        registry: CollectorRegistry,
-        cluster: ClusterClient,
-        channels: Channels,
-        conductors: Sequence[str],
-    ) -> None:
-        """`conductors`: their addresses; addresses of other processes are in the cluster's view."""
-        self._instance_id = instance_id
-        self._registry = registry
-        self._cluster = cluster
-        self._channels = channels
-        self._conductors = conductors
-        self._host = host_identity()
-        self._gathering: asyncio.Task[str] | None = None
+    instance_id: str
+    registry: CollectorRegistry
+    cluster: ClusterClient
+    channels: Channels
+    conductors: Sequence[str]  # their addresses; addresses of other processes are in the cluster's view
+    _host: str = field(default_factory=host_identity, init=False)
+    _gathering: asyncio.Task[str] | None = field(default=None, init=False)
 
     async def page(self) -> str:
         """Returns the metrics of every process that answers within 2 s, including this one."""
@@ -95,7 +88,7 @@ class ClusterMetrics:
     async def _gather(self) -> str:
         named = self._addresses()
         replies = await asyncio.gather(*(self._ask(each, "Scrape", metrics_pb2.ScrapeRequest()) for each in named))
-        pages = {self._instance_id: generate_latest(self._registry).decode()}
+        pages = {self.instance_id: generate_latest(self.registry).decode()}
         pages |= {reply.instance_id: reply.text.decode() for reply in replies if reply is not None}
         silent = [name for name, reply in zip(named.values(), replies, strict=True) if reply is None]
         up = [f'moonserve_up{{process="{_escaped(name)}"}} 1' for name in pages]
@@ -105,7 +98,7 @@ class ClusterMetrics:
     async def rails(self) -> list[dict[str, Any]]:
         """Returns what each instance has moved over each of its rails since its start, sorted by instance id. Instances
         that do not answer are missing."""
-        view = self._cluster.view
+        view = self.cluster.view
         addresses = [each.endpoint.rpc_address for each in view.instances] if view else []
         replies = await asyncio.gather(*(self._ask(each, "Rails", metrics_pb2.RailsRequest()) for each in addresses))
         return [
@@ -116,20 +109,20 @@ class ClusterMetrics:
 
     def _addresses(self) -> dict[str, str]:
         """Returns the addresses to scrape, with a name to use for processes that do not answer."""
-        named = {address: f"conductor@{address}" for address in self._conductors}
-        view = self._cluster.view
+        named = {address: f"conductor@{address}" for address in self.conductors}
+        view = self.cluster.view
         for instance in view.instances if view is not None else ():
             named[instance.endpoint.rpc_address] = instance.endpoint.instance_id
         for gateway in view.gateways if view is not None else ():
             is_here = gateway.rpc_address and gateway.host == self._host
-            if is_here and gateway.instance_id != self._instance_id:
+            if is_here and gateway.instance_id != self.instance_id:
                 named[gateway.rpc_address] = gateway.instance_id
         return named
 
     async def _ask(self, address: str, method: str, request: Any) -> Any:
         """Returns the reply, or None if there is none within the timeout."""
-        stub = metrics_pb2_grpc.MetricsStub(self._channels.to(address))
+        stub = metrics_pb2_grpc.MetricsStub(self.channels.to(address))
         try:
-            return await self._channels.call(getattr(stub, method), request, timeout_s=_TIMEOUT_S)
+            return await self.channels.call(getattr(stub, method), request, timeout_s=_TIMEOUT_S)
         except MoonserveError:
             return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from moonserve.gateway.cluster.request_metrics import GATEWAY, RecentFigures, RequestMetrics
 from moonserve.gateway.generation.request_state import RequestState
@@ -107,47 +107,42 @@ def phase_times(at: Instants, prefill: PrefillReport | None, decode: DecodeRepor
 _clock = time.monotonic  # an event loop's own clock may be rounded to milliseconds
 
 
+@dataclass(slots=True, eq=False)
 class RequestTiming:
     """Measures one generation from its arrival. Exactly one of `finished` and `failed` ends it."""
 
-    def __init__(
-        self,
-        state: RequestState,
-        metrics: RequestMetrics,
-        figures: RecentFigures,
-        tracer: Tracer,
-        traceparent: str,
-        arrived_at: float,
-    ) -> None:
-        """`traceparent`: context of the request's span; empty if not traced. `arrived_at`: monotonic seconds."""
-        self.traceparent = traceparent
-        self.phase_times: PhaseTimes | None = None  # set once the generation has ended well
-        self._state = state
-        self._metrics = metrics
-        self._figures = figures
-        self._tracer = tracer
+    state: RequestState
+    metrics: RequestMetrics
+    figures: RecentFigures
+    tracer: Tracer
+    traceparent: str  # context of the request's span; empty if not traced
+    arrived_at: InitVar[float]  # monotonic seconds
+    phase_times: PhaseTimes | None = field(default=None, init=False)  # set once the generation has ended well
+    _at: Instants = field(init=False)
+    _attempt: int = field(default=1, init=False)
+
+    def __post_init__(self, arrived_at: float) -> None:
         self._at = Instants(arrived_at=arrived_at, attempted_at=arrived_at)
-        self._attempt = 1
 
     def accepted(self) -> None:
-        num_prompt_tokens = len(self._state.prompt)
-        self._metrics.waiting.inc()
-        self._figures.totals["requests"] += 1
-        self._metrics.prompt_tokens.add(num_prompt_tokens)
-        self._metrics.prompt_length.add(num_prompt_tokens)
+        num_prompt_tokens = len(self.state.prompt)
+        self.metrics.waiting.inc()
+        self.figures.totals["requests"] += 1
+        self.metrics.prompt_tokens.add(num_prompt_tokens)
+        self.metrics.prompt_length.add(num_prompt_tokens)
 
     def placing(self, attempt: int) -> None:
         """Records that a placement is requested; also called again after a pause within one attempt."""
         if attempt != self._attempt:
             self._attempt = attempt
-            self._metrics.retries.add(1)
+            self.metrics.retries.add(1)
             self._at.attempt(_clock())
 
     def placed(self) -> None:
         """Records that the placement is known; the prefill worker is next."""
         now = self._at.submitted_at = _clock()
         if self.traceparent:
-            self._tracer.span("placing", self.traceparent, self._at.attempted_at, now)
+            self.tracer.span("placing", self.traceparent, self._at.attempted_at, now)
 
     def prefill_accepted(self) -> None:
         """Records that the prefill worker has accepted the request."""
@@ -155,15 +150,15 @@ class RequestTiming:
 
     def tokens(self, count: int) -> None:
         """Records `count` tokens that arrived together: one gap, then gaps of zero."""
-        metrics, now, last_at = self._metrics, _clock(), self._at.last_at
+        metrics, now, last_at = self.metrics, _clock(), self._at.last_at
         metrics.generation_tokens.add(count)
-        self._figures.totals["output_tokens"] += count
+        self.figures.totals["output_tokens"] += count
         if last_at is None:
             self._begin_decoding(now)
             count -= 1
         elif count:
             metrics.inter_token_s.add(now - last_at)
-            self._figures.gaps.add(now - last_at, now)
+            self.figures.gaps.add(now - last_at, now)
             count -= 1
         if count:
             metrics.inter_token_s.add(0.0, count)
@@ -171,9 +166,9 @@ class RequestTiming:
 
     def finished(self, reason: FinishReason) -> None:
         """Records the end after the last token."""
-        metrics, state, now = self._metrics, self._state, _clock()
+        metrics, state, now = self.metrics, self.state, _clock()
         metrics.running.dec()
-        self._figures.totals["finished"] += 1
+        self.figures.totals["finished"] += 1
         metrics.success[reason].inc()
         metrics.e2e_s.add(now - self._at.arrived_at)
         metrics.generation_length.add(len(state.generated))
@@ -187,20 +182,20 @@ class RequestTiming:
         if self.phase_times is not None:
             for phase, seconds in self.phase_times.phases().items():
                 metrics.phases[phase].observe(seconds)
-                self._figures.phase_s[phase] += seconds
+                self.figures.phase_s[phase] += seconds
         self._ended(reason.value, now)
 
     def failed(self, error: MoonserveError) -> None:
-        (self._metrics.waiting if self._at.first_at is None else self._metrics.running).dec()
-        self._metrics.failures[error.code].inc()
+        (self.metrics.waiting if self._at.first_at is None else self.metrics.running).dec()
+        self.metrics.failures[error.code].inc()
         if isinstance(error, Overloaded):
-            self._figures.rejections[error.message] += 1
+            self.figures.rejections[error.message] += 1
         else:
-            self._figures.failures[error.code] += 1
+            self.figures.failures[error.code] += 1
         self._ended(error.code, _clock())
 
     def _ended(self, outcome: str, now: float) -> None:
-        first_at, arrived_at, state = self._at.first_at, self._at.arrived_at, self._state
+        first_at, arrived_at, state = self._at.first_at, self._at.arrived_at, self.state
         tokens = {
             "prompt_tokens": len(state.prompt),
             "cached_tokens": state.cached_tokens,
@@ -209,16 +204,16 @@ class RequestTiming:
         ttft_s = None if first_at is None else first_at - arrived_at
         arrivals_s = [round(at - arrived_at, 4) for at in self._at.arrivals]
         timing = {**(self.phase_times.as_json() if self.phase_times else {}), "arrivals_s": arrivals_s}
-        self._figures.ended(state.request_id, outcome, tokens, ttft_s, now - arrived_at, timing)
+        self.figures.ended(state.request_id, outcome, tokens, ttft_s, now - arrived_at, timing)
         if state.placement is not None:
-            self._figures.moved(state.placement.decode.instance_id, GATEWAY, len(state.generated))
+            self.figures.moved(state.placement.decode.instance_id, GATEWAY, len(state.generated))
 
     def _begin_decoding(self, now: float) -> None:
-        metrics, ttft_s, report = self._metrics, now - self._at.arrived_at, self._state.report
+        metrics, ttft_s, report = self.metrics, now - self._at.arrived_at, self.state.report
         metrics.waiting.dec()
         metrics.running.inc()
         metrics.ttft_s.add(ttft_s)
-        self._figures.ttft.add(ttft_s, now)
+        self.figures.ttft.add(ttft_s, now)
         if report is not None:
             metrics.queue_s.add(report.queue_s)
             metrics.prefill_s.add(report.load_s + report.compute_s)

@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,27 +37,19 @@ _OPEN_PATHS = frozenset(
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GatewayMiddleware:
     """ASGI middleware around the application."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        direct: Mapping[tuple[str, str], Handler],
-        keys: KeyTable,
-        limiter: RateLimiter,
-        limits: KeyLimits,
-    ) -> None:
-        """`direct`: handlers by method and path; other requests go to `app`. `limits`: of keys without their own."""
-        self._app = app
-        self._direct = direct
-        self._keys = keys
-        self._limiter = limiter
-        self._limits = limits
+    app: ASGIApp
+    direct: Mapping[tuple[str, str], Handler]  # handlers by method and path; other requests go to `app`
+    keys: KeyTable
+    limiter: RateLimiter
+    limits: KeyLimits  # of keys without their own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
@@ -77,13 +70,13 @@ class GatewayMiddleware:
         try:
             by_key = b"bearer " + headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
             identity = self._identify(scope["path"], headers.get(b"authorization", by_key))
-            admission = Admission(identity, scope["state"]["cluster_id"], self._limiter)
+            admission = Admission(identity, scope["state"]["cluster_id"], self.limiter)
             scope["state"]["admission"] = admission
             sender.headers = admission.headers
             if scope["method"] == "POST":
                 admission.check()
-            handler = self._direct.get((scope["method"], scope["path"]))
-            app = self._app if handler is None else await handler(Request(scope, receive))
+            handler = self.direct.get((scope["method"], scope["path"]))
+            app = self.app if handler is None else await handler(Request(scope, receive))
             await app(scope, receive, sender.send)
         except Exception as error:  # the outermost frame: without it the client would get no reply
             if sender.started or not isinstance(error, (ApiError, MoonserveError)):
@@ -98,10 +91,10 @@ class GatewayMiddleware:
         """Returns the identity of the request's key. Raises ApiError (401), or NoWorker while the keys are unknown."""
         if path in _OPEN_PATHS or path.startswith("/assets/"):
             return Identity()
-        if self._keys.is_open:
-            return Identity(limits=self._limits)
+        if self.keys.is_open:
+            return Identity(limits=self.limits)
         scheme, _, presented = authorization.partition(b" ")
-        key = self._keys.find(presented.strip())
+        key = self.keys.find(presented.strip())
         if scheme.lower() != b"bearer" or key is None:
             raise ApiError(
                 401,
@@ -112,9 +105,9 @@ class GatewayMiddleware:
             )
         return Identity(
             key_id=key.key_id,
-            tenant=key.tenant if self._keys.names_tenants else None,
+            tenant=key.tenant if self.keys.names_tenants else None,
             priority=key.priority,
-            limits=key.limits.or_else(self._limits),
+            limits=key.limits.or_else(self.limits),
         )
 
 

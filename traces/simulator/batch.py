@@ -10,6 +10,7 @@ chunked prefill. Does not know the origin of sequences.
 
 from bisect import bisect_right, insort
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from moonserve.protocol.step_time import DecodeProfile, PrefillProfile, StepBudget
 from moonserve.traces.simulator.sequence import (
@@ -30,46 +31,33 @@ def _rank(sequence: SequenceState) -> tuple[int, int]:
     return sequence.rank
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Batch:
     """The sequences of one machine. Call `advance` at `wake_at`, and before any other method at the same time."""
 
-    def __init__(
-        self,
-        *,
-        decode: DecodeProfile,
-        prefill: PrefillProfile,
-        blocks: BlockPool,
-        block_size: int,
-        max_num_seqs: int,
-        max_batched_tokens: int,
-        prompts_first: bool = False,
-        slowdown: Callable[[int], Slowdown] | None = None,
-        spread: GapSpread = (),
-        budget: StepBudget | None = None,
-        num_landing: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`num_landing`: number of block holders that are not sequences. `slowdown`: effect of other machines on a step
-        of n sequences that begins now; call `interrupt` when it changes. `spread`: see `gaps_of`. `budget`: time limit
-        for steps with chunks."""
-        self._decode = decode
-        self._prefill = prefill
-        self._blocks = blocks
-        self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._max_batched_tokens = max_batched_tokens
-        self._prompts_first = prompts_first
-        self._slowdown = slowdown
-        self._spread = spread
-        self._budget = budget
-        self._num_landing = num_landing
-        self.running: list[SequenceState] = []  # in order of admission
-        self.waiting: list[SequenceState] = []  # by rank
-        self.num_preemptions = 0
-        self._done: list[Segment] = []
-        self._segment: Segment | None = None  # in flight
-        self._began_at = 0.0  # valid with a segment
-        self._sampling: list[SequenceState] = []  # get a token from each step of the segment
-        self._chunks: list[tuple[SequenceState, int]] = []  # prompt tokens computed in the segment
+    decode: DecodeProfile
+    prefill: PrefillProfile
+    blocks: BlockPool
+    block_size: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    prompts_first: bool = False
+    # Effect of other machines on a step of n sequences that begins now; call `end_after_this_step` when it changes.
+    slowdown: Callable[[int], Slowdown] | None = None
+    spread: GapSpread = ()  # see `gaps_of`
+    budget: StepBudget | None = None  # time limit for steps with chunks
+    num_landing: Callable[[], int] = lambda: 0  # number of block holders that are not sequences
+
+    running: list[SequenceState] = field(default_factory=list, init=False)  # in order of admission
+    waiting: list[SequenceState] = field(default_factory=list, init=False)  # by rank
+    num_preemptions: int = field(default=0, init=False)
+    _done: list[Segment] = field(default_factory=list, init=False)
+    _segment: Segment | None = field(default=None, init=False)  # in flight
+    _began_at: float = field(default=0.0, init=False)  # valid with a segment
+    # Get a token from each step of the segment.
+    _sampling: list[SequenceState] = field(default_factory=list, init=False)
+    # Prompt tokens computed in the segment.
+    _chunks: list[tuple[SequenceState, int]] = field(default_factory=list, init=False)
 
     @property
     def wake_at(self) -> float | None:
@@ -93,7 +81,7 @@ class Batch:
     def num_holders(self) -> int:
         """Number of live holders of blocks. This many blocks stay free when others are admitted."""
         among = (*self.running, *self.waiting)
-        return self._num_landing() + sum(bool(s.num_blocks) and not s.is_cancelled for s in among)
+        return self.num_landing() + sum(bool(s.num_blocks) and not s.is_cancelled for s in among)
 
     @property
     def has_preempted(self) -> bool:
@@ -112,7 +100,7 @@ class Batch:
             assert self._segment is not None
             segments = [*self._done, self._segment._replace(num_steps=self._steps_done(now))]
             runs.append(TokenRun(sequence.run_waited_s, sequence.run_from, len(segments)))
-        return gaps_of(runs, segments, self._spread)
+        return gaps_of(runs, segments, self.spread)
 
     def add(self, sequence: SequenceState, now: float) -> None:
         """Adds a sequence that has its prompt's blocks or none. It waits at least for the step in flight."""
@@ -126,7 +114,7 @@ class Batch:
         else:
             among = self.waiting if sequence in self.waiting else self.running
             among.remove(sequence)
-            self._blocks.release_sequence(sequence)
+            self.blocks.release_sequence(sequence)
         self.end_after_this_step(now)
 
     def end_after_this_step(self, now: float) -> None:
@@ -178,9 +166,9 @@ class Batch:
         for sequence in [s for s in self.running if s.is_cancelled or not s.remaining]:
             self._close_run(sequence, at)
             self.running.remove(sequence)
-            self._blocks.release_sequence(sequence)
+            self.blocks.release_sequence(sequence)
             if not sequence.is_cancelled:
-                gaps_s = gaps_of(sequence.runs, self._done, self._spread)
+                gaps_s = gaps_of(sequence.runs, self._done, self.spread)
                 outcomes.append(Finished(sequence, at, gaps_s))
 
     def _sampled(self, sequence: SequenceState, steps: int, at: float, outcomes: list[SequenceOutcome]) -> None:
@@ -188,7 +176,7 @@ class Batch:
         self._cover(sequence, sequence.tokens + steps - 1)
         if sequence.num_uncomputed == 0 or sequence.last_token_at is None:
             sequence.num_uncomputed = 1  # the computation yields a token, whose own KV is not computed yet
-            self._blocks.prompt_computed(sequence)
+            self.blocks.prompt_computed(sequence)
         sequence.tokens += steps
         sequence.remaining -= steps
         if sequence.last_token_at is None:
@@ -197,9 +185,9 @@ class Batch:
                 outcomes.append(FirstToken(sequence, at))
 
     def _cover(self, sequence: SequenceState, num_tokens: int) -> None:
-        num_blocks = -(-num_tokens // self._block_size) - sequence.num_blocks
+        num_blocks = -(-num_tokens // self.block_size) - sequence.num_blocks
         if num_blocks > 0:
-            self._blocks.grow(sequence, num_blocks)
+            self.blocks.grow(sequence, num_blocks)
 
     def _close_run(self, sequence: SequenceState, at: float) -> None:
         """Closes the sequence's run: it gets no tokens from the next segment."""
@@ -224,19 +212,19 @@ class Batch:
     def _admit(self) -> None:
         may_restore = True
         for sequence in list(self.waiting):
-            if len(self.running) >= self._max_num_seqs:
+            if len(self.running) >= self.max_num_seqs:
                 return
             if not sequence.num_blocks:
                 # A later sequence must not take the blocks that this one waits for.
-                num_blocks = -(-sequence.tokens // self._block_size)
-                may_restore = may_restore and self._blocks.allocate_prompt(sequence, num_blocks, self.num_holders)
+                num_blocks = -(-sequence.tokens // self.block_size)
+                may_restore = may_restore and self.blocks.allocate_prompt(sequence, num_blocks, self.num_holders)
                 if not may_restore:
                     continue
             self.waiting.remove(sequence)
             self.running.append(sequence)
 
     def _has_room(self, sequence: SequenceState) -> bool:
-        return sequence.tokens <= sequence.num_blocks * self._block_size
+        return sequence.tokens <= sequence.num_blocks * self.block_size
 
     def _grow(self, now: float) -> bool:
         """Gives running sequences the blocks of their next token, best rank first. True if any was preempted."""
@@ -249,7 +237,7 @@ class Batch:
 
     def _extend(self, sequence: SequenceState, now: float) -> None:
         """Allocates one more block, or preempts the sequence. The only holder waits until a landing ends."""
-        while not self._blocks.free:
+        while not self.blocks.free:
             holders = [s for s in (*self.running, *self.waiting) if s.num_blocks]
             victim = max(holders, key=_rank)
             if victim is sequence and len(holders) == 1:
@@ -257,12 +245,12 @@ class Batch:
             self._preempt(victim, now)
             if victim is sequence:
                 return
-        self._blocks.grow(sequence, 1)
+        self.blocks.grow(sequence, 1)
 
     def _preempt(self, sequence: SequenceState, now: float) -> None:
         """Takes back a sequence's blocks. Its rank puts it before all later ones."""
         self.num_preemptions += 1
-        self._blocks.release_sequence(sequence)
+        self.blocks.release_sequence(sequence)
         if sequence in self.running:
             self._close_run(sequence, now)
             self.running.remove(sequence)
@@ -272,7 +260,7 @@ class Batch:
         """Starts the next segment. False if no sequence can take part."""
         ready = [sequence for sequence in self.running if self._has_room(sequence)]
         behind = [sequence for sequence in ready if sequence.num_uncomputed > 1]
-        if behind and self._prompts_first:
+        if behind and self.prompts_first:
             segment = self._prompt_alone(min(behind, key=_rank))
         elif behind:
             segment = self._chunks_with_decode(ready, behind)
@@ -288,9 +276,9 @@ class Batch:
         return segment is not None
 
     def _slowed(self, segment: Segment) -> Segment:
-        if self._slowdown is None:
+        if self.slowdown is None:
             return segment
-        factor, num_others = self._slowdown(len(self._sampling))
+        factor, num_others = self.slowdown(len(self._sampling))
         first_s, growth_s = segment.first_s * factor, segment.growth_s * factor
         return Segment(segment.num_steps, first_s, growth_s, num_others)
 
@@ -315,13 +303,13 @@ class Batch:
         waits = gave_way or len(ready) < len(self.running)
         if waits or any(sequence.last_token_at is None for sequence in ready):
             steps = 1
-        growth_s = self._decode.c2 * len(ready)
+        growth_s = self.decode.c2 * len(ready)
         return Segment(self._steps_with_room(steps), self._step_s(ready), growth_s)
 
     def _prompt_alone(self, sequence: SequenceState) -> Segment:
         self._chunks = [(sequence, sequence.num_uncomputed)]
         self._samples([sequence])
-        seconds = self._prefill.seconds(sequence.tokens, sequence.tokens - sequence.num_uncomputed)
+        seconds = self.prefill.seconds(sequence.tokens, sequence.tokens - sequence.num_uncomputed)
         return Segment(1, seconds, 0)
 
     def _chunks_with_decode(self, ready: list[SequenceState], behind: list[SequenceState]) -> Segment:
@@ -331,7 +319,7 @@ class Batch:
         behind = sorted(behind, key=_rank)
         for sequence, num_tokens in zip(behind, self._chunk_tokens(sampling, behind), strict=False):
             start = sequence.tokens - sequence.num_uncomputed
-            seconds += self._prefill.seconds(start + num_tokens, start)
+            seconds += self.prefill.seconds(start + num_tokens, start)
             self._chunks.append((sequence, num_tokens))
             if num_tokens == sequence.num_uncomputed:
                 sampling.append(sequence)
@@ -341,11 +329,11 @@ class Batch:
     def _chunk_tokens(self, decoding: list[SequenceState], behind: list[SequenceState]) -> list[int]:
         """Returns the chunk sizes of the leading prompts of `behind`, by the rule of
         `decode_worker.decisions.scheduler`."""
-        left = self._max_batched_tokens - len(decoding)
-        if self._budget is not None:
+        left = self.max_batched_tokens - len(decoding)
+        if self.budget is not None:
             context = sum(sequence.tokens for sequence in decoding)
             prompts = ((each.tokens - each.num_uncomputed, each.num_uncomputed) for each in behind)
-            return self._budget.chunks(len(decoding), context, prompts, left)
+            return self.budget.chunks(len(decoding), context, prompts, left)
         chunks: list[int] = []
         for sequence in behind:
             if left > 0:
@@ -354,7 +342,7 @@ class Batch:
         return chunks
 
     def _step_s(self, sequences: list[SequenceState]) -> float:
-        return self._decode.step_s(len(sequences), sum(s.tokens for s in sequences))
+        return self.decode.step_s(len(sequences), sum(s.tokens for s in sequences))
 
     # -- steps and blocks of the segment in flight
 
@@ -366,9 +354,9 @@ class Batch:
         """Returns the number of blocks that `steps` steps need beyond the free ones."""
         needed = 0
         for sequence in self._sampling:
-            blocks = -(-(sequence.tokens + steps - 1) // self._block_size)
+            blocks = -(-(sequence.tokens + steps - 1) // self.block_size)
             needed += max(blocks - sequence.num_blocks, 0)
-        return needed - self._blocks.free
+        return needed - self.blocks.free
 
     def _steps_with_room(self, limit: int) -> int:
         """Returns the largest number of steps, from 1 to `limit`, that need only free blocks."""
@@ -380,7 +368,7 @@ class Batch:
         """Raises AssertionError unless every sequence is in one place and blocks suffice for the segment."""
         running, waiting = set(self.running), set(self.waiting)
         assert not running & waiting, "a sequence is in two places"
-        assert len(running) == len(self.running) <= self._max_num_seqs
+        assert len(running) == len(self.running) <= self.max_num_seqs
         assert self.waiting == sorted(self.waiting, key=_rank), "the waiting are out of order"
         assert all(sequence.num_blocks for sequence in self.running), "one runs without blocks"
         assert all(sequence.remaining > 0 or sequence.is_cancelled for sequence in running | waiting)

@@ -12,7 +12,7 @@ or decode machines.
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from moonserve.protocol.step_time import PrefillProfile
@@ -85,40 +85,34 @@ class _Chunk(NamedTuple):
 PrefillOutcome = Prepare | ChunkStarted | PromptComputed
 
 
+@dataclass(slots=True, eq=False)
 class PrefillMachine:
     """A prefill machine. Methods return their outcomes and all others until `now`. Call `advance` at `wake_at`."""
 
-    def __init__(
-        self,
-        profile: PrefillProfile,
-        *,
-        chunk_tokens: int,
-        num_stages: int = 1,
-        mixes_prompts: bool = False,
-        fills_steps: bool = False,
-        cached_now: Callable[[Prompt], int] = lambda prompt: prompt.cached,
-        publish: Callable[[Prompt], None] = lambda prompt: None,
-        slowdown: Callable[[], float] = lambda: 1.0,
-        turnover_s: float = 0.0,
-    ) -> None:
-        """`cached_now`: tokens cached of a prompt that starts, since earlier ones may have computed more of it.
-        `publish`: called when more of a prompt is computed, which prompts that start next may share. `slowdown`: factor
-        on the duration of a chunk that begins now. `turnover_s`: delay by each prompt that has just ended."""
-        self._profile = profile
-        self._chunk_tokens = chunk_tokens
-        self._num_stages = num_stages
-        self._mixes_prompts = mixes_prompts or fills_steps
-        self._fills_steps = fills_steps
-        self._cached_now = cached_now
-        self._publish = publish
-        self._slowdown = slowdown
-        self._turnover_s = turnover_s
-        self._ended_at, self._num_ended = 0.0, 0  # end of the latest chunk, number of prompts that ended with it
-        self._prompts: dict[str, Prompt] = {}  # all prompts not yet computed
-        self._queue: list[Prompt] = []  # prompts not yet prepared, by rank
-        self._stage_free_at = [0.0] * num_stages
-        self._pipeline: deque[_Chunk] = deque()  # in order of their ends
-        self._now = 0.0
+    profile: PrefillProfile
+    _: KW_ONLY
+    chunk_tokens: int
+    num_stages: int = 1
+    mixes_prompts: bool = False
+    fills_steps: bool = False
+    # Tokens cached of a prompt that starts, since earlier ones may have computed more of it.
+    cached_now: Callable[[Prompt], int] = lambda prompt: prompt.cached
+    # Called when more of a prompt is computed, which prompts that start next may share.
+    publish: Callable[[Prompt], None] = lambda prompt: None
+    slowdown: Callable[[], float] = lambda: 1.0  # factor on the duration of a chunk that begins now
+    turnover_s: float = 0.0  # delay by each prompt that has just ended
+
+    _ended_at: float = field(default=0.0, init=False)  # end of the latest chunk
+    _num_ended: int = field(default=0, init=False)  # prompts that ended with it
+    _prompts: dict[str, Prompt] = field(default_factory=dict, init=False)  # all prompts not yet computed
+    _queue: list[Prompt] = field(default_factory=list, init=False)  # prompts not yet prepared, by rank
+    _stage_free_at: list[float] = field(init=False)
+    _pipeline: deque[_Chunk] = field(default_factory=deque, init=False)  # in order of their ends
+    _now: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.mixes_prompts |= self.fills_steps
+        self._stage_free_at = [0.0] * self.num_stages
 
     @property
     def wake_at(self) -> float | None:
@@ -148,10 +142,10 @@ class PrefillMachine:
 
     def queue_s(self) -> float:
         """Returns the predicted seconds until all present prompts are computed."""
-        seconds = self._profile.seconds
+        seconds = self.profile.seconds
         prompts = self._prompts.values()
         work_s = sum(seconds(p.num_tokens, max(p.computed, p.cached)) for p in prompts)
-        return work_s / self._num_stages
+        return work_s / self.num_stages
 
     def submit(self, prompt: Prompt, now: float) -> list[PrefillOutcome]:
         """Adds a new prompt."""
@@ -201,7 +195,7 @@ class PrefillMachine:
         prompt.computed = part.end
         if self._prompts.get(prompt.request_id) is not prompt:
             return
-        self._publish(prompt)
+        self.publish(prompt)
         if part.end == prompt.num_tokens:
             self._num_ended += 1
             del self._prompts[prompt.request_id]
@@ -222,18 +216,18 @@ class PrefillMachine:
     def _best_ready(self) -> list[Prompt]:
         """Returns the prompts that the next chunk may contain, best rank first; in vLLM after those that have begun."""
         ready = [p for p in self._prompts.values() if p.is_ready and p.dispatched < p.num_tokens]
-        ready.sort(key=lambda prompt: (self._fills_steps and prompt.started_at is None, prompt.rank))
-        return ready if self._mixes_prompts else ready[:1]
+        ready.sort(key=lambda prompt: (self.fills_steps and prompt.started_at is None, prompt.rank))
+        return ready if self.mixes_prompts else ready[:1]
 
     def _dispatch(self, prompts: list[Prompt], now: float) -> list[ChunkStarted]:
         """Sends the next chunk of these prompts into the pipeline."""
         parts = self._parts(prompts, now)
         passes_at, seconds = now, self._chunk_seconds(parts)
         if self._ended_at == now:
-            parts[0].prompt.compute_s += self._num_ended * self._turnover_s
-            seconds += self._num_ended * self._turnover_s
-        for stage in range(self._num_stages):
-            passes_at = max(passes_at, self._stage_free_at[stage]) + seconds / self._num_stages
+            parts[0].prompt.compute_s += self._num_ended * self.turnover_s
+            seconds += self._num_ended * self.turnover_s
+        for stage in range(self.num_stages):
+            passes_at = max(passes_at, self._stage_free_at[stage]) + seconds / self.num_stages
             self._stage_free_at[stage] = passes_at
         self._pipeline.append(_Chunk(passes_at, parts))
         return [ChunkStarted(*part, passes_at) for part in parts]
@@ -241,7 +235,7 @@ class PrefillMachine:
     def _parts(self, prompts: list[Prompt], now: float) -> tuple[_PromptPart, ...]:
         """Returns each prompt's part of the next chunk, up to the chunk's size."""
         parts: list[_PromptPart] = []
-        room = self._chunk_tokens
+        room = self.chunk_tokens
         num_here = sum(p.dispatched < p.num_tokens for p in self._prompts.values())
         for prompt in prompts:
             if parts and not self._joins_chunk(prompt, room, len(parts), num_here - len(parts)):
@@ -257,17 +251,17 @@ class PrefillMachine:
     def _joins_chunk(self, prompt: Prompt, room: int, num_ending: int, num_waiting: int) -> bool:
         """True if a prompt joins a step in which others end: its next part always if steps are filled, else only the
         whole rest, by the rule of `prefill_worker.decisions.steps`."""
-        if self._fills_steps:
+        if self.fills_steps:
             return room > 0
         done = max(prompt.dispatched, prompt.cached)
-        return prompt.num_tokens - done <= room and self._profile.is_worth_joining(
+        return prompt.num_tokens - done <= room and self.profile.is_worth_joining(
             prompt.num_tokens, done, num_delayed=num_ending, num_waiting=num_waiting
         )
 
     def _chunk_seconds(self, parts: tuple[_PromptPart, ...]) -> float:
         """Returns the duration of a chunk and adds each prompt's share to it. The constant term counts once per
         chunk."""
-        profile, slowdown, total_s = self._profile, self._slowdown(), 0.0
+        profile, slowdown, total_s = self.profile, self.slowdown(), 0.0
         shared_s = profile.c0 * (1 - 1 / len(parts))
         for part in parts:
             own_s = (profile.seconds(part.end, part.first) - shared_s) * slowdown
@@ -279,7 +273,7 @@ class PrefillMachine:
         free_at = max(self._stage_free_at[0], prompt.submitted_at)
         prompt.load_s = max(min(now, prompt.loaded_at) - free_at, 0.0)
         prompt.started_at = now
-        prompt.cached = max(prompt.cached, self._cached_now(prompt))
+        prompt.cached = max(prompt.cached, self.cached_now(prompt))
         prompt.computed = prompt.dispatched = prompt.cached
 
     def validate(self) -> None:
