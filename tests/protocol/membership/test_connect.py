@@ -112,12 +112,6 @@ def test_each_identity_without_folder_has_a_new_owner() -> None:
     assert first.with_epoch(5).last_epoch == 5
 
 
-def test_folder_of_another_id_is_refused_with_remedy(tmp_path: Path) -> None:
-    load_or_create_identity(tmp_path, "store-0")
-    with pytest.raises(ConfigError, match=r"belongs to store-0, not to store-1: start with that id"):
-        load_or_create_identity(tmp_path, "store-1")
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"instance_id": 1, "owner": "x"}', '{"instance_id": "store-0"}']
 )
@@ -127,10 +121,12 @@ def test_damaged_identity_file_is_refused_with_remedy(tmp_path: Path, text: str)
         load_or_create_identity(tmp_path, "store-0")
 
 
-def test_unusable_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_folder_of_another_id_and_unusable_folder_are_refused_with_remedy(tmp_path: Path) -> None:
+    load_or_create_identity(tmp_path, "store-0")
+    with pytest.raises(ConfigError, match=r"belongs to store-0, not to store-1: start with that id"):
+        load_or_create_identity(tmp_path, "store-1")
     with pytest.raises(ConfigError, match="cannot keep this process's identity"):
-        load_or_create_identity(tmp_path / "file", "store-0")
+        load_or_create_identity(tmp_path / IDENTITY_FILE, "store-0")
 
 
 def test_concurrent_creation_gives_one_identity(tmp_path: Path) -> None:

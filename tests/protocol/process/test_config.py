@@ -49,38 +49,30 @@ def test_flag_overrides_environment_overrides_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "content", "message"),
     [
-        (["--nam", "x"], "did you mean --name"),
-        (["--name", "x", "--mode", "c"], "one of a, b"),
-        (["--name", "x", "--max-model-len", "many"], "--max-model-len"),
-        (["--name"], "needs a value"),
-        ([], "--name must be given"),
-        (["--name", "x", "--password", "p"], "unknown argument"),
-        (["--name", "x", "--dram", "1ZiB"], "--dram"),
-        (["--config", "/nonexistent.toml"], "cannot read"),
+        (["--nam", "x"], b"", "did you mean --name"),
+        (["--name", "x", "--mode", "c"], b"", "one of a, b"),
+        (["--name", "x", "--max-model-len", "many"], b"", "--max-model-len"),
+        (["--name"], b"", "needs a value"),
+        ([], b"", "--name must be given"),
+        (["--name", "x", "--password", "p"], b"", "unknown argument"),
+        (["--name", "x", "--dram", "1ZiB"], b"", "--dram"),
+        (["--config", "/nonexistent.toml"], b"", "cannot read"),
+        (["--name=x"], b"nane = 'x'\n", "did you mean name"),
+        (["--name=x"], b"max-model-len = [1]\n", "--max-model-len"),
+        (["--name=x"], b"max-model-len = inf\n", "--max-model-len"),
+        (["--name=x"], b"names = 5\n", "--names"),
+        (["--name=x"], b"name = '\xff'\n", "not valid TOML"),
     ],
 )
-def test_bad_flags_give_a_helpful_error(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(*argv)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"nane = 'x'\n", "did you mean name"),
-        (b"max-model-len = [1]\n", "--max-model-len"),
-        (b"max-model-len = inf\n", "--max-model-len"),
-        (b"names = 5\n", "--names"),
-        (b"name = '\xff'\n", "not valid TOML"),
-    ],
-)
-def test_bad_file_gives_a_helpful_error(tmp_path: Path, content: bytes, message: str) -> None:
+def test_bad_flags_or_a_bad_file_give_a_helpful_error(
+    tmp_path: Path, argv: list[str], content: bytes, message: str
+) -> None:
     file = tmp_path / "c.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        parse("--config", str(file), "--name=x")
+        parse("--config", str(file), *argv)
 
 
 def test_secrets_are_read_from_environment_and_masked() -> None:
