@@ -1,6 +1,5 @@
 """Certificate authority for tests, made with the openssl command."""
 
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from moonserve.protocol.process.tls import TlsFiles
 from moonserve.transfer import TransferOptions
+from tests.processes import binary
 
 _NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
 _MAY_SIGN = "-addext keyUsage=critical,keyCertSign,cRLSign"  # without it Python 3.13 rejects all its certificates
@@ -68,6 +68,5 @@ def openssl(command: str) -> None:
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """Shared authority for all tests that need no other."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl (.ci/system-packages)")
+    binary("openssl")
     return Authority(tmp_path_factory.mktemp("authority"))

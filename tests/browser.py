@@ -7,16 +7,15 @@ Chromium.
 import asyncio
 import contextlib
 import json
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from tests.patience import PATIENCE_S, answered
+from tests.processes import binary
 
 # Scrollbars would reduce the width of 390 pixels; on telephones they overlay the page.
 _FLAGS = (*("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"), "--hide-scrollbars")
@@ -99,11 +98,8 @@ async def page(url: str, folder: Path) -> AsyncIterator[Page]:
 
 @contextlib.contextmanager
 def _browser(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    binary = shutil.which("chromium")
-    if binary is None:
-        pytest.skip("needs chromium (.ci/system-packages)")
     folder.mkdir(parents=True, exist_ok=True)
-    command = [binary, *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
+    command = [binary("chromium"), *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:

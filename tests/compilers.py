@@ -12,6 +12,7 @@ import pytest
 
 from moonserve.protocol.process.native_libraries import COMPILERS
 from tests.patience import PATIENCE_S
+from tests.processes import binary
 
 STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
 
@@ -28,13 +29,11 @@ def need_compiler() -> None:
 
 def compile_strictly(compiler: str, source: Path, flags: Sequence[str], folder: Path) -> None:
     """Fails unless `compiler` ("gcc", "clang") accepts the source without a warning."""
-    if shutil.which(compiler) is None:
-        pytest.skip(f"needs {compiler} (.ci/system-packages)")
     made = "-fsyntax-only" not in flags  # without output, clang warns about unused flags
     library = ["-fPIC", "-shared", "-o", str(folder / "strict.so")] if made else []
     # -Wconversion reports more in clang++ than in g++: the sign of every index of a C++ array.
     # -Wpsabi warns about functions that other libraries would call differently; none of these leaves its file.
     lenient = {"clang++": ["-Wno-sign-conversion"], "g++": ["-Wno-psabi"]}.get(compiler, [])
-    command = [compiler, *flags, *STRICT, *lenient, str(source), *library]
+    command = [binary(compiler), *flags, *STRICT, *lenient, str(source), *library]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr

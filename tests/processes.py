@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import pytest
+
 from moonserve.protocol.process.child_process import wait_until_ready
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
+
+
+def binary(name: str) -> str:
+    """Returns the path of an installed program. Skips the test if it is missing."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name} (.ci/system-packages)")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

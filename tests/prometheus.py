@@ -3,7 +3,6 @@ The system's Prometheus service is never used."""
 
 import contextlib
 import json
-import shutil
 import subprocess
 import urllib.parse
 import urllib.request
@@ -11,24 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from moonserve.deploy.launcher.ports import free_port
 from tests.patience import PATIENCE_S, until
+from tests.processes import binary
 
 
 def scrape(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as response:
         text: str = response.read().decode()
         return text
-
-
-def binary(name: str) -> str:
-    """Returns the path of an installed program. Skips the test if it is missing."""
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"needs {name} (.ci/system-packages)")
-    return found
 
 
 class Prometheus:

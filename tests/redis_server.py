@@ -17,6 +17,7 @@ import pytest
 
 from moonserve.deploy.launcher.ports import free_port
 from tests.patience import PATIENCE_S
+from tests.processes import binary
 from tests.stopping import stop
 
 _TRIES = 5  # another process may take the port between its choice and its use
@@ -26,10 +27,7 @@ class RedisServer:
     """Redis server, started with `arguments`. With `sentinel` lines it is a Sentinel with this configuration."""
 
     def __init__(self, *arguments: str, sentinel: Sequence[str] = ()) -> None:
-        binary = shutil.which("redis-server")
-        if binary is None:
-            pytest.skip("needs redis-server (.ci/system-packages)")
-        self._binary = binary
+        self._binary = binary("redis-server")
         self._made_with = self._arguments = arguments
         self._sentinel = sentinel
         self._stack = contextlib.ExitStack()

@@ -20,6 +20,7 @@ from moonserve.conductor.config import ConductorConfig
 from moonserve.deploy.launcher.config import ServeConfig
 from moonserve.deploy.ray.config import load_cluster
 from moonserve.protocol.process.config import options_of
+from tests.processes import binary
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -148,11 +149,9 @@ def test_a_unit_starts_an_existing_command_and_systemd_accepts_it(path: Path, tm
         assert "--disable-usage-stats" in flags
     # A conductor's file can configure a standby, as the unit's comment says.
     assert {"registry", "host", "port"} <= {option.name for option in options_of(ConductorConfig)}
-    binary = shutil.which("systemd-analyze")
-    if binary is None:
-        pytest.skip("needs systemd-analyze")
+    analyze = binary("systemd-analyze")
     for unit in UNITS:
         (tmp_path / unit.name).write_text(re.sub(rf"{BIN}\w+", "/bin/true", unit.read_text()))
     checked = tmp_path / path.name.replace("@", "@prefill")
-    told = subprocess.run([binary, "verify", "--man=no", str(checked)], capture_output=True, text=True, check=False)
+    told = subprocess.run([analyze, "verify", "--man=no", str(checked)], capture_output=True, text=True, check=False)
     assert [line for line in told.stderr.splitlines() if "moonserve" in line] == []

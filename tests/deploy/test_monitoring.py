@@ -13,7 +13,8 @@ import yaml
 from moonserve.models import demo_model_path
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.load import BackgroundLoad
-from tests.prometheus import Prometheus, binary, running_prometheus
+from tests.processes import binary
+from tests.prometheus import Prometheus, running_prometheus
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 DASHBOARD = MONITORING / "grafana" / "dashboards" / "moonserve.json"

@@ -20,6 +20,7 @@ from moonserve.models import demo_model_path
 from tests.e2e.cluster import GREEDY, UNHURRIED, Cluster, cached_of, prompt_of, running_cluster, tokens_of
 from tests.e2e.load import read_choice
 from tests.e2e.reference import continuations, load_reference, num_ties
+from tests.processes import binary
 from tests.terminal import terminal
 
 BLOCK_SIZE = 32
@@ -112,10 +113,9 @@ def test_the_openai_client_parses_structured_answers_and_tool_calls(client: open
 @pytest.mark.slow
 def test_the_openai_client_for_node_and_calls_of_open_webui_get_their_answers(cluster: Cluster, tmp_path: Path) -> None:
     """The last call is an answer that its reader stops: its worker must not go on."""
-    if shutil.which("npm") is None:
-        pytest.skip("needs npm (.ci/system-packages)")
+    npm = binary("npm")
     folder = shutil.copytree(CLIENTS, tmp_path / "clients")
-    subprocess.run(["npm", "ci", "--silent", "--no-audit", "--no-fund"], cwd=folder, check=True)
+    subprocess.run([npm, "ci", "--silent", "--no-audit", "--no-fund"], cwd=folder, check=True)
     dropped = cluster.counter("decode-0", "requests_dropped")
     subprocess.run(["node", "check.mjs", cluster.url, "sesame", MODEL], cwd=folder, check=True)
     cluster.wait_for("its stop", lambda: cluster.counter("decode-0", "requests_dropped") > dropped)
