@@ -8,7 +8,7 @@ a deadline must end has nothing else that could end it.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from moonserve.protocol.rpc.grpc_transport import Channels
@@ -46,6 +46,15 @@ async def came_true(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110 - any state
             await asyncio.sleep(0.01)
+
+
+async def begin_and_cancel(work: Coroutine[Any, Any, object]) -> None:
+    """Cancels `work` after its first steps, up to where it waits, and awaits its end."""
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 class PatientChannels(Channels):

@@ -1,6 +1,5 @@
 """The disk tier over real files: writes, reads, restarts and reclaiming."""
 
-import asyncio
 import dataclasses
 import errno
 import json
@@ -18,6 +17,7 @@ from moonserve.kvstore.disk.io.uring import Ring
 from moonserve.kvstore.disk.tier import DiskOptions, SsdTier
 from moonserve.protocol.errors import ConfigError
 from tests.kvstore.disk.tiers import SEGMENT, SMALL, Owner, Stand, found_in, opened, written
+from tests.patience import begin_and_cancel
 
 
 @pytest.fixture(autouse=True, params=["ring", "threads"])
@@ -74,24 +74,15 @@ async def test_a_read_at_a_released_place_is_a_miss(tmp_path: Path) -> None:
 
 async def test_a_cancelled_write_is_not_found_later(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
-        task = asyncio.create_task(stand.tier.write([written(1)]))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await begin_and_cancel(stand.tier.write([written(1)]))
         assert stand.tier.usage().live == 0
     assert not await found_in(tmp_path)
 
 
 async def test_a_cancelled_read_no_longer_writes_to_its_memory(tmp_path: Path) -> None:
     async with opened(tmp_path) as stand:
-        write = written(1)
-        await stand.put([write])
-        task = asyncio.create_task(stand.tier.read([stand.read_of(write.object)]))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await stand.put([written(1)])
+        await begin_and_cancel(stand.tier.read([stand.read_of(written(1).object)]))
         assert stand.tier._scratch.num_borrowed == 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moonserve.protocol.process import child_process
 from moonserve.protocol.process.child_process import NotReady, StartFailed, StartProgress, StartReady, StartReport
-from tests.patience import NEVER_S, PATIENCE_S
+from tests.patience import NEVER_S, PATIENCE_S, begin_and_cancel
 
 READY = StartReady({"rpc": "127.0.0.1:1"})
 REPORTS = st.one_of(
@@ -56,11 +56,7 @@ async def test_not_ready_has_the_reason(entries: list[StartReport], reason: str)
 
 async def test_wait_for_silent_process_can_be_cancelled() -> None:
     read_fd, write_fd = os.pipe()
-    waiting = asyncio.create_task(asyncio.wait_for(child_process.wait_until_ready(read_fd), NEVER_S))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    await begin_and_cancel(asyncio.wait_for(child_process.wait_until_ready(read_fd), NEVER_S))
     await asyncio.sleep(0)  # as above
     with pytest.raises(BrokenPipeError):
         child_process.write_report(write_fd, READY)
