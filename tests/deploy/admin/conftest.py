@@ -1,7 +1,7 @@
 """Pools for kvctl: nodes that join and stay members, objects in them, and a runner for the command."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -56,13 +56,12 @@ def get_all(pool: Pool, node_id: str, keys: Iterable[str]) -> dict[str, bytes]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def chain_keys(name: str, length: int) -> list[BlockKey]:
-    return [plain_key(f"{name}/{number}".encode()) for number in range(length)]
-
-
-def put_chain(pool: Pool, node_id: str, keys: Sequence[BlockKey]) -> None:
+def put_chain(pool: Pool, node_id: str, name: str, length: int) -> list[BlockKey]:
+    """Stores the beginning of a chain and returns its keys."""
+    keys = [plain_key(f"{name}/{number}".encode()) for number in range(length)]
     with pool.alone(node_id) as store:
         store.batch_put((block, bytes(4096)) for block in chain(keys))
+    return keys
 
 
 @pytest.fixture(scope="package", autouse=True)

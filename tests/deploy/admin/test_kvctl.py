@@ -16,16 +16,7 @@ from moonserve.protocol.errors import PeerLost
 from moonserve.protocol.pb import worker_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import RpcServer
 from tests.commands import Command
-from tests.deploy.admin.conftest import (
-    ENVIRON,
-    SEGMENT_BYTES,
-    chain_keys,
-    get_all,
-    keep_member,
-    kvctl_of,
-    put,
-    put_chain,
-)
+from tests.deploy.admin.conftest import ENVIRON, SEGMENT_BYTES, get_all, keep_member, kvctl_of, put, put_chain
 from tests.engine.kv_cache.test_elastic_service import Worker
 from tests.kvstore.faults.pool import Pool, held
 from tests.kvstore.node.nodes import TOKEN, running_node
@@ -53,8 +44,7 @@ def test_ls_shows_the_requested_objects_and_counts_the_others(pair: Pool, kvctl:
 
 
 def test_stat_shows_an_object_and_its_chain_as_far_as_it_exists(pair: Pool, kvctl: Command) -> None:
-    keys = chain_keys("stat", 5)
-    put_chain(pair, "store-0", keys)
+    keys = put_chain(pair, "store-0", "stat", 5)
     [record] = kvctl.json("stat", keys[-1].hex())
     assert [replica["node"] for replica in record["replicas"]] == ["store-0"]
     assert [above["key"] for above in record["chain"]] == [key.hex() for key in keys[-2::-1]]
@@ -108,8 +98,7 @@ def test_a_pin_holds_on_all_replicas_until_it_is_removed(pair: Pool, kvctl: Comm
 
 
 def test_a_chain_is_pinned_up_to_its_head(pair: Pool, kvctl: Command) -> None:
-    keys = chain_keys("pin", 4)
-    put_chain(pair, "store-0", keys)
+    keys = put_chain(pair, "store-0", "pin", 4)
     assert kvctl("pin", keys[2].hex(), "--soft", "--chain").code == 0
     pins = [replica["pin"] for key in keys for replica in kvctl.json("replicas", key.hex())]
     assert pins == ["soft", "soft", "soft", "none"]
@@ -125,8 +114,7 @@ def test_a_dropped_object_is_gone_from_every_node(pair: Pool, kvctl: Command) ->
 
 
 def test_many_objects_are_dropped_only_with_yes(pair: Pool, kvctl: Command) -> None:
-    keys = chain_keys("drop", 20)
-    put_chain(pair, "store-0", keys)
+    keys = put_chain(pair, "store-0", "drop", 20)
     said = kvctl("drop", keys[4].hex(), "--chain-below", ends=2)
     assert "would drop 16 objects; confirm with --yes" in said.err
     assert kvctl("stat", keys[-1].hex()).code == 0
@@ -137,8 +125,7 @@ def test_many_objects_are_dropped_only_with_yes(pair: Pool, kvctl: Command) -> N
 def test_replicas_of_chain_are_made_by_directory(
     pair: Pool, kvctl: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = chain_keys("replicas", 3)
-    put_chain(pair, "store-0", keys)
+    keys = put_chain(pair, "store-0", "replicas", 3)
     until(lambda: all(held(pair, keys)))
     said = kvctl("replicas", keys[-1].hex(), "2", ends=0)
     assert "created 3 replicas" in said.err
@@ -221,8 +208,7 @@ def test_a_stopped_node_delays_a_command_by_seconds_only(
     own_pair: Pool, own_kvctl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the command's own timeouts
-    keys = chain_keys("stopped", 5)
-    put_chain(own_pair, "store-0", keys)
+    keys = put_chain(own_pair, "store-0", "stopped", 5)
     with own_pair.frozen("store-1"):
         asyncio.run(keep_member(own_pair, "store-1"))
         said = own_kvctl("stat", keys[-1].hex())

@@ -21,17 +21,7 @@ from moonserve.protocol.kv_blocks import BlockKey
 from moonserve.protocol.pb import kvstore_pb2
 from moonserve.protocol.process.config import EXIT_INTERRUPTED
 from tests.commands import Command
-from tests.deploy.admin.conftest import (
-    DRAM,
-    ENVIRON,
-    SEGMENT_BYTES,
-    chain_keys,
-    get_all,
-    join,
-    kvctl_of,
-    put,
-    put_chain,
-)
+from tests.deploy.admin.conftest import DRAM, ENVIRON, SEGMENT_BYTES, get_all, join, kvctl_of, put, put_chain
 from tests.kvstore.faults.pool import Pool, pool_with_directory
 from tests.patience import PATIENCE_S, until
 from tests.processes import ROOT
@@ -97,11 +87,10 @@ VALUES = {f"value-{number}": os.urandom(10_000 + number) for number in range(100
 def test_a_drained_node_can_be_stopped_without_loss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A draining node refuses writes. A chain goes to the node that holds its beginning and keeps its pins; every other
     object goes to the node where clients look for it."""
-    keys = chain_keys("drained", 150)
     with pool_with_directory(tmp_path, 3, *DRAM) as made:
         put(made, "store-0", VALUES)
-        put_chain(made, "store-0", keys)
-        put_chain(made, "store-2", keys[:10])
+        keys = put_chain(made, "store-0", "drained", 150)
+        put_chain(made, "store-2", "drained", 10)
         kvctl = kvctl_of(capsys, "--registry", made.registry)
         for kind, key in (("--hard", keys[3]), ("--soft", keys[100])):  # store-2 holds only the first of the two
             assert kvctl("pin", key.hex(), kind, "--node", "store-0").code == 0
