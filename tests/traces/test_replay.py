@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,13 @@ Serve = Callable[[web.Application], Awaitable[str]]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    servers: list[TestServer] = []
+    async with AsyncExitStack() as servers:
 
-    async def start(app: web.Application) -> str:
-        server = TestServer(app)
-        servers.append(server)
-        await server.start_server()
-        return str(server.make_url("/")).rstrip("/")
+        async def start(app: web.Application) -> str:
+            server = await servers.enter_async_context(TestServer(app))
+            return str(server.make_url("/")).rstrip("/")
 
-    yield start
-    for server in servers:
-        await server.close()
+        yield start
 
 
 def endpoint(bodies: list[dict[str, Any]]) -> web.Application:
