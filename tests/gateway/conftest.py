@@ -42,6 +42,12 @@ async def running_gateway(cluster: ScriptedCluster, **options: object) -> AsyncI
         yield facts["http"]
 
 
+def address_of(url: str) -> tuple[str, int]:
+    """Returns host and port."""
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
 @contextlib.asynccontextmanager
 async def clients_of(cluster: ScriptedCluster, **options: object) -> AsyncIterator[aiohttp.ClientSession]:
     """Yields a client session connected to a gateway with the given options."""

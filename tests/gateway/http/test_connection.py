@@ -7,7 +7,6 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -15,7 +14,7 @@ import uvloop
 
 from moonserve.gateway.http.connection import MAX_REFUSED, drop
 from moonserve.gateway.text.tokenizer import Tokenizer
-from tests.gateway.conftest import running_gateway
+from tests.gateway.conftest import address_of, running_gateway
 from tests.gateway.scripted_cluster import Run, ScriptedCluster
 from tests.patience import NEVER_S, PATIENCE_S, came_true
 
@@ -29,8 +28,7 @@ NEVER = {"header_timeout_s": NEVER_S, "body_timeout_s": NEVER_S, "slow_client_s"
 async def connected(cluster: ScriptedCluster, **options: Any) -> AsyncIterator[Streams]:
     """Yields a connection to a gateway, which must still serve others afterwards."""
     async with running_gateway(cluster, **options) as url:
-        address = urlsplit(url)
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        reader, writer = await asyncio.open_connection(*address_of(url))
         try:
             yield reader, writer
             async with aiohttp.ClientSession(url) as http, http.post("/v1/completions", data=BODY) as reply:
@@ -160,13 +158,9 @@ async def test_client_that_does_not_read_a_large_reply_is_dropped(cluster: Scrip
 
 async def test_connections_above_the_limit_get_503(cluster: ScriptedCluster) -> None:
     async with running_gateway(cluster, max_connections=2, **NEVER) as url, asyncio.timeout(PATIENCE_S):
-        address = urlsplit(url)
-
-        async def connect() -> Streams:
-            return await asyncio.open_connection(address.hostname, address.port)
 
         async def asked() -> int:
-            reader, writer = await connect()
+            reader, writer = await asyncio.open_connection(*address_of(url))
             writer.write(head("Connection: close") + BODY)
             try:
                 first = await reader.readline()
@@ -180,12 +174,12 @@ async def test_connections_above_the_limit_get_503(cluster: ScriptedCluster) -> 
             assert (status == 503) == (b"too_many_connections" in text) == (b"retry-after" in text)
             return status
 
-        idle = [await connect() for _ in range(2)]
+        idle = [await asyncio.open_connection(*address_of(url)) for _ in range(2)]
         for _, writer in idle:
             writer.write(b"GET")  # so that the gateway has seen the connection
         while await asked() != 503:
             pass
-        crowd = [await connect() for _ in range(MAX_REFUSED + 5)]
+        crowd = [await asyncio.open_connection(*address_of(url)) for _ in range(MAX_REFUSED + 5)]
         closed = 0
         while closed < 5:  # those beyond MAX_REFUSED are closed without a reply
             closed = sum(reader.at_eof() for reader, _ in crowd)
@@ -210,8 +204,7 @@ async def _stopped_with_requests_on_their_way(tokenizer: Tokenizer) -> None:
     async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
         stack.push_async_callback(cluster.stop)
         shared = running_gateway(cluster, reuse_port=True, drain_s=NEVER_S)
-        address = urlsplit(await stack.enter_async_context(shared))
-        at = (address.hostname, address.port)
+        at = address_of(await stack.enter_async_context(shared))
         silent, kept, left = [await asyncio.open_connection(*at) for _ in range(3)]
         kept[1].write(request)
         assert b" 200 " in await kept[0].readline()
@@ -238,8 +231,7 @@ async def _stopped_with_requests_on_their_way(tokenizer: Tokenizer) -> None:
 async def test_stopping_gateway_does_not_wait_for_silent_connections(cluster: ScriptedCluster) -> None:
     async with asyncio.timeout(PATIENCE_S):
         async with running_gateway(cluster, reuse_port=True, drain_s=NEVER_S) as url:
-            address = urlsplit(url)
-            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            reader, writer = await asyncio.open_connection(*address_of(url))
         assert await reader.read() == b""
         writer.close()
 

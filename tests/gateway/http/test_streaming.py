@@ -21,6 +21,7 @@ from tests.gateway.conftest import (
     CHAT,
     CHAT_PATH,
     TEXT_PATH,
+    address_of,
     content_by_choice,
     events,
     get,
@@ -127,8 +128,7 @@ async def test_failure_after_the_first_byte_ends_stream_and_connection_without_d
         run.fail(MoonserveError("cannot go on"), by=run.decode)
 
     cluster.scripts = [dies]
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(*address_of(url))
     writer.write(request_of(TEXT))
     async with asyncio.timeout(PATIENCE_S):
         text = await reader.read()  # until the server closes
@@ -248,10 +248,9 @@ async def test_slow_reader_is_dropped_without_delaying_others(cluster: ScriptedC
 
     cluster.max_model_len = 10**6
     async with running_gateway(cluster, slow_client_s=0.3) as url:
-        host, port = url.removeprefix("http://").split(":")
         narrow = socket.socket()
         narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        narrow.connect((host, int(port)))
+        narrow.connect(address_of(url))
         _, writer = await asyncio.open_connection(sock=narrow, limit=1)
         writer.transport.pause_reading()
         cluster.scripts = [floods]
