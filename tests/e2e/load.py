@@ -12,7 +12,7 @@ from typing import Any, Self
 import httpx2 as httpx
 
 from tests.background import Background
-from tests.e2e.cluster import GREEDY, Cluster, tokens_of
+from tests.e2e.cluster import GREEDY, Cluster, prompt_of, tokens_of
 from tests.patience import PATIENCE_S
 
 DONE = "data: [DONE]"
@@ -162,3 +162,8 @@ class Regulars(Background):
         while not self.stopping.is_set():
             assert self._read() == right
             self.num_streams += 1
+
+
+def busy(cluster: Cluster) -> Regulars:
+    """Returns clients with short prompts, each with its expected answer already known."""
+    return Regulars(cluster, [prompt_of(f"busy {number}", 40) for number in range(3)], 4, num_streamed=1500)

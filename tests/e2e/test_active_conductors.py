@@ -9,7 +9,7 @@ import pytest
 
 from moonserve.protocol.pb import conductor_pb2, conductor_pb2_grpc
 from tests.e2e.cluster import Cluster, prompt_of, small_cluster
-from tests.e2e.load import Regulars
+from tests.e2e.load import busy
 from tests.stopping import stop
 
 NAMES = ("conductor-0", "conductor-1")
@@ -48,11 +48,6 @@ def is_shared(cluster: Cluster) -> bool:
     homes = [{name[-1] for name in part if name.startswith("prefill")} for part in parts]
     stores = [{name[-1] for name in part if name.startswith("store")} for part in parts]
     return roles == [["decode", "prefill", "store"]] * 2 and homes == stores
-
-
-def busy(cluster: Cluster) -> Regulars:
-    """Returns background clients, each with its expected answer already known."""
-    return Regulars(cluster, [prompt_of(f"shards {number}", 40) for number in range(3)], 4, num_streamed=1500)
 
 
 def test_instances_are_shared_and_requests_reach_both_conductors(cluster: Cluster) -> None:

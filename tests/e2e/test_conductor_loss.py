@@ -12,13 +12,12 @@ from moonserve.protocol.errors import NotLeader
 from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from moonserve.protocol.rpc.grpc_transport import FAILURE_HEADER, TOKEN_HEADER
 from moonserve.protocol.rpc.wire import failure_from_wire
-from tests.e2e.cluster import Cluster, prompt_of, small_cluster
-from tests.e2e.load import Regulars
+from tests.e2e.cluster import Cluster, small_cluster
+from tests.e2e.load import busy
 from tests.redis_server import RedisServer
 from tests.stopping import stop
 
 NAMES = ("conductor-0", "conductor-1")
-NUM_CLIENTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +64,6 @@ def follows(cluster: Cluster, name: str, other: str) -> bool:
     """True if `name` is a standby and reports the address of `other` as the leader's."""
     reply = who(cluster, name)
     return reply is not None and not reply.leads and reply.leader_address == cluster.conductor_address(other)
-
-
-def busy(cluster: Cluster) -> Regulars:
-    """Returns background clients, each with its expected answer already known."""
-    prompts = [prompt_of(f"conductors {number}", 40) for number in range(NUM_CLIENTS)]
-    return Regulars(cluster, prompts, 4, num_streamed=1500)
 
 
 def test_a_killed_leader_costs_no_request_and_a_standby_returns(cluster: Cluster) -> None:
