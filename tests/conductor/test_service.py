@@ -1,6 +1,7 @@
 """Tests of the conductor's service over real gRPC on loopback."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,17 @@ def wish(request_id: str, *, tokens: int = 100, keys: Sequence[BlockKey] = ()) -
     return conductor_pb2.PlaceRequest(
         request_id=request_id, block_keys=pack_keys(keys), num_prompt_tokens=tokens, max_tokens=10
     )
+
+
+@contextlib.asynccontextmanager
+async def living(channels: Channels, addresses: str, name: str, role: common_pb2.Role) -> AsyncIterator[Membership]:
+    """Runs the `Membership` client of an instance that holds nine blocks of chain a."""
+    log = BlockLog()
+    for key in chain("a", 9):
+        log.added(key, NO_PARENT)
+    member = Membership(channels, addresses, registration(name, role), conductor_pb2.Load, log)
+    async with background_task(member.run()):
+        yield member
 
 
 FIRST = conductor_pb2.ReportRequest.PHASE_FIRST_TOKEN
@@ -208,12 +220,8 @@ async def test_malformed_requests_are_invalid(rig: Rig, method: str, request_: o
 async def test_membership_feeds_the_index_and_leaves(rig: Rig) -> None:
     """`Membership`, the client of every instance, reports blocks to the index of the real service and leaves."""
     await rig.join_pair()
-    log = BlockLog()
-    for key in chain("a", 9):
-        log.added(key, NO_PARENT)
-    store = registration("s0", common_pb2.ROLE_STORE)
-    member = Membership(rig.channels, rig.address, store, conductor_pb2.Load, log)
-    async with background_task(member.run()), asyncio.timeout(PATIENCE_S):
+    store = living(rig.channels, rig.address, "s0", common_pb2.ROLE_STORE)
+    async with store as member, asyncio.timeout(PATIENCE_S):
         await member.registered.wait()
         reply = await rig.call("Place", wish("r0", keys=chain("a", 10)))
         (source,) = reply.placement.prefix_sources

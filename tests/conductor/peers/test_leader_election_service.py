@@ -16,9 +16,7 @@ from moonserve.conductor.placement.policies import PUBLISHED_POLICY
 from moonserve.conductor.service import serve
 from moonserve.deploy.launcher.ports import free_port
 from moonserve.protocol.errors import ConfigError, NotLeader, NoWorker, Unauthenticated
-from moonserve.protocol.kv_blocks import NO_PARENT
 from moonserve.protocol.membership.conductor_client import ConductorClient
-from moonserve.protocol.membership.heartbeats import BlockLog, Membership
 from moonserve.protocol.membership.registry.embedded import EmbeddedRegistry
 from moonserve.protocol.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, leadership_pb2, leadership_pb2_grpc
 from moonserve.protocol.process.config import load_config
@@ -26,7 +24,7 @@ from moonserve.protocol.process.event_loop import background_task
 from moonserve.protocol.rpc.grpc_transport import Channels
 from moonserve.protocol.rpc.wire import failure_from_wire
 from tests.conductor.cluster import chain
-from tests.conductor.test_service import registration, wish
+from tests.conductor.test_service import living, registration, wish
 from tests.patience import PATIENCE_S, answered
 from tests.protocol.membership.conftest import served
 from tests.services import ReportedLifecycle, serving
@@ -113,24 +111,12 @@ async def test_a_standby_refuses_every_call_and_names_the_leader(pair: Cluster) 
         assert caught.value.ids == {"leader": pair.addresses["a"]}
 
 
-@contextlib.asynccontextmanager
-async def living(cluster: Cluster, name: str, role: common_pb2.Role) -> AsyncIterator[Membership]:
-    """Runs the `Membership` client of an instance that holds nine blocks of chain a."""
-    log = BlockLog()
-    for key in chain("a", 9):
-        log.added(key, NO_PARENT)
-    addresses = ",".join(cluster.addresses.values())
-    message = registration(name, role)
-    member = Membership(cluster.channels, addresses, message, conductor_pb2.Load, log)
-    async with background_task(member.run()):
-        yield member
-
-
 async def test_the_next_leader_learns_members_and_blocks_from_them(pair: Cluster) -> None:
+    there = (pair.channels, ",".join(pair.addresses.values()))
     async with (
-        living(pair, "p0", common_pb2.ROLE_PREFILL),
-        living(pair, "d0", common_pb2.ROLE_DECODE),
-        living(pair, "s0", common_pb2.ROLE_STORE),
+        living(*there, "p0", common_pb2.ROLE_PREFILL),
+        living(*there, "d0", common_pb2.ROLE_DECODE),
+        living(*there, "s0", common_pb2.ROLE_STORE),
     ):
         conductors = pair.clients()
         await call(conductors, "Place", wish("r0"))
