@@ -188,10 +188,6 @@ def test_sequence_that_cannot_follow_its_grammar_fails_alone(runs_ahead: bool) -
 PROMPT = list(range(6))
 
 
-def ahead(num_blocks: int = 16) -> Driver:
-    return Driver(num_blocks, runs_ahead=True)
-
-
 def steps_of(driver: Driver) -> list[list[tuple[str, int, bool]]]:
     """Returns (request, position, follows) for each slice of the steps in flight, oldest first."""
     return [[(p.request_id, p.start, p.token_from_previous_step) for p in s.slices] for s in driver.steps]
@@ -199,7 +195,7 @@ def steps_of(driver: Driver) -> list[list[tuple[str, int, bool]]]:
 
 def test_step_begins_before_the_previous_one_has_ended() -> None:
     """With `runs_ahead`, a step begins before the previous one ends, up to the last token by `max_tokens`."""
-    driver = ahead()
+    driver = Driver(runs_ahead=True)
     driver.start(PROMPT, max_tokens=4)  # including the first one, from prefill
     assert steps_of(driver) == [[("r", 6, False)], [("r", 7, True)]]
     done = driver.compute()
@@ -213,7 +209,7 @@ def test_step_begins_before_the_previous_one_has_ended() -> None:
 
 
 def test_a_token_behind_the_end_is_dropped_and_holds_the_blocks_until_it_is_computed() -> None:
-    driver = ahead()
+    driver = Driver(runs_ahead=True)
     driver.start(PROMPT, stops_after=2)
     assert not all_of(driver.compute(), events.RunStep)
     assert driver.pool.num_free < driver.pool.num_blocks, "a step still writes there"
@@ -224,7 +220,7 @@ def test_a_token_behind_the_end_is_dropped_and_holds_the_blocks_until_it_is_comp
 
 
 def test_sequence_that_lands_joins_the_next_step() -> None:
-    driver = ahead()
+    driver = Driver(runs_ahead=True)
     driver.start(PROMPT, "a")
     driver.start([50, 51], "b")
     assert [len(step.slices) for step in driver.steps] == [1, 1]
@@ -234,7 +230,7 @@ def test_sequence_that_lands_joins_the_next_step() -> None:
 
 def test_no_sequence_is_preempted_while_a_step_is_in_flight() -> None:
     """When two sequences outgrow a pool, a preemption waits until no other step is in flight."""
-    driver = ahead(num_blocks=5)
+    driver = Driver(5, runs_ahead=True)
     for first, name in enumerate(("a", "b")):
         driver.start([first, *range(5)], name, max_tokens=12)
     while not driver.state.counters.num_preemptions:
@@ -247,7 +243,7 @@ def test_no_sequence_is_preempted_while_a_step_is_in_flight() -> None:
 
 
 def test_steps_after_a_failed_one_are_discarded() -> None:
-    driver = ahead()
+    driver = Driver(runs_ahead=True)
     driver.start(PROMPT)
     for _ in range(2):
         driver.fail_step(PeerError("broken"))
