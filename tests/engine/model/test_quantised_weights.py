@@ -19,6 +19,7 @@ from moonserve.engine.model.weights.quantised_matrix import QuantisedMatrix, Wei
 from moonserve.protocol.errors import ConfigError
 from moonserve.protocol.request import SamplingParams
 from tests.engine.conftest import LATENTS, Pair
+from tests.engine.model.test_quantised_checkpoints import MATRICES, fused
 from tests.engine.steps import random_prompt, tokens_of
 from tests.random_models import make_model
 
@@ -69,12 +70,8 @@ def test_every_matrix_of_the_layers_and_the_head_is_rounded(quantise: str, tmp_p
         expected[name] = rounded(tensor, format) if matrix else tensor
         assert torch.equal(expected[name], tensor) != matrix
     weights = load_weights(tmp_path, config, torch.float32, quantise=quantise)
-    layer = weights.layers[1]
-    prefix = "model.layers.1."
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    fused = (qkv, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
-    for found, names in zip(layer.projections, fused, strict=True):
-        assert torch.equal(found, torch.cat([expected[f"{prefix}{each}.weight"] for each in names]))
+    for found, names in zip(weights.layers[1].projections, MATRICES, strict=True):
+        assert torch.equal(found, fused(expected, 1, *names))
     assert torch.equal(weights.embedding, stored["model.embed_tokens.weight"])
     assert torch.equal(weights.lm_head, expected["lm_head.weight"])
     save_file(expected, tmp_path / "model.safetensors", metadata={"format": "pt"})
