@@ -13,7 +13,7 @@ from tests.commands import Command
 from tests.e2e.cluster import Cluster, prompt_of
 from tests.e2e.reference import continuations, load_reference, num_ties
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 BUDGET = 3 * MIB
 FLAGS = (
     *("--dtype", "float32", "--kernels", "native", "--block-size", "16"),

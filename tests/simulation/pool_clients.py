@@ -36,10 +36,6 @@ _Slot = kvstore_pb2.StoreReserveReply.Slot
 _PINS = (kvstore_pb2.STORE_PIN_NONE, kvstore_pb2.STORE_PIN_SOFT, kvstore_pb2.STORE_PIN_HARD)
 
 
-def key_of(chain: int, depth: int) -> BlockKey:
-    return BlockKey(bytes([chain + 1, depth]).ljust(16, b"\0"))
-
-
 class PoolClient:
     """A process that uses a pool at random until the world is calm. `outcomes` counts what it met."""
 
@@ -111,8 +107,8 @@ class PoolClient:
 
     def _chain(self) -> list[BlockKey]:
         """Returns the head of a random chain. Some chains are drawn more often than others."""
-        chain = int(NUM_CHAINS * self._rng.random() ** 2)
-        return [key_of(chain, depth) for depth in range(self._rng.randint(1, DEPTH))]
+        chain = 1 + int(NUM_CHAINS * self._rng.random() ** 2)
+        return [BlockKey(bytes([chain, depth]).ljust(16, b"\0")) for depth in range(self._rng.randint(1, DEPTH))]
 
     # Writing
 
