@@ -14,7 +14,7 @@ from moonserve.deploy.launcher.ports import free_port
 from moonserve.deploy.launcher.process_specs import ProcessKind
 from moonserve.deploy.ray import placement, process_actor
 from moonserve.deploy.ray.config import parse_cluster
-from moonserve.deploy.ray.events import READY, Host, MembersObserved, Report
+from moonserve.deploy.ray.events import READY, Host, MembersObserved
 from moonserve.deploy.ray.process_actor import STOPPED, Assignment, ProcessLives
 from moonserve.deploy.ray.processes import PlannedProcess, addresses_of
 from moonserve.protocol.pb import conductor_pb2
@@ -41,20 +41,16 @@ def directory(folder: Path) -> Assignment:
     )
 
 
-async def at(lives: ProcessLives, stage: str) -> Report:
-    return await answered(lives.report, lambda report: report.stage == stage)
-
-
 async def test_a_stop_during_a_restart_stops_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_actor, "_is_current", lambda assignment: True)  # Ray does not run here
     lives = ProcessLives(directory(tmp_path))
     await lives.begin()
     try:
-        first = await at(lives, READY)
+        first = await answered(lives.report, lambda report: report.stage == READY)
         assert first.pid is not None
         stop(first.pid)  # a stopped process delays its end
         restarting = asyncio.create_task(lives.restart(1))
-        await at(lives, STOPPED)
+        await answered(lives.report, lambda report: report.stage == STOPPED)
         stopping = asyncio.create_task(lives.end())
         await asyncio.sleep(0)
         os.kill(first.pid, signal.SIGCONT)
