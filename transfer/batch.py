@@ -74,9 +74,10 @@ def plan_slices(
     deadline_at: float,
 ) -> Planned:
     """Cuts one peer's transfers into few slices of at most `slice_bytes` and `MAX_ROWS` runs, joining adjacent runs."""
-    if single := plan_single([transfers[index] for index in indices], slice_bytes, deadline_at):
-        return Planned([Part(**{name: getattr(single, name) for name in Slice.__slots__}, indices=indices)])
     planned = Planned()
+    if found := _one_flow([transfers[index] for index in indices]):
+        _cut(transfers, indices, found[0], planned, slice_bytes, deadline_at)
+        return planned
     flows: dict[tuple[Op, int, int, int | None], list[int]] = {}
     for index in indices:
         transfer = transfers[index]
@@ -86,48 +87,54 @@ def plan_slices(
         key = (transfer.op, transfer.local.segment_id, transfer.remote.segment_id, transfer.window_id)
         flows.setdefault(key, []).append(index)
     for flow in flows.values():
-        _cut(transfers, flow, planned, slice_bytes, deadline_at)
+        rows = data_plane().joined(_rows_of(transfers[index] for index in flow))
+        _cut(transfers, flow, rows, planned, slice_bytes, deadline_at)
     return planned
 
 
 def plan_single(transfers: Sequence[AnyTransfer], slice_bytes: int, deadline_at: float) -> Slice | None:
     """Plans transfers that fit into one slice together: runs with the same op, segments and window, or one scatter
     transfer. Returns None for any other case, also for invalid transfers."""
-    first = transfers[0]
-    if len(transfers) > MAX_ROWS or not _has_sound_ids(first):
+    found = _one_flow(transfers) if len(transfers) <= MAX_ROWS else None
+    if found is None or found[1] > slice_bytes or len(found[0]) > MAX_ROWS:
         return None
-    op, local, remote, window_id = first.op, first.local, first.remote, first.window_id
-    if len(transfers) == 1 and type(first) is Transfer:
-        start, to, nbytes = first.remote_offset, first.local_offset, first.length
-        if not (0 < nbytes <= slice_bytes and 0 <= to <= local.nbytes - nbytes and 0 <= start < LIMIT):
-            return None
-        rows = np.array(((start, to, nbytes),), np.int64)
-    else:
-        for transfer in transfers:
-            if (
-                transfer.op is not op
-                or transfer.local is not local
-                or (transfer.remote is not remote and transfer.remote != remote)
-                or transfer.window_id != window_id
-            ):
-                return None
-        try:
-            rows = _rows_of(transfers)
-        except (InvalidRequest, OverflowError):
-            return None
-        count, nbytes = data_plane().join_rows(rows, local.nbytes, LIMIT)
-        if not 0 < count <= MAX_ROWS or nbytes > slice_bytes:
-            return None
-        rows = rows[:count]
+    first, (rows, nbytes) = transfers[0], found
     return Slice(
-        op=op,
-        local=local,
-        segment_id=remote.segment_id,
-        window_id=window_id,
+        op=first.op,
+        local=first.local,
+        segment_id=first.remote.segment_id,
+        window_id=first.window_id,
         rows=rows,
         nbytes=nbytes,
         deadline_at=deadline_at,
     )
+
+
+def _one_flow(transfers: Sequence[AnyTransfer]) -> tuple[Rows, int] | None:
+    """Returns the joined rows of valid transfers with the same op, segments and window, and their bytes, at least 1."""
+    first = transfers[0]
+    if not _has_sound_ids(first):
+        return None
+    op, local, remote, window_id = first.op, first.local, first.remote, first.window_id
+    if len(transfers) == 1 and type(first) is Transfer:
+        start, to, nbytes = first.remote_offset, first.local_offset, first.length
+        if not (0 < nbytes <= local.nbytes - to and to >= 0 and 0 <= start <= LIMIT - nbytes):
+            return None
+        return np.array(((start, to, nbytes),), np.int64), nbytes
+    for transfer in transfers:
+        if (
+            transfer.op is not op
+            or transfer.local is not local
+            or (transfer.remote is not remote and transfer.remote != remote)
+            or transfer.window_id != window_id
+        ):
+            return None
+    try:
+        rows = _rows_of(transfers)
+    except (InvalidRequest, OverflowError):
+        return None
+    count, nbytes = data_plane().join_rows(rows, local.nbytes, LIMIT)
+    return (rows[:count], nbytes) if count > 0 else None
 
 
 def packed(transfer: AnyTransfer) -> bytes | None:
@@ -191,13 +198,16 @@ def _has_sound_ids(transfer: AnyTransfer) -> bool:
 
 
 def _cut(
-    transfers: Sequence[AnyTransfer], flow: Sequence[int], planned: Planned, slice_bytes: int, deadline_at: float
+    transfers: Sequence[AnyTransfer],
+    flow: Sequence[int],
+    rows: Rows,
+    planned: Planned,
+    slice_bytes: int,
+    deadline_at: float,
 ) -> None:
-    """Plans valid transfers with the same op, segments and window."""
+    """Plans transfers with the same op, segments and window, whose joined rows are given."""
     first = transfers[flow[0]]
-    rows = _rows_of(transfers[index] for index in flow)
-    count, _ = data_plane().join_rows(rows, first.local.nbytes, LIMIT)
-    groups = list(scatter.cut(rows[:count], slice_bytes, MAX_ROWS))
+    groups = list(scatter.cut(rows, slice_bytes, MAX_ROWS))
     owners = _SliceOwners(transfers, flow, len(groups))
     for group in groups:
         nbytes = scatter.total(group)

@@ -86,7 +86,7 @@ class TcpSession(StreamSession):
 
 
 class TcpTarget(StreamTarget):
-    """A stream target whose READs and WRITEs are served natively, except the first of a segment or window."""
+    """A stream target that serves READs and WRITEs natively, and in Python what `serve` of frames.h leaves to it."""
 
     def __init__(self, connection: Connection, state: ServedState) -> None:
         super().__init__(connection, state)
@@ -106,8 +106,12 @@ class TcpTarget(StreamTarget):
             ctypes.memset(self._places, 0, ctypes.sizeof(self._places))
             self._kept.clear()
             return
+        if end == _DEREGISTERED:
+            raise PeerLost("the segment was deregistered while it was read")
+        if end not in (_OTHER, _STALE, _CORRUPT):
+            self.connection.raise_ended(end)
         header = decode(bytes(self._native.header))
-        if end == _OTHER and self._keep(header):
+        if end == _OTHER and not self._native.received and self._keep(header):
             return
         self.connection.set_deadline(time.monotonic() + STALL_S)
         if end == _OTHER:
@@ -115,12 +119,8 @@ class TcpTarget(StreamTarget):
         elif end == _STALE:
             self.connection.discard_rest()
             self.connection.send(refusal(stale(header.window_id)))
-        elif end == _CORRUPT:
-            self.connection.send(refusal(IntegrityError(f"{header.nbytes} bytes arrived with a wrong checksum")))
-        elif end == _DEREGISTERED:
-            raise PeerLost("the segment was deregistered while it was read")
         else:
-            self.connection.raise_ended(end)
+            self.connection.send(refusal(IntegrityError(f"{header.nbytes} bytes arrived with a wrong checksum")))
         self._native.received = -1
 
     def receive_rows(self, header: Header) -> Rows:
