@@ -209,8 +209,7 @@ def _cut(
     first = transfers[flow[0]]
     groups = list(scatter.cut(rows, slice_bytes, MAX_ROWS))
     owners = _SliceOwners(transfers, flow, len(groups))
-    for group in groups:
-        nbytes = scatter.total(group)
+    for group, nbytes in groups:
         part = Part(
             op=first.op,
             local=first.local,

@@ -50,26 +50,21 @@ def require_inside(rows: Rows, side: int, nbytes: int) -> None:
         raise InvalidRequest(f"out of bounds of a segment of {nbytes} bytes")
 
 
-def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[Rows]:
-    """Yields the runs, cut and grouped so that no group exceeds the limits. Keeps the order."""
-    if len(rows) <= limit_rows and total(rows) <= limit_bytes:
-        if len(rows):
-            yield rows
-        return
-    rows = _cut_long(rows, limit_bytes)
+def cut(rows: Rows, limit_bytes: int, limit_rows: int) -> Iterator[tuple[Rows, int]]:
+    """Yields the runs in order, cut and grouped so that no group exceeds the limits, and the bytes of each group."""
+    if int(rows[:, LENGTH].max(initial=0)) > limit_bytes:
+        rows = _cut_long(rows, limit_bytes)
     ends = rows[:, LENGTH].cumsum()
     first, done = 0, 0
     while first < len(rows):
-        last = int(ends.searchsorted(done + limit_bytes, side="right"))
-        last = min(last, first + limit_rows)
-        yield rows[first:last]
-        first, done = last, int(ends[last - 1])
+        last = min(int(ends.searchsorted(done + limit_bytes, side="right")), first + limit_rows)
+        end = int(ends[last - 1])
+        yield rows[first:last], end - done
+        first, done = last, end
 
 
 def _cut_long(rows: Rows, limit_bytes: int) -> Rows:
     """Cuts runs longer than the limit into several."""
-    if int(rows[:, LENGTH].max()) <= limit_bytes:
-        return rows
     counts = np.maximum(1, -(-rows[:, LENGTH] // limit_bytes))
     pieces = np.repeat(rows, counts, axis=0)
     number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)

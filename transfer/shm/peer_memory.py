@@ -69,7 +69,8 @@ def copy_in_steps(
     guard: AbstractContextManager[None] = _unguarded,
 ) -> None:
     """Copies rows whose bounds were checked. Each step's stores happen inside `guard`, which may refuse them."""
-    steps = (rows,) if scatter.total(rows) <= STEP_BYTES else scatter.cut(rows, STEP_BYTES, MAX_ROWS)
+    is_short = scatter.total(rows) <= STEP_BYTES
+    steps = [rows] if is_short else [step for step, _ in scatter.cut(rows, STEP_BYTES, MAX_ROWS)]
     for step in steps:
         with guard:
             if not verified:

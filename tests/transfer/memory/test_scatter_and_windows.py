@@ -43,8 +43,9 @@ def test_merging_keeps_every_byte_in_order(steps: Runs) -> None:
 @given(runs, st.integers(1, 40), st.integers(1, 7))
 def test_cut_keeps_all_bytes_within_the_limits(made: Runs, limit_bytes: int, limit_rows: int) -> None:
     rows = scatter.rows(*made)
-    groups = list(scatter.cut(rows, limit_bytes, limit_rows))
-    assert all(scatter.total(group) <= limit_bytes for group in groups)
+    found = list(scatter.cut(rows, limit_bytes, limit_rows))
+    groups = [group for group, _ in found]
+    assert all(scatter.total(group) == nbytes <= limit_bytes for group, nbytes in found)
     assert all(1 <= len(group) <= limit_rows for group in groups)
     for side in (REMOTE, LOCAL):
         flat = [place for group in groups for place in positions(group, side)]
