@@ -7,6 +7,7 @@ long after its owner gave it up.
 """
 
 import ctypes
+import mmap
 import time
 from typing import NoReturn
 
@@ -48,8 +49,13 @@ class _Exchange(ctypes.Structure):
     )
     received: int
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(ctypes.addressof(connection.flow.state), connection.descriptor, connection.seals, SPIN_NS)
+    @classmethod
+    def over(cls, connection: Connection) -> "_Exchange":
+        """Returns a new one, whose pages exist only once they are used: most connections carry few rows at a time."""
+        made = cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
+        made.flow, made.fd = ctypes.addressof(connection.flow.state), connection.descriptor
+        made.sealed, made.spin_ns, made.received = connection.seals, SPIN_NS, -1
+        return made
 
 
 class TcpSession(StreamSession):
@@ -57,7 +63,7 @@ class TcpSession(StreamSession):
 
     def __init__(self, dial: Dial, connection: Connection, agreed: Agreement) -> None:
         super().__init__(dial, connection, agreed)
-        self._native = _Exchange(connection)
+        self._native = _Exchange.over(connection)
         self._at = ctypes.addressof(self._native)
 
     def carry_inline(self, single: Slice) -> None:
@@ -95,8 +101,7 @@ class TcpTarget(StreamTarget):
         """Owners of what is in the places."""
 
     def serve(self) -> None:
-        self._native = _Exchange(self.connection)
-        self._native.received = -1
+        self._native = _Exchange.over(self.connection)
         super().serve()
 
     def next_request(self) -> None:
