@@ -67,8 +67,8 @@ class TcpSession(StreamSession):
         self._at = ctypes.addressof(self._native)
 
     def carry_inline(self, single: Slice) -> None:
-        window = 0 if single.op is Op.READ else single.window_id
-        if window is None or (self._checksums and single.nbytes <= SHORT_VALUE):
+        writes, window = single.op is Op.WRITE, single.window_id or 0
+        if writes != bool(window) or (self._checksums and single.nbytes <= SHORT_VALUE):
             super().carry_inline(single)
             return
         self._connection.set_deadline(single.deadline_at)
