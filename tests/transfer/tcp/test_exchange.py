@@ -53,7 +53,7 @@ def test_what_was_taken_away_is_refused_and_the_connection_serves_on(served: Pai
     served.far.close_window(served.window_id)
     with pytest.raises(StaleLease):
         served.run_inline(served.write(0, 0, 4096))
-    with pytest.raises(StaleLease):
+    with pytest.raises(InvalidRequest, match="never opened"):
         served.run_inline(Transfer(Op.WRITE, served.local, 0, served.remote, 0, 4096, window_id=0))
     served.run_inline(served.read(0, 0, 4096))
     served.far.deregister(served.memory)
