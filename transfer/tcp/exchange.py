@@ -30,9 +30,9 @@ _OTHER, _CORRUPT, _STALE, _DEREGISTERED = range(int(PumpEnd.ERROR) + 1, int(Pump
 _PLACES = 8
 """Segments, and windows, that a target serves natively at a time."""
 _FIELDS = 8
-"""Of one of them, `Served` in frames.h."""
+"""Numbers that describe one of them: `Served` in frames.h."""
 _KEPT_NS = 500_000_000
-"""Time after which the target forgets them, in which each saves a call of Python per request."""
+"""Time after which the target looks them up again, so that it keeps no memory that its owner has given up."""
 
 
 class _Exchange(ctypes.Structure):
